@@ -47,7 +47,7 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --constraint constraints.txt torch
 	$(PY) -m pip install --quiet --constraint constraints.txt --no-deps --editable . xgrammar apache-tvm-ffi
-	$(PY) -c '$(REQUIREMENTS)' dev | xargs -0 $(PY) -m pip install --quiet --constraint constraints.txt
+	$(PY) -c '$(REQUIREMENTS)' dev trace | xargs -0 $(PY) -m pip install --quiet --constraint constraints.txt
 	$(PY) -m sglang.srt.configs.smollm2_model || echo "It is fetched at its first use; until then 'embedded' is served."
 	touch $(STAMP)
 

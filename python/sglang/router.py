@@ -35,10 +35,11 @@ from sglang.srt.entrypoints.http_limits import KEEP_ALIVE_S, Front, LimitedProto
 from sglang.srt.entrypoints.http_routes import add_errors
 from sglang.srt.entrypoints.http_server import DRAIN_TIMEOUT_S, HttpServer, allow_connections, bind, listen, url
 from sglang.srt.entrypoints.request_fields import decode_body
+from sglang.srt.entrypoints.request_scope import REQUEST_ID_HEADER, RequestScope
 from sglang.srt.entrypoints.streams import DONE, encode_event, unless_disconnected
 from sglang.srt.utils.child_process import StartupError
 from sglang.srt.utils.errors import RequestError
-from sglang.srt.utils.log import configure_logging
+from sglang.srt.utils.log import REQUEST_ID, configure_logging
 
 CHECK_INTERVAL_S = 1.0
 CHECK_TIMEOUT_S = 5.0
@@ -55,8 +56,9 @@ _HOP_BY_HOP = {
     *(b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection"),
     *(b"te", b"trailer", b"transfer-encoding", b"upgrade"),
 }
-# Headers that the client library sets itself, because it has the whole body.
-_SET_ANEW = {b"host", b"content-length", b"expect"}
+# Headers that the client library sets itself, because it has the whole body; and the id, which may be drawn here.
+_ID = REQUEST_ID_HEADER.encode()
+_SET_ANEW = {b"host", b"content-length", b"expect", _ID}
 
 logger = logging.getLogger(__name__)
 Headers = list[tuple[bytes, bytes]]
@@ -216,7 +218,7 @@ class Router:
             asked = httpx.Request(
                 request.method,
                 backend.url + target,
-                headers=_passed_on(request.headers.raw, _SET_ANEW),
+                headers=[*_passed_on(request.headers.raw, _SET_ANEW), (_ID, REQUEST_ID.get().encode())],
                 content=body,
             )
             async with AsyncExitStack() as stack:
@@ -311,7 +313,7 @@ def _queued_tokens(reply: httpx.Response) -> int:
 def make_server(router: Router) -> HttpServer:
     return HttpServer(
         uvicorn.Config(
-            Front(router.app),
+            RequestScope(Front(router.app)),
             http=LimitedProtocol,
             ws="none",
             lifespan="off",

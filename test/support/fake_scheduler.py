@@ -114,7 +114,13 @@ class FakeScheduler:
         self.send_socket.send(encode(message))
 
     def serve(self) -> None:
-        self.send(SchedulerReady(max_total_num_tokens=4096, max_req_input_len=self.flags.max_req_input_len))
+        self.send(
+            SchedulerReady(
+                max_total_num_tokens=4096,
+                max_req_input_len=self.flags.max_req_input_len,
+                info={"max_running_requests": 256},
+            )
+        )
         while True:
             while self.receive.poll(0 if self.running else 1000):
                 self.handle(decode_to_scheduler(self.receive.recv()))
@@ -173,7 +179,8 @@ class FakeScheduler:
                     "device": {"total_tokens": 4096, "used_tokens": 1024, "free_pages": 3072},
                     "host": {"total_tokens": 8192, "used_tokens": 0, "free_pages": 8100},
                 },
-                "queues": {"running": len(self.running), "waiting": 0},
+                "queues": {"running": len(self.running), "waiting": 0, "waiting_tokens": 0},
+                "transient": {"in_queue_tokens": 0, "in_flight_tokens": 0},
                 "counters": self.counters,
                 "seeds": self.seeds,
                 "grammars": [grammar and [grammar.kind, grammar.source] for grammar in self.grammars[-8:]],

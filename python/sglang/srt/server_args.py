@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import json
 import math
+import os
 import sys
 import typing
 from collections.abc import Callable, Collection, Mapping
@@ -19,11 +20,12 @@ from typing import Any, NoReturn
 
 from sglang.srt.function_call.function_call_parser import TOOL_CALL_PARSERS
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
-from sglang.srt.managers.schedule_policy import QUEUE_POLICIES
+from sglang.srt.managers.schedule_policy import PRIORITIES, QUEUE_POLICIES
 from sglang.srt.mem_cache.eviction import EVICTION_POLICIES
 from sglang.srt.mem_cache.placement import WRITE_POLICIES
 from sglang.srt.mem_cache.storage.registry import describe_backends, parse_backends
 from sglang.srt.parser.reasoning_parser import REASONING_PARSERS
+from sglang.srt.setting_sources import CONFIG_VARIABLE, from_environment, from_file, variable_of
 from sglang.srt.utils.peer_endpoint import PeerError, check_endpoint
 from sglang.srt.utils.peer_timing import PeerTiming
 
@@ -156,6 +158,18 @@ class ServerArgs:
         unset="no limit",
     )
     stream_interval: int = arg(HTTP, 1, "tokens per event of a streamed answer")
+    cors_allow_origins: str | None = arg(
+        HTTP,
+        None,
+        "origins whose web pages may read replies, separated by commas, or *",
+        unset="none",
+    )
+    request_timeout: float | None = arg(
+        HTTP,
+        None,
+        "seconds after which a request that is not answered to its end is ended with status 504",
+        unset="no limit",
+    )
 
     device: str = arg(
         DEVICE, "auto", "where the model runs; auto takes a GPU if there is one", choices=("auto", "cpu", "cuda")
@@ -210,6 +224,28 @@ class ServerArgs:
         "fcfs",
         lambda: _policies("order of the queue", QUEUE_POLICIES),
         choices=QUEUE_POLICIES,
+    )
+    enable_priority_scheduling: bool = arg(
+        SCHEDULING,
+        False,
+        "serve requests of higher priority first; those of the lowest may wait for ever",
+    )
+    schedule_low_priority_values_first: bool = arg(
+        SCHEDULING, False, "with --enable-priority-scheduling, a lower value is a higher priority"
+    )
+    default_priority_value: int = arg(
+        SCHEDULING, 0, "the priority of requests that bring none, with --enable-priority-scheduling"
+    )
+    priority_scheduling_preemption_threshold: int = arg(
+        SCHEDULING,
+        10,
+        "a waiting request takes the memory of running ones whose priority is lower by more than this",
+    )
+    disable_priority_preemption: bool = arg(
+        SCHEDULING, False, "with --enable-priority-scheduling, leave running requests alone"
+    )
+    abort_on_priority_when_disabled: bool = arg(
+        SCHEDULING, False, "refuse requests with a priority on a server without --enable-priority-scheduling"
     )
     radix_eviction_policy: str = arg(
         SCHEDULING,
@@ -373,6 +409,10 @@ class ServerArgs:
         unset="--log-level",
         choices=("debug", "info", "warning", "error", "critical"),
     )
+    enable_trace: bool = arg(OBSERVABILITY, False, "send a trace of every request to an OpenTelemetry collector")
+    otlp_traces_endpoint: str = arg(
+        OBSERVABILITY, "http://localhost:4318/v1/traces", "where --enable-trace sends traces, as OTLP over HTTP"
+    )
     enable_metrics: bool = arg(
         OBSERVABILITY, False, "has no effect, exists for upstream's command lines: /metrics always answers"
     )
@@ -443,6 +483,19 @@ class ServerArgs:
             "mem_fraction_static",
             "between 0 and 1",
         )
+        require(self.request_timeout is None or self.request_timeout > 0, "request_timeout", "above 0 seconds")
+        for origin in self.cors_allow_origins.split(",") if self.cors_allow_origins is not None else ():
+            require(
+                origin.strip() == "*" or is_origin(origin.strip()),
+                "cors_allow_origins",
+                "* or origins such as https://example.org, separated by commas",
+            )
+        require(
+            self.otlp_traces_endpoint.startswith(("http://", "https://")),
+            "otlp_traces_endpoint",
+            "a URL such as http://localhost:4318/v1/traces (OTLP over HTTP, not gRPC)",
+        )
+        self._check_priorities(require)
         if self.hicache_storage_backend is not None:
             parse_backends(self.hicache_storage_backend)
             if not self.enable_hierarchical_cache:
@@ -519,6 +572,21 @@ class ServerArgs:
         if self.enable_hierarchical_cache and self.disable_radix_cache:
             raise ValueError("--hicache needs the radix cache: drop --disable-radix-cache")
 
+    def _check_priorities(self, require: Callable[[bool, str, str], None]) -> None:
+        values_first, threshold = "schedule_low_priority_values_first", "priority_scheduling_preemption_threshold"
+        require(self.priority_scheduling_preemption_threshold >= 0, threshold, "0 or more")
+        require(self.default_priority_value in PRIORITIES, "default_priority_value", "a 32-bit number")
+        if self.enable_priority_scheduling:
+            if self.hicache_publish_at == "completion":
+                raise ValueError(
+                    "--enable-priority-scheduling does not go with --hicache-publish-at completion, which keeps "
+                    "requests waiting for older ones: drop one of the two"
+                )
+            return
+        for name in (values_first, "disable_priority_preemption"):
+            if getattr(self, name):
+                raise ValueError(f"{flag_name(name)} is about priorities: add --enable-priority-scheduling")
+
     @property
     def rate_limits(self) -> dict[str, float]:
         """Link name -> bytes per second, for links that are limited."""
@@ -551,10 +619,11 @@ class ServerArgs:
         return values
 
     @classmethod
-    def from_cli(cls, argv: list[str]) -> ServerArgs:
-        """Ends the process with code 2 and one sentence if the flags are wrong."""
+    def from_cli(cls, argv: list[str], environ: Mapping[str, str] = os.environ) -> ServerArgs:
+        """The command line, over the environment, over the file of --config. Ends the process with code 2 and one
+        sentence if a setting is wrong."""
         parser = make_parser()
-        values, unknown = parser.parse_known_args(argv)
+        given, unknown = parser.parse_known_args(argv)
         if unknown:
             flags = [word.split("=")[0] for word in unknown if word.startswith("-")]
             parser.error(
@@ -562,8 +631,11 @@ class ServerArgs:
                 if flags
                 else f"{unknown[0]!r} belongs to no flag; --help lists the flags"
             )
+        values = vars(given)
+        path = values.pop("config", None) or environ.get(CONFIG_VARIABLE)
         try:
-            return cls(**vars(values))
+            in_file = from_file(path, _kinds(), _aliases()) if path else {}
+            return cls(**{**in_file, **from_environment(_kinds(), environ), **values})
         except ValueError as error:
             parser.error(str(error))
 
@@ -596,20 +668,54 @@ class OneSentenceParser(argparse.ArgumentParser):
         sys.exit(2)
 
 
+def is_origin(text: str) -> bool:
+    scheme, _, host = text.partition("://")
+    return scheme in ("http", "https") and bool(host) and "/" not in host
+
+
+def _kinds() -> dict[str, type]:
+    """Setting -> the type of its value, without None."""
+    hints = typing.get_type_hints(ServerArgs)
+    return {
+        field.name: next(
+            t for t in (typing.get_args(hints[field.name]) or (hints[field.name],)) if t is not type(None)
+        )
+        for field in dataclasses.fields(ServerArgs)
+    }
+
+
+def _aliases() -> dict[str, str]:
+    """Other name of a setting -> the setting."""
+    return {
+        alias.lstrip("-").replace("-", "_"): field.name
+        for field in dataclasses.fields(ServerArgs)
+        for alias in field.metadata["aliases"]
+    }
+
+
 def make_parser() -> argparse.ArgumentParser:
+    """What it parses has the settings that the command line gives, and no others."""
     parser = OneSentenceParser(
         prog="python -m sglang.launch_server",
         usage="python -m sglang.launch_server --model-path MODEL [flags]",
+        description=f"Each flag may also stand in a YAML file (--config FILE, 'port: 30000') or in the environment "
+        f"({variable_of('port')}=30000). The command line comes first, then the environment, then the file.",
         allow_abbrev=False,
     )
-    hints = typing.get_type_hints(ServerArgs)
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help=f"a YAML file with flags, by their names (default: {CONFIG_VARIABLE})",
+    )
+    kinds = _kinds()
     groups = {title: parser.add_argument_group(title) for title in GROUPS}
     for field in dataclasses.fields(ServerArgs):
-        base = next(t for t in (typing.get_args(hints[field.name]) or (hints[field.name],)) if t is not type(None))
+        base = kinds[field.name]
         default = default_text(field)
         options: dict[str, Any] = {
             "dest": field.name,
-            "default": field.default,
+            "default": argparse.SUPPRESS,
             "help": (help_text(field) + (f" (default: {default})" if default not in ("", "off") else "")).replace(
                 "%", "%%"
             ),

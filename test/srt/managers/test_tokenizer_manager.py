@@ -21,6 +21,8 @@ from sglang.srt.managers.io_struct import (
     ControlReqOutput,
     FinishReason,
     PromptKeys,
+    ReqTimes,
+    RequestTimesOutput,
     SchedulerReady,
     StrOutput,
     TokenizedGenerateReqInput,
@@ -36,6 +38,7 @@ from sglang.srt.sampling.logprob_types import LogprobSpec, TokenLogprob
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.errors import RequestError
+from sglang.srt.utils.log import REQUEST_ID
 from support.tokenizers_by_hand import SPECIAL, llama_bpe
 
 
@@ -504,3 +507,99 @@ def test_prompts_come_with_the_names_of_their_blocks():
         assert await keys_of([1] * 9) is None
 
     asyncio.run(work())
+
+
+# Limits of time, and whose turn it is
+
+
+def test_a_request_over_its_time_ends_and_frees_its_memory() -> None:
+    async def test(harness: Harness) -> None:
+        task = harness.start()
+        req = await harness.until_sent(1)
+        harness.output(req.rid, "a", [1])
+        await harness.settle()
+        (state,) = harness.manager._states.values()
+        harness.manager._time_out(state, 3.0)  # what the timer of --request-timeout calls
+        with pytest.raises(RequestError, match="not complete after 3 s") as caught:
+            await task
+        assert caught.value.status_code == 504
+        assert harness.sent[1:] == [AbortReq(rid=req.rid)] and harness.count("num_aborted_requests_total") == 1
+
+    run(test, args=ServerArgs(model_path="m", request_timeout=1e6))
+
+
+def test_the_time_counts_from_arrival() -> None:
+    """It is over before the prompt has been tokenised, which waits for the others of its body."""
+
+    async def test(harness: Harness) -> None:
+        both = [GenerateRequest(prompt=[1], params=SamplingParams()) for _ in range(2)]
+        first, _ = harness.manager.generate_all(both)
+        with pytest.raises(RequestError) as caught:
+            await anext(first)
+        assert caught.value.status_code == 504 and harness.sent == []
+
+    run(test, args=ServerArgs(model_path="m", request_timeout=0.01))
+
+
+def test_a_full_queue_tells_when_to_ask_again() -> None:
+    async def test(harness: Harness) -> None:
+        waiting = harness.start()
+        await harness.until_sent(1)
+        for seconds, header in ((None, "5"), (12.2, "13"), (1e4, "60")):
+            if seconds is not None:
+                harness.manager._queue_time_s = None
+                harness.tell(RequestTimesOutput(times={"x": times(queue_s=seconds)}))
+                await harness.settle()
+            with pytest.raises(RequestError, match="the queue is full") as caught:
+                await harness.start()
+            assert caught.value.headers() == {"retry-after": header}
+        waiting.cancel()
+
+    run(test, args=ServerArgs(model_path="m", max_queued_requests=1))
+
+
+def times(**changes: float) -> ReqTimes:
+    numbers = dict.fromkeys(("queue_s", "storage_s", "stall_s", "compute_s", "prefill_s"), 0.0)
+    return ReqTimes(**{**numbers, **changes}, loads_s={})
+
+
+def test_a_higher_priority_takes_a_place_in_a_full_queue() -> None:
+    async def test(harness: Harness) -> None:
+        low, middle = harness.start(priority=-5), harness.start()  # the second has the default priority, 2
+        await harness.until_sent(2)
+        with pytest.raises(RequestError, match="the queue is full"):
+            await harness.start(priority=-5)  # of equals the one that came first stays
+        high = harness.start(priority=3)
+        with pytest.raises(RequestError, match="of higher priority took the place") as caught:
+            await low
+        assert caught.value.status_code == 503
+        sent = [message for message in harness.sent if isinstance(message, TokenizedGenerateReqInput)]
+        assert [message.priority for message in sent] == [-5, 2, 3]
+        assert AbortReq(rid=sent[0].rid) in harness.sent
+        for task in (middle, high):
+            task.cancel()
+
+    flags = {"enable_priority_scheduling": True, "default_priority_value": 2, "max_queued_requests": 2}
+    run(test, args=ServerArgs(model_path="m", **flags))
+
+
+def test_priorities_may_be_refused() -> None:
+    async def test(harness: Harness) -> None:
+        with pytest.raises(RequestError, match="takes no priorities") as caught:
+            await harness.start(priority=1)
+        assert caught.value.param == "priority"
+
+    run(test, args=ServerArgs(model_path="m", abort_on_priority_when_disabled=True))
+
+
+@pytest.mark.parametrize(("rid", "is_found"), [(None, True), ("mine", False)])
+def test_the_x_request_id_is_a_name_of_a_request_without_rid(rid: str | None, is_found: bool) -> None:
+    async def test(harness: Harness) -> None:
+        REQUEST_ID.set("abc")
+        task = harness.start(rid=rid)
+        await harness.until_sent(1)
+        harness.manager.abort("abc")
+        assert (len(harness.sent) == 2) == is_found
+        task.cancel()
+
+    run(test)

@@ -1,6 +1,6 @@
 """API keys in front of the routes: which key which path needs. Stateless; knows routes by their paths alone.
 
-    --api-key      guards every path but /health, /health_generate and /hicache, a page without data
+    --api-key      guards every path but /health, /health_generate, /ping and /hicache, a page without data
     --admin-api-key  guards, in its place, the paths that change the server or other users' requests
 
 With --api-key alone it opens those too; with --admin-api-key alone the other paths are open.
@@ -18,7 +18,7 @@ from sglang.srt.entrypoints.error_bodies import error_body
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.errors import RequestError
 
-_OPEN = ("/health", "/health_generate", "/hicache")
+_OPEN = ("/health", "/health_generate", "/ping", "/hicache")
 _ADMIN = ("/flush_cache", "/hicache/storage-backend", "/hicache/storage-backend/clear")
 _ADMIN_BELOW = "/hicache/tiers/"
 

@@ -47,7 +47,9 @@ from sglang.srt.entrypoints.startup_checks import check_before_start, tokenizer_
 from sglang.srt.entrypoints.streams import close
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.observability.metrics_collector import MetricsCollector
+from sglang.srt.observability.trace import NO_TRACE, Tracer, open_tracer
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.setting_sources import variable_of
 from sglang.srt.utils.chat_template import read_chat_template
 from sglang.srt.utils.child_process import STOP_SIGNAL, ChildArgs, StartupError, open_pull, open_push
 from sglang.srt.utils.errors import RequestError
@@ -64,6 +66,8 @@ DETOKENIZER_COMMAND = (sys.executable, "-m", "sglang.srt.managers.detokenizer_ma
 # kernels wait for: a prompt of 512 tokens took a third more of the processor's time. Read when OpenMP is loaded.
 _CHILD_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
 
+# What children have no use for: storage plugins run in one of them.
+_KEYS = (variable_of("api_key"), variable_of("admin_api_key"))
 _WATCH_INTERVAL_S = 0.1
 _STOP_TIMEOUT_S = 10.0
 _STOP_INTERVAL_S = 0.02
@@ -94,7 +98,7 @@ class Child:
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            env={**_CHILD_ENVIRONMENT, **os.environ},
+            env={**_CHILD_ENVIRONMENT, **{name: value for name, value in os.environ.items() if name not in _KEYS}},
         )
         assert self.process.stderr is not None
         self._reader = threading.Thread(target=self._pass_on, args=(self.process.stderr,), daemon=True)
@@ -183,6 +187,7 @@ class EngineProcesses:
         self._lock = -1
         self._receive: asyncio.Task[None] | None = None
         self._stage = "looking for the model's files"
+        self.tracer: Tracer = NO_TRACE
         self.manager: TokenizerManager
         self.ready_info: dict[str, Any] = {}
 
@@ -209,6 +214,8 @@ class EngineProcesses:
     async def _start(self) -> None:
         args = self._args
         refuse_mixed_installation()
+        if args.enable_trace:
+            self.tracer = open_tracer(args.model_name, args.otlp_traces_endpoint)
         model_path = await asyncio.to_thread(check_before_start, args)
         tokenizer_path = str(await asyncio.to_thread(tokenizer_dir, args, model_path))
         model_dir = str(model_path)
@@ -269,6 +276,7 @@ class EngineProcesses:
             send=send.send,
             metrics=MetricsCollector(args.model_name),
             grammars=self._grammar_checker(tokenizer_path, vocab_size or len(tokenizer)),
+            tracer=self.tracer,
         )
         self._receive = asyncio.create_task(self.manager.receive_forever(receive.recv))
         died = asyncio.create_task(self.wait_for_death())
@@ -343,6 +351,7 @@ class EngineProcesses:
         if self._context is not None:
             self._context.destroy(linger=0)
             self._context = None
+        self.tracer.close()
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
             os.close(self._lock)

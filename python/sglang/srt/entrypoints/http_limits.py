@@ -74,7 +74,7 @@ class Front:
         except asyncio.CancelledError:  # uvicorn cancels requests when the drain is over
             if not started:
                 error = RequestError("the server is shutting down", 503)
-                await JSONResponse(error.body(), 503)(scope, receive, send)
+                await JSONResponse(error.body(), 503, error.headers())(scope, receive, send)
         except Exception as error:
             # A bug. The client has its answer; log it once, from the first of our frames on.
             error.__traceback__ = _without_libraries(error.__traceback__)

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -23,6 +24,8 @@ from sglang.srt.entrypoints.anthropic.serving import ANTHROPIC_STREAM, count_tok
 from sglang.srt.entrypoints.auth import ApiKeyMiddleware, require_a_key, require_admin
 from sglang.srt.entrypoints.error_bodies import error_body
 from sglang.srt.entrypoints.hicache_page import hicache_page
+from sglang.srt.entrypoints.loads import check_loads_query, get_load, loads
+from sglang.srt.entrypoints.missing_endpoints import missing_endpoint
 from sglang.srt.entrypoints.native import GenerateReqInput, serve_generate
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
 from sglang.srt.entrypoints.openai.responses_protocol import UNSUPPORTED_RESPONSES, ResponsesRequest
@@ -238,6 +241,18 @@ def _add_information(app: FastAPI, args: ServerArgs, manager: TokenizerManager, 
             "max_model_len": manager.context_length,
         }
 
+    @app.get("/")
+    async def about() -> dict[str, Any]:
+        return {
+            "name": app.title,
+            "version": sglang.__version__,
+            "model": args.model_name,
+            "endpoints": sorted({route.path for route in app.routes if isinstance(route, APIRoute)}),
+            "openapi": app.openapi_url,
+            "docs": app.docs_url,
+        }
+
+    @app.get("/ping")
     @app.get("/health")
     async def health() -> Response:
         return Response(status_code=200 if manager.accepts else 503)
@@ -288,6 +303,15 @@ def _add_information(app: FastAPI, args: ServerArgs, manager: TokenizerManager, 
             "internal_states": [state],
         }
         return Response(msgspec.json.encode(info), media_type="application/json")
+
+    @app.get("/get_load")
+    async def get_load_() -> list[dict[str, int]]:
+        return get_load(await manager.get_internal_state())
+
+    @app.get("/v1/loads")
+    async def loads_(request: Request) -> dict[str, Any]:
+        check_loads_query(request.query_params)
+        return loads(await manager.get_internal_state(), args, ready_info, manager.metrics.cache_hit_rate)
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -372,11 +396,13 @@ def _done(result: ControlReqOutput, what: str) -> Response:
 def add_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestError)
     async def request_error(request: Request, error: RequestError) -> Response:
-        return JSONResponse(error_body(request.url.path, error), status_code=error.status_code)
+        body = error_body(request.url.path, error)
+        return JSONResponse(body, status_code=error.status_code, headers=error.headers())
 
     @app.exception_handler(HTTPException)
-    async def http_error(_: Request, error: HTTPException) -> Response:
-        body = RequestError(str(error.detail), error.status_code).body()
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        missing = missing_endpoint(request.url.path) if error.status_code == 404 else None
+        body = RequestError(missing or str(error.detail), error.status_code).body()
         return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 
     @app.exception_handler(Exception)

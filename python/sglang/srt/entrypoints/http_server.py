@@ -26,6 +26,7 @@ import sglang
 from sglang.srt.entrypoints.engine import SCHEDULER_COMMAND, EngineProcesses
 from sglang.srt.entrypoints.http_limits import KEEP_ALIVE_S, Front, LimitedProtocol, limit_unread_replies
 from sglang.srt.entrypoints.http_routes import make_app
+from sglang.srt.entrypoints.request_scope import RequestScope, with_cors
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.child_process import StartupError, is_for_the_user, one_sentence
 from sglang.srt.utils.log import configure_logging
@@ -126,7 +127,11 @@ async def _serve_until_the_end(
     manager = processes.manager
     server = HttpServer(
         uvicorn.Config(
-            Front(make_app(args, manager, processes.ready_info)),
+            RequestScope(
+                with_cors(Front(make_app(args, manager, processes.ready_info)), args.cors_allow_origins),
+                manager.metrics.http,
+                processes.tracer,
+            ),
             http=LimitedProtocol,
             ws="none",
             lifespan="off",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import takewhile
+from itertools import groupby, takewhile
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from sglang.srt.managers.load_planner import LoadPlanner, Outlook
 from sglang.srt.managers.lost_hits import Lookup
 from sglang.srt.managers.prefill_plan import hits_by_tier, plan_spans
 from sglang.srt.managers.request_queues import RequestQueues
+from sglang.srt.managers.request_times import RequestTimes
 from sglang.srt.managers.schedule_batch import Preload, Req
 from sglang.srt.managers.schedule_policy import (
     QUEUE_POLICIES,
@@ -52,6 +53,7 @@ class Admission:
         builder: BatchBuilder,
         streaming: NoLayerStreaming,
         canary: Canary,
+        times: RequestTimes,
     ) -> None:
         self.config = config
         self.page_size = config.page_size
@@ -64,7 +66,9 @@ class Admission:
         self._builder = builder
         self._streaming = streaming
         self._canary = canary
+        self._times = times
         self._rank = QUEUE_POLICIES[config.schedule_policy]
+        self._priorities = config.priorities
 
     # -- the next prefill ---------------------------------------------------------------------------------------
 
@@ -145,13 +149,45 @@ class Admission:
             return
         if self._rank is not first_come_first_served:
             ready.sort(key=lambda r: self._rank(self._cache.candidate(r)))
+        if self._priorities is not None:
+            ready.sort(key=self._priority_rank)
         if not self._can_begin_with(ready[0], ready[1:]):
             return
         if self._cache.host is None or not self.config.load_ratio:
             yield from ((r, False) for r in ready)
             return
-        for place, came_along in balanced_order(self._cache.candidates(ready), self._planner.load_limit()):
-            yield ready[place], came_along
+        for _, equals in groupby(ready, self._priority_rank):
+            reqs = list(equals)
+            for place, came_along in balanced_order(self._cache.candidates(reqs), self._planner.load_limit()):
+                yield reqs[place], came_along
+
+    def _priority_rank(self, req: Req) -> int:
+        """The least goes first; the same of all where priorities do not order the queue."""
+        return self._priorities.rank(req.priority) if self._priorities is not None else 0
+
+    def turn_of(self, req: Req) -> tuple[int, int]:
+        """The least goes first, and is the last to lose its memory to others."""
+        return self._priority_rank(req), req.order
+
+    def preemptible_for(self, req: Req) -> list[Req]:
+        """Running requests whose memory a waiting one may take, in the order in which they lose it."""
+        assert self._priorities is not None
+        threshold = self._priorities.preemption_threshold
+        if threshold is None:
+            return []
+        least = self._priority_rank(req) + threshold
+        active = [r for r in self._queues.active() if not (self._streaming.is_streaming(r) or r.is_check)]
+        return sorted((r for r in active if self._priority_rank(r) > least), key=self.turn_of, reverse=True)
+
+    def first_in_line(self) -> Req | None:
+        """The waiting request that starts next, whether there is room for it or not."""
+        ready = self._streaming.admissible(self._storage.startable(self._queues.waiting))
+        return min((r for r in ready if not self._streaming.must_stream(r)), key=self.turn_of, default=None)
+
+    def lacks_room(self, req: Req) -> bool:
+        """Whether others keep a waiting request from starting: by their slots, a prompt, or their memory."""
+        is_full = self._queues.prefilling is not None or not self._queues.has_free_slot
+        return is_full or self._lacking_pages(req, self._match(req)) > self._cache.num_free_soon
 
     def _can_begin_with(self, first: Req, others: list[Req]) -> bool:
         """Whether the first request may start. If it lacks memory, what others have of it is taken or asked for."""
@@ -258,6 +294,7 @@ class Admission:
             self._cache.unlock(receipt)
             return False
         self._planner.begin_load(self._cache.lacking_nodes(receipt))
+        self._note_loads(req, self._cache.path_of(receipt))
         req.preload = Preload(receipt, match.device_len, match.total_len, match.peer_runs)
         return True
 
@@ -312,6 +349,7 @@ class Admission:
         path = cache.path_of(receipt)
         if num_load * page > num_recomputed:
             batch.loads = batch.loads.and_also(planner.begin_load(self._cache.lacking_nodes(receipt)))
+            self._note_loads(req, path)
         req.plan = plan_spans(path, req.num_known, (match.device_len, match.device_len + num_recomputed))
         self._count_found(req, path, lookup)
         prefix = [frames for n in path if (frames := n.frames[Tier.DEVICE]) is not None]
@@ -326,6 +364,10 @@ class Admission:
         self._builder.extend(batch, req, chunk, own)
         return chunk + num_recomputed
 
+    def _note_loads(self, req: Req, path: list[Node]) -> None:
+        tickets = (node.tickets[Tier.DEVICE] for node in path)
+        self._times.note_loads(req.rid, dict.fromkeys(ticket for ticket in tickets if ticket is not None))
+
     def _leave_queue(self, req: Req, receipt: Receipt, match: MatchResult) -> None:
         cache = self._cache
         cache.count_use(receipt, req)
@@ -333,6 +375,7 @@ class Admission:
         cache.forget_candidate(req)
         req.hold = cache.hold(receipt, match)
         self._queues.take_slot(req)
+        self._times.started(req.rid)
         req.computed = match.total_len
 
     def _end_waiting(self, req: Req) -> None:

@@ -210,6 +210,27 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
     embedding: bytes = b""
 
 
+class ReqTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the time of a request went up to its first token, in seconds; see `RequestTimes`."""
+
+    # From its arrival in the scheduler to its first launch, and the part of it that it waited for storage.
+    queue_s: float
+    storage_s: float
+    # Tier -> time of the loads that brought its prefix from there, which overlap with launches and with each other.
+    loads_s: dict[str, float]
+    # What the launches of its prompt waited for loads, and what they took beside that.
+    stall_s: float
+    compute_s: float
+    # From its first launch to its first token.
+    prefill_s: float
+
+
+class RequestTimesOutput(Message, frozen=True):
+    """rid -> the times of a request; sent before its first token."""
+
+    times: dict[str, ReqTimes]
+
+
 class BatchTokenIDOutput(Message, frozen=True):
     outputs: list[TokenOutput]
 
@@ -233,7 +254,7 @@ ToScheduler = (
     | SwitchTierReqInput
     | GetInternalStateReq
 )
-Control = ControlReqOutput | GetInternalStateReqOutput | SchedulerReady | BlockNaming
+Control = ControlReqOutput | GetInternalStateReqOutput | SchedulerReady | BlockNaming | RequestTimesOutput
 ToDetokenizer = DetokenizeReq | BatchTokenIDOutput | Control
 ToTokenizer = BatchStrOutput | Control
 

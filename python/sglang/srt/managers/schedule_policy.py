@@ -49,9 +49,13 @@ def pages_to_admit(req: AdmissionNeed, reserve: int, worst_reserve: int, anythin
     return req.need + reserve + 1
 
 
-def choose_victim(orders: Sequence[int]) -> int:
-    """Index of the request to retract: the youngest."""
-    return max(range(len(orders)), key=orders.__getitem__)
+# What a request's priority may be: a 32-bit number.
+PRIORITIES = range(-(1 << 31), 1 << 31)
+
+
+def choose_victim(turns: Sequence[tuple[int, int]]) -> int:
+    """Index of the request to retract: the last in turn. turns: see `Admission.turn_of`."""
+    return max(range(len(turns)), key=turns.__getitem__)
 
 
 def chunk_of(num_tokens: int, budget: int, page_size: int) -> int:

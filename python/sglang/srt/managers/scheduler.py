@@ -42,6 +42,7 @@ from sglang.srt.managers.layer_streaming import LayerStreaming, NoLayerStreaming
 from sglang.srt.managers.load_planner import LoadPlanner
 from sglang.srt.managers.lost_hits import REASONS
 from sglang.srt.managers.request_queues import RequestQueues
+from sglang.srt.managers.request_times import RequestTimes
 from sglang.srt.managers.schedule_batch import FAILURE_LIMIT, BatchDecision, ControlReply, EndReason, Req, StepInputs
 from sglang.srt.managers.schedule_policy import choose_victim, chunk_of, decode_reserve, pages_for
 from sglang.srt.managers.scheduler_config import SchedulerConfig
@@ -91,8 +92,9 @@ class Scheduler:
             self.streaming = LayerStreaming(config, self.cache, self.queues, self.planner)
         self.builder = BatchBuilder(config, self.cache, self.queues, self.planner.expected, self.streaming)
         self.canary = Canary(config, self.cache)
+        self.times = RequestTimes()
         self.admission = Admission(
-            config, self.cache, self.queues, self.planner, self.builder, self.streaming, self.canary
+            config, self.cache, self.queues, self.planner, self.builder, self.streaming, self.canary, self.times
         )
         self.planner.consult(lambda: (req for req, _ in self.admission.iter_admissible()))
         self.storage_admin = StorageAdmin(self.storage, self.planner.expected.costs.forget_storage)
@@ -152,6 +154,7 @@ class Scheduler:
 
     def step(self, inputs: StepInputs) -> BatchDecision:
         self._outputs, self._changed = [], []
+        self.times.begin_step(inputs.now)
         self.planner.set_now(inputs.now)
         self.storage.set_now(inputs.now)
         self._step_again_at = None
@@ -223,6 +226,7 @@ class Scheduler:
         done, failed = inputs.done[EXEC], inputs.failed.get(EXEC)
         if self.cache.host is not None or self.lender is not None:
             self.planner.take_costs(inputs, self._launches)
+        self.times.take_costs(inputs, self._launches)
         for seq in range(self.clock.done, done):
             if seq != failed and seq in self._launches:
                 self._take_results(self._launches.pop(seq), inputs.results[seq], inputs.logprobs.get(seq))
@@ -257,6 +261,7 @@ class Scheduler:
             self.storage.note_room(inputs.storage_has_room)
         self.storage.watch()
         self.storage.expire(inputs.now)
+        self.times.note_storage(self.storage.may_start)
         if self.storage.fetches_due or [cache.num_done(link) for link in STALLING_LINKS] != ended:
             self.storage.begin_fetches()
 
@@ -299,6 +304,8 @@ class Scheduler:
         req.tokens[req.num_known] = token
         req.num_known += 1
         self._counters["generation_tokens"] += 1
+        if req.num_known == req.num_prompt + 1:
+            self.times.first_token(req.rid)
         if req.num_failures:
             req.num_failures = 0  # it can be computed: what failed was not its fault
         if token in req.stop_ids:
@@ -426,6 +433,8 @@ class Scheduler:
         self.queues.add(req)
         self.admission.claim(req)
         self.storage.begin(req.rid, req.namespace, self.cache.cacheable_tokens(req), now, self.cache.prompt_keys(req))
+        if not is_check:
+            self.times.arrived(req.rid, waits_for_storage=not self.storage.may_start(req.rid))
 
     def _refuse(self, rid: str, prompt_tokens: int, message: str) -> None:
         self._outputs.append(
@@ -492,6 +501,7 @@ class Scheduler:
 
     def _end(self, req: Req, reason: FinishReason) -> None:
         self.queues.remove(req)
+        self.times.ended(req.rid)
         self.cache.claims.release(req.rid)
         if req.is_check:
             self.canary.ended()
@@ -610,7 +620,24 @@ class Scheduler:
         self.builder.discard(batch)
         return None
 
+    def _preempt(self) -> None:
+        """Retract running requests for a waiting one of higher priority that has no room."""
+        req = self.admission.first_in_line()
+        victims = self.admission.preemptible_for(req) if req is not None else []
+        prompt = self.queues.prefilling
+        if req is None or not victims or (prompt is not None and prompt not in victims):
+            return
+        if prompt is not None:  # no other request starts before it is computed
+            victims = [prompt, *(r for r in victims if r is not prompt)]
+        for victim in victims:
+            if not self.admission.lacks_room(req):
+                return
+            self._retract(victim)
+            self._counters["preempted_reqs"] += 1
+
     def _prefill_others(self) -> Launch | None:
+        if self.config.priorities is not None and self.queues.waiting:
+            self._preempt()
         batch = self.builder.begin_extend()
         budget = self.config.chunk_budget
         req = self.queues.prefilling
@@ -655,7 +682,7 @@ class Scheduler:
                 self._end_too_long(req)
             else:
                 self._step_again_at = self.planner.expected.now
-                self._retract(active[choose_victim([r.order for r in active])])
+                self._retract(active[choose_victim([self.admission.turn_of(r) for r in active])])
         return 0
 
     def _decode(self) -> Launch | None:
@@ -687,7 +714,7 @@ class Scheduler:
             return True
         if is_alone and self.lending is not None and self.lending.awaits_slabs:
             return False  # there is no other request to take from: it waits for the slabs that were recalled
-        victim = active[choose_victim([r.order for r in active])]
+        victim = active[choose_victim([self.admission.turn_of(r) for r in active])]
         if is_alone and streaming.is_streaming(victim):
             if cache.in_flight:
                 return False
@@ -755,6 +782,7 @@ class Scheduler:
             "links": self.cache.links_state(has_storage=storage is not None),
             "queues": {
                 "waiting": len(self.queues.waiting),
+                "waiting_tokens": sum([req.num_known for req in self.queues.waiting]),
                 "waiting_for_storage": self.storage.num_waiting,
                 "running": len(self.queues.active()),
             },
@@ -780,6 +808,7 @@ class Scheduler:
         self.cache.check_invariants(waiting, active, self.streaming.held)
         self.streaming.check_invariants()
         self.queues.check_invariants()
+        self.times.check_invariants(req.rid for req in [*active, *waiting])
         for each in (self.lender, self.borrower):
             if each is not None:
                 each.policy.check_invariants()

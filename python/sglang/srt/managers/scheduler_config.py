@@ -26,6 +26,20 @@ class LayerStreamConfig:
 
 
 @dataclass(frozen=True)
+class PriorityConfig:
+    """Requests of higher priority go first, see `SchedulerConfig.priorities`."""
+
+    # A lower value is a higher priority.
+    low_values_first: bool = False
+    # A waiting request takes the memory of running ones that come after it by more than this; None: of none.
+    preemption_threshold: int | None = None
+
+    def rank(self, priority: int) -> int:
+        """The least goes first."""
+        return priority if self.low_values_first else -priority
+
+
+@dataclass(frozen=True)
 class SchedulerConfig:
     # Tokens per page.
     page_size: int
@@ -58,6 +72,8 @@ class SchedulerConfig:
     num_layers: int = 1
     # The order of the queue, see `QUEUE_POLICIES`.
     schedule_policy: str = "fcfs"
+    # None: priorities do not order the queue. Else they come before `schedule_policy`, and age only within one.
+    priorities: PriorityConfig | None = None
     # For experiments: a request finds on device and host only what storage brought for it.
     bypass_local: bool = False
     # Tokens loaded per token computed before a batch counts as bound by loading, see `balanced_order`. "auto": as

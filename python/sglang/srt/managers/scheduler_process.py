@@ -35,6 +35,7 @@ from sglang.srt.managers.io_struct import (
     FlushCacheReqInput,
     GetInternalStateReq,
     GetInternalStateReqOutput,
+    RequestTimesOutput,
     SchedulerReady,
     StorageReqInput,
     SwitchTierReqInput,
@@ -208,6 +209,8 @@ class SchedulerProcess:
         return StorageRequest(id=message.id, action=StorageAction.ATTACH, what=what)
 
     def _send(self, decision: BatchDecision) -> None:
+        if times := self.core.scheduler.times.known:
+            self.sender.send(encode(RequestTimesOutput(times=times)))
         if decision.outputs:
             self.sender.send(encode(BatchTokenIDOutput(outputs=list(decision.outputs))))
         for reply in decision.replies:
@@ -388,18 +391,25 @@ def start(child: ChildArgs, on_exit: ExitStack) -> Callable[[], None]:
     process = SchedulerProcess(core, storage, sync, receiver, sender, wake_fd, GrammarManager(cache, notify))
     gc.collect()
     gc.freeze()
-    sender.send(encode(ready_message(core.scheduler)))
+    accelerator = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    sender.send(encode(ready_message(core.scheduler, accelerator)))
     return process.serve
 
 
-def ready_message(scheduler: Scheduler) -> SchedulerReady:
-    """Nothing is borrowed yet."""
+def ready_message(scheduler: Scheduler, accelerator: str | None = None) -> SchedulerReady:
+    """Nothing is borrowed yet. accelerator: the GPU's name."""
     config = scheduler.config
     return SchedulerReady(
         max_total_num_tokens=config.num_device_pages * config.page_size,
         max_req_input_len=scheduler.accepted_len - 1,
         max_unlent_len=scheduler.max_total_len,
-        info={"num_host_pages": config.num_host_pages, "page_size": config.page_size},
+        info={
+            "num_host_pages": config.num_host_pages,
+            "page_size": config.page_size,
+            "max_running_requests": config.max_running_requests,
+            "dp_size": 1,
+            "accelerator": accelerator,
+        },
     )
 
 

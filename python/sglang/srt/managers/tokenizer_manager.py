@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
 import uuid
@@ -37,6 +38,8 @@ from sglang.srt.managers.io_struct import (
     GetInternalStateReq,
     GetInternalStateReqOutput,
     PromptKeys,
+    ReqTimes,
+    RequestTimesOutput,
     SchedulerReady,
     StrOutput,
     SwitchTierReqInput,
@@ -46,22 +49,29 @@ from sglang.srt.managers.io_struct import (
     encode,
     ids_to_bytes,
 )
+from sglang.srt.managers.schedule_policy import PRIORITIES
 from sglang.srt.managers.text_encoder import EncodedText, TextEncoder
 from sglang.srt.mem_cache.block_keys import BlockKeys
 from sglang.srt.observability.metrics_collector import MetricsCollector
+from sglang.srt.observability.trace import NO_TRACE, GeneratedTrace, Tracer
 from sglang.srt.parser.chat_format import ChatFormat
 from sglang.srt.sampling.logprob_types import LogprobSpec, TokenLogprob
 from sglang.srt.sampling.sampling_params import GrammarSpec, SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.chat_template import all_chat_templates
-from sglang.srt.utils.errors import RequestError
+from sglang.srt.utils.errors import RETRY_AFTER_S, RequestError
+from sglang.srt.utils.log import REQUEST_ID
 from sglang.srt.utils.token_texts import TokenTexts
 
 logger = logging.getLogger(__name__)
 
 _CONTROL_TIMEOUT_S = 30.0
 _METRICS_TIMEOUT_S = 0.8
-_PRIORITIES = range(-(1 << 31), 1 << 31)
+# Of a reply that refuses a request because the queue is full, in seconds.
+_MAX_RETRY_AFTER_S = 60
+# The weight of the newest time in the mean of times in the queue.
+_QUEUE_TIME_WEIGHT = 0.1
+
 # Characters. Longer texts take half a second and more. They wait for each other, so that short ones need not wait.
 _LONG_TEXT = 1 << 20
 # Tokens. Python takes milliseconds for the log-probabilities of this many.
@@ -147,23 +157,54 @@ class ReqState:
     # The name in messages. It is always new, because a client may reuse its own name before the engine has forgotten
     # it.
     rid: str
-    # The client's name.
+    # The client's names for it: its `rid`, else the x-request-id.
     client_rid: str | None
+    request_id: str
     stream: bool
+    priority: int
     # Seconds of a monotonic clock.
     arrived: float
-    # Whether the scheduler knows the request.
-    sent: bool = False
+    # When the scheduler was sent the request; None before.
+    sent: float | None = None
     # A client requested the end, so that the abort is an answer and no error.
     aborting: bool = False
-    # When the last output came, in seconds of the same clock.
+    # When the first output and the last one came, in seconds of the same clock.
+    first: float | None = None
     last: float | None = None
+    times: ReqTimes | None = None
+    # What the trace tells of the answer.
+    last_output: StrOutput | None = None
     unread: list[StrOutput] = field(default_factory=list)
     unread_tokens: int = 0
     # Set when there is something to read.
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     finished: bool = False
     error: RequestError | None = None
+
+
+def _timed_out(timeout_s: float) -> RequestError:
+    return RequestError(f"the answer was not complete after {timeout_s:g} s, the limit of this server", 504)
+
+
+def _trace_of(state: ReqState, req: GenerateRequest) -> GeneratedTrace:
+    output, reason = state.last_output, None
+    if output is not None and output.finish_reason is not None:
+        reason = output.finish_reason.type
+    return GeneratedTrace(
+        rid=req.rid or state.rid,
+        arrived=state.arrived,
+        sent=state.sent,
+        first=state.first,
+        last=state.last,
+        ended=time.perf_counter(),
+        params=req.params,
+        prompt_tokens=output.prompt_tokens if output is not None else 0,
+        completion_tokens=output.completion_tokens if output is not None else 0,
+        cached_tokens=output.cached_tokens_details if output is not None else {},
+        finish_reason=state.error.message if state.error is not None else reason or "abort",
+        is_error=state.error is not None,
+        times=state.times,
+    )
 
 
 class _Together:
@@ -202,6 +243,7 @@ class TokenizerManager:
         send: Callable[[bytes], Any],
         metrics: MetricsCollector,
         grammars: GrammarChecker | None = None,
+        tracer: Tracer = NO_TRACE,
     ) -> None:
         """grammars: None refuses requests that have one. send: passes one encoded message to the scheduler's socket,
         without blocking."""
@@ -225,6 +267,9 @@ class TokenizerManager:
         self._send = send
         self.metrics = metrics
         self._grammars = grammars
+        self._tracer = tracer
+        # The mean time in the queue, of late; None before the first.
+        self._queue_time_s: float | None = None
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
         self._long_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize-long")
         self._random = (
@@ -256,24 +301,26 @@ class TokenizerManager:
         requests that are sent with this one. Raises RequestError, also in mid-stream."""
         if self._refusal is not None:
             raise self._refusal
-        limit = self._args.max_queued_requests
-        if limit is not None and self._num_waiting >= limit:
-            raise RequestError(f"the queue is full ({limit} requests wait): try again later", 503)
-        state = ReqState(rid=uuid.uuid4().hex, client_rid=req.rid, stream=req.stream, arrived=time.perf_counter())
+        priority = self._priority_of(req)
+        self._take_place_in_queue(priority)
+        state = ReqState(
+            rid=uuid.uuid4().hex,
+            client_rid=req.rid,
+            request_id=REQUEST_ID.get(),
+            stream=req.stream,
+            priority=priority,
+            arrived=time.perf_counter(),
+        )
         self._states[state.rid] = state
         self._num_active += 1
         self._num_waiting += 1
         self._idle.clear()
+        timeout_s = self._args.request_timeout
+        timer = None
+        if timeout_s is not None:
+            timer = asyncio.get_running_loop().call_later(timeout_s, self._time_out, state, timeout_s)
         try:
-            message = await self._tokenized(state.rid, req)
-            if together is not None:
-                await together.wait()
-            if self._refusal is not None:  # set while the prompt was tokenised
-                raise self._refusal
-            self._send(encode(message))
-            state.sent = True
-            if state.aborting:
-                self._send(encode(AbortReq(rid=state.rid)))
+            await self._send_to_scheduler(state, req, together)
             while True:
                 await state.changed.wait()
                 state.changed.clear()
@@ -284,14 +331,84 @@ class TokenizerManager:
                 if chunk.finish_reason is not None:
                     return
         finally:
+            if timer is not None:
+                timer.cancel()
             del self._states[state.rid]
-            if state.sent and not state.finished:
+            if state.sent is not None and not state.finished:
                 self._send(encode(AbortReq(rid=state.rid)))
                 self.metrics.aborted()
+                if state.error is None or state.error is not self._refusal:  # that one has a line of its own
+                    why = state.error.message if state.error is not None else "its client left"
+                    num_tokens = state.last_output.completion_tokens if state.last_output is not None else 0
+                    logger.info("aborted after %d tokens: %s", num_tokens, why)
             self._num_active -= 1
             self._num_waiting -= state.last is None
             if self._num_active == 0:
                 self._idle.set()
+            self._tracer.generated(_trace_of(state, req))
+
+    def _priority_of(self, req: GenerateRequest) -> int:
+        args = self._args
+        if req.priority is None:
+            return args.default_priority_value if args.enable_priority_scheduling else 0
+        if req.priority not in PRIORITIES:
+            raise RequestError(f"priority is {req.priority}, but it must be a 32-bit number", param="priority")
+        if args.abort_on_priority_when_disabled and not args.enable_priority_scheduling:
+            raise RequestError(
+                "this server takes no priorities: leave priority out, or start it with --enable-priority-scheduling",
+                param="priority",
+            )
+        return req.priority
+
+    def _take_place_in_queue(self, priority: int) -> None:
+        """Raises RequestError if the queue is full. A waiting request of lower priority leaves it first."""
+        limit = self._args.max_queued_requests
+        if limit is None or self._num_waiting < limit:
+            return
+        full = f"the queue is full ({limit} requests wait)"
+        rank = self._rank_of
+        waiting = [each for each in self._states.values() if each.last is None and each.error is None]
+        last = max(waiting, key=lambda each: rank(each.priority), default=None)
+        if last is None or not self._args.enable_priority_scheduling or rank(last.priority) <= rank(priority):
+            raise RequestError(f"{full}: try again later", 503, retry_after_s=self._retry_after_s())
+        last.error = RequestError(
+            f"{full}, and one of higher priority took the place of this one: try again later",
+            503,
+            retry_after_s=self._retry_after_s(),
+        )
+        last.changed.set()
+
+    def _rank_of(self, priority: int) -> int:
+        """The least goes first."""
+        return priority if self._args.schedule_low_priority_values_first else -priority
+
+    def _retry_after_s(self) -> int:
+        """What requests wait in the queue of late: then those that wait now will have started."""
+        mean = RETRY_AFTER_S if self._queue_time_s is None else self._queue_time_s
+        return max(1, min(math.ceil(mean), _MAX_RETRY_AFTER_S))
+
+    async def _send_to_scheduler(self, state: ReqState, req: GenerateRequest, together: _Together | None) -> None:
+        try:
+            async with asyncio.timeout(self._args.request_timeout):
+                message = await self._tokenized(state.rid, req)
+                if together is not None:
+                    await together.wait()
+        except TimeoutError:
+            raise state.error or _timed_out(self._args.request_timeout or 0.0) from None
+        if self._refusal is not None:  # set while the prompt was tokenised
+            raise self._refusal
+        if state.error is not None:
+            raise state.error
+        self._send(encode(message))
+        state.sent = time.perf_counter()
+        if state.aborting:
+            self._send(encode(AbortReq(rid=state.rid)))
+
+    @staticmethod
+    def _time_out(state: ReqState, timeout_s: float) -> None:
+        if not state.finished and state.error is None:
+            state.error = _timed_out(timeout_s)
+            state.changed.set()
 
     @staticmethod
     def _read(state: ReqState, rid: str) -> Chunk:
@@ -339,15 +456,13 @@ class TokenizerManager:
                     f"logprob_start_len is {logprobs.prompt_from}, but the prompt has only {len(ids)} tokens",
                     param="logprob_start_len",
                 )
-        if req.priority is not None and req.priority not in _PRIORITIES:
-            raise RequestError(f"priority is {req.priority}, but it must be a 32-bit number", param="priority")
         return TokenizedGenerateReqInput(
             rid=rid,
             input_ids=ids_to_bytes(ids),
             sampling_params=msgspec.structs.replace(params, max_new_tokens=max_new_tokens, sampling_seed=seed),
             extra_key=req.extra_key,
             cache=req.cache,
-            priority=req.priority or 0,
+            priority=self._priority_of(req),
             stream=req.stream,
             logprobs=logprobs,
             is_embedding=req.is_embedding,
@@ -501,10 +616,20 @@ class TokenizerManager:
                     self._on_output(output, now)
             elif isinstance(message, BlockNaming):
                 self._names = BlockKeys(message.secret, message.block_tokens) if message.block_tokens else None
+            elif isinstance(message, RequestTimesOutput):
+                for rid, times in message.times.items():
+                    self._note_times(rid, times)
             elif isinstance(message, SchedulerReady):
                 self.ready.set_result(message)
             elif (future := self._controls.pop(message.id, None)) is not None and not future.done():
                 future.set_result(message)
+
+    def _note_times(self, rid: str, times: ReqTimes) -> None:
+        self.metrics.queued(times.queue_s)
+        before = times.queue_s if self._queue_time_s is None else self._queue_time_s
+        self._queue_time_s = before + _QUEUE_TIME_WEIGHT * (times.queue_s - before)
+        if (state := self._states.get(rid)) is not None:
+            state.times = times
 
     def _on_output(self, output: StrOutput, now: float) -> None:
         state = self._states.get(output.rid)
@@ -526,7 +651,8 @@ class TokenizerManager:
             self.metrics.first_token(now - state.arrived, output.prompt_tokens, details)
         self.metrics.tokens(num_tokens, None if state.last is None else (now - state.last) / max(num_tokens, 1))
         self._num_waiting -= state.last is None
-        state.last = now
+        state.first = state.first or now
+        state.last, state.last_output = now, output
         state.unread.append(output)
         state.unread_tokens += num_tokens
         if reason is not None:
@@ -543,12 +669,13 @@ class TokenizerManager:
     # Control
 
     def abort(self, rid: str | None) -> None:
-        """End the requests to which their clients gave this rid; None ends all. They answer with the tokens that they
-        have."""
+        """End the requests to which their clients gave this rid, or this x-request-id and no rid; None ends all. They
+        answer with the tokens that they have."""
         for state in self._states.values():
-            if (rid is None or state.client_rid == rid or state.rid == rid) and not state.finished:
+            names = (state.client_rid or state.request_id, state.rid)
+            if (rid is None or rid in names) and not state.finished:
                 state.aborting = True
-                if state.sent:
+                if state.sent is not None:
                     self._send(encode(AbortReq(rid=state.rid)))
 
     async def flush_cache(self) -> ControlReqOutput:

@@ -12,6 +12,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from sglang.srt.observability.http_metrics import HttpMetrics
+
 _SECONDS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 120, 240)
 _TOKEN_SECONDS = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4, 0.8, 2)
 _TOKENS = (1, 4, 16, 64, 100, 300, 500, 1000, 2000, 4000, 8000, 16000, 32000, 64000, 128000)
@@ -196,12 +198,16 @@ class MetricsCollector:
         self._aborted = self._counter("num_aborted_requests", "Requests that were aborted.")
         self._first_token = self._histogram("time_to_first_token_seconds", "Time to the first token.", _SECONDS)
         self._inter_token = self._histogram("inter_token_latency_seconds", "Time between tokens.", _TOKEN_SECONDS)
+        self._queue_time = self._histogram(
+            "queue_time_seconds", "Time in the queue, from arrival to the first launch.", _SECONDS
+        )
         self._e2e = self._histogram("e2e_request_latency_seconds", "Time of a whole request.", _SECONDS)
         self._prompt_lengths = self._histogram("prompt_tokens_histogram", "Tokens of a prompt.", _TOKENS)
         self._uncached_lengths = self._histogram(
             "uncached_prompt_tokens_histogram", "Tokens of a prompt that were not in the cache.", _TOKENS
         )
         self._answer_lengths = self._histogram("generation_tokens_histogram", "Tokens of a whole answer.", _TOKENS)
+        self.http = HttpMetrics(self._registry, self._labels)
         self._registry.register(self)  # type: ignore[arg-type]  # any object with `collect` is a collector
 
     def _counter(self, name: str, help: str) -> Counter:
@@ -220,6 +226,14 @@ class MetricsCollector:
         for tier, tokens in cached_tokens.items():
             self._cached_tokens.labels(**self._labels, cache_source=tier).inc(tokens)
             self._cached_total += tokens
+
+    def queued(self, seconds: float) -> None:
+        self._queue_time.observe(seconds)
+
+    @property
+    def cache_hit_rate(self) -> float:
+        """Part of all prompt tokens that were found in the cache; 0 before the first."""
+        return self._cached_total / self._prompt_total if self._prompt_total else 0.0
 
     def prompt_tokens_reused(self, count: int) -> None:
         self._reused_ids.inc(count)
@@ -267,8 +281,8 @@ class MetricsCollector:
         if host_total is not None and host_free is not None:  # on the host, all used tokens are cached
             yield gauge("hicache_host_used_tokens", "Tokens of KV cache on the host in use.", host_total - host_free)
         if self._prompt_total:
-            hit_rate = self._cached_total / self._prompt_total
-            yield gauge("cache_hit_rate", "Part of all prompt tokens that were found in the cache.", hit_rate)
+            help = "Part of all prompt tokens that were found in the cache."
+            yield gauge("cache_hit_rate", help, self.cache_hit_rate)
         for name, help, label, parts, unit in _PROXY:
             # Gauges, even where they only grow, because they begin anew with each proxy.
             found = {part: _at(self._state, ("tiers", "remote", key)) for part, key in parts.items()}
@@ -277,6 +291,7 @@ class MetricsCollector:
                 for part, value in found.items():
                     family.add_metric([*values, part], unit * (value or 0))
                 yield family
+        yield self._links(self._state.get("links") or {})
         yield self._reasons(self._state.get("lost_hits") or {})
         yield self._switches(self._state.get("switches") or {})
         if canary := self._state.get("canary"):
@@ -302,6 +317,13 @@ class MetricsCollector:
         family = CounterMetricFamily("sglang:hicache_computed_tokens", help, labels=[*self._labels, "reason"])
         for reason, num_tokens in lost_hits.items():
             family.add_metric([*self._labels.values(), reason], num_tokens)
+        return family
+
+    def _links(self, links: Mapping[str, Mapping[str, int]]) -> Metric:
+        help = "Bytes that a link between tiers has moved, of rank 0."
+        family = CounterMetricFamily("sglang:hicache_link_bytes", help, labels=[*self._labels, "link"])
+        for link, numbers in links.items():
+            family.add_metric([*self._labels.values(), link], numbers["bytes_done"])
         return family
 
     def _canary(self, canary: Mapping[str, Any]) -> Iterator[Metric]:

@@ -14,21 +14,31 @@ _TYPES = {
     415: "UnsupportedMediaTypeError",
     499: "ClientClosedRequest",
     503: "ServiceUnavailableError",
+    504: "GatewayTimeoutError",
 }
 _MAX_MESSAGE = 1000
+# Of a 503, where no better number is known.
+RETRY_AFTER_S = 5
 
 
 class RequestError(Exception):
     """message: one sentence for the client, cut if it quotes too much of what came. param: the field of the request
-    that is wrong."""
+    that is wrong. retry_after_s: of a 503, when it is worth while to ask again."""
 
-    def __init__(self, message: str, status_code: int = 400, param: str | None = None) -> None:
+    def __init__(
+        self, message: str, status_code: int = 400, param: str | None = None, retry_after_s: int = RETRY_AFTER_S
+    ) -> None:
         if len(message) > _MAX_MESSAGE:
             message = message[:_MAX_MESSAGE] + "…"
         super().__init__(message)
         self.message = message
         self.status_code = status_code
         self.param = param
+        self.retry_after_s = retry_after_s
+
+    def headers(self) -> dict[str, str]:
+        """Of a reply that is this error."""
+        return {"retry-after": str(self.retry_after_s)} if self.status_code == 503 else {}
 
     def body(self) -> dict[str, Any]:
         """OpenAI's error shape, as SGLang flattens it."""

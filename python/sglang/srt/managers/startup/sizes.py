@@ -11,7 +11,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.model_families import TRANSFORMERS
 from sglang.srt.distributed.parallel_state import TensorParallelGroup
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-from sglang.srt.managers.scheduler_config import LayerStreamConfig, SchedulerConfig
+from sglang.srt.managers.scheduler_config import LayerStreamConfig, PriorityConfig, SchedulerConfig
 from sglang.srt.managers.startup.device import free_memory, kv_cache_bytes, page_layout
 from sglang.srt.mem_cache.memory_pool_host import host_pages_that_fit
 from sglang.srt.models.registry import get_model_class
@@ -50,6 +50,13 @@ def device_pages(
             "--max-total-tokens or lower --page-size"
         )
     return num_pages, page_bytes
+
+
+def priorities_for(args: ServerArgs) -> PriorityConfig | None:
+    if not args.enable_priority_scheduling:
+        return None
+    threshold = None if args.disable_priority_preemption else args.priority_scheduling_preemption_threshold
+    return PriorityConfig(args.schedule_low_priority_values_first, threshold)
 
 
 def build_config(
@@ -91,6 +98,7 @@ def build_config(
         write_policy=args.hicache_write_policy,
         num_layers=model.num_layers,
         schedule_policy=args.schedule_policy,
+        priorities=priorities_for(args),
         bypass_local=args.hicache_bypass_local,
         load_ratio=args.load_ratio,
         bubble_filling=args.hicache_bubble_filling != "off",

@@ -1,0 +1,126 @@
+"""Priority scheduling: who goes first, who loses memory to whom, and that all end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+from managers.test_scheduler import Driver, request
+
+from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+from sglang.srt.managers.schedule_batch import BatchDecision
+from sglang.srt.managers.scheduler_config import PriorityConfig
+from support.soak import Soak, SoakConfig, scheduler_config
+
+STRICT = PriorityConfig(preemption_threshold=10)
+
+
+def req(rid: str, priority: int, prompt: list[int] | None = None, **fields: int) -> TokenizedGenerateReqInput:
+    first = 3 + 10 * (ord(rid[0]) - ord("a"))
+    return msgspec.structs.replace(request(rid, prompt or [first, first + 1], **fields), priority=priority)
+
+
+def order_of(driver: Driver, *reqs: TokenizedGenerateReqInput) -> list[str]:
+    """In which order waiting requests start, each in a launch of its own; the slots are numbered that way."""
+    driver.step(*reqs)
+    active = driver.scheduler.queues.active()
+    return [r.rid for r in sorted(active, key=lambda r: r.slot)]
+
+
+@pytest.mark.parametrize(
+    ("priorities", "order"),
+    [
+        (None, ["a", "b", "c", "d"]),
+        (PriorityConfig(), ["b", "d", "c", "a"]),
+        (PriorityConfig(low_values_first=True), ["a", "c", "b", "d"]),
+    ],
+)
+def test_higher_priorities_start_first_and_equals_by_age(priorities, order) -> None:
+    driver = Driver(priorities=priorities)
+    assert order_of(driver, req("a", -1), req("b", 5), req("c", 0), req("d", 5)) == order
+
+
+def running(driver: Driver) -> set[str]:
+    return {r.rid for r in driver.scheduler.queues.active()}
+
+
+def busy(priorities: PriorityConfig | None, *low: TokenizedGenerateReqInput, slots: int = 2) -> tuple[Driver, int]:
+    """A driver in which these requests decode; and its next launch."""
+    driver = Driver(priorities=priorities, max_running_requests=slots)
+    driver.step(*low)
+    driver.step(results={0: [9] * len(low)})
+    assert running(driver) == {each.rid for each in low}
+    return driver, 1
+
+
+@pytest.mark.parametrize(
+    ("priorities", "priority", "expected"),
+    [
+        (STRICT, 11, {"a", "c"}),
+        (STRICT, 10, {"a", "b"}),  # not by more than the threshold
+        (PriorityConfig(), 1000, {"a", "b"}),
+        (None, 1000, {"a", "b"}),
+        (PriorityConfig(True, 10), -12, {"a", "c"}),
+    ],
+)
+def test_a_waiting_request_takes_the_place_of_one_whose_priority_is_much_lower(
+    priorities, priority, expected
+) -> None:
+    """Of equals the youngest loses its place."""
+    driver, seq = busy(priorities, req("a", 0), req("b", 0))
+    driver.step(req("c", priority), results={seq: [9, 9]})
+    assert running(driver) == expected
+    assert driver.scheduler.counters["preempted_reqs"] == ("b" not in expected)
+
+
+def test_the_lowest_priority_loses_first_and_comes_back_with_what_it_had() -> None:
+    driver, seq = busy(STRICT, req("a", -50), req("b", 0))
+    decision = driver.step(req("c", 20, max_new_tokens=1), results={seq: [9, 9]})
+    assert running(driver) == {"b", "c"} and decision.launch is not None
+    # c has its only token: a starts again, behind the tokens that are known.
+    assert driver.step(results={decision.launch.seq: [9]}).outputs[-1].finish_reason is not None
+    decision = driver.step()
+    assert running(driver) == {"a", "b"}
+    (a,) = (r for r in driver.scheduler.queues.active() if r.rid == "a")
+    assert a.num_known == 2 + 2 and a.num_retractions == 1
+
+
+def test_a_prompt_in_chunks_gives_way() -> None:
+    driver = Driver(priorities=STRICT, chunked_prefill_size=4)
+    driver.step(req("a", 0, list(range(3, 33))))
+    assert driver.scheduler.queues.prefilling is not None
+    decision = driver.step(req("b", 50))
+    # What the launch has room for beside it is the next of the other's tokens, of which 4 are in the cache.
+    assert decision.launch is not None and decision.launch.input_ids.tolist() == [13, 14, 7, 8]
+    assert driver.scheduler.counters["preempted_reqs"] == 1
+
+
+def test_only_as_many_as_needed_lose_their_memory() -> None:
+    """Each of four requests has 10 of 64 pages and may use 4 more."""
+    low = [
+        req(rid, 0, list(range(start, start + 10)), max_new_tokens=4) for rid, start in zip("abcd", range(3, 99, 20))
+    ]
+    driver, seq = busy(STRICT, *low, slots=8)
+    driver.step(req("e", 99, list(range(100, 130)), max_new_tokens=4), results={seq: [9] * 4})
+    while "e" not in running(driver):
+        driver.step()
+    assert {"a", "b", "e"} <= running(driver)
+
+
+def test_a_soak_with_priorities_ends_with_the_tokens_of_one_without(monkeypatch) -> None:
+    """The soak compares every token with the oracle's, and all requests end. Memory is short, so some lose it."""
+    preempted = []
+
+    class Counting(Soak):
+        def _take_outputs(self, decision: BatchDecision) -> None:
+            super()._take_outputs(decision)
+            preempted.append(self.ranks[0].core.scheduler.counters["preempted_reqs"])
+
+    def with_priorities(*args):
+        return replace(scheduler_config(*args), priorities=PriorityConfig(preemption_threshold=0))
+
+    monkeypatch.setattr("support.soak.scheduler_config", with_priorities)
+    drawn = replace(SoakConfig.draw(1, 25), max_running_requests=2, arrival_rate=0.9, insert_at="launch")
+    Counting(drawn).run()
+    assert preempted[-1] > 0
