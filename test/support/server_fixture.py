@@ -39,7 +39,8 @@ def wait_until(true: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
 
 
 class Server:
-    """fake: flags of the fake scheduler; None starts the real engine. environment: on top of this process's."""
+    """fake: flags of the fake scheduler; None starts the real engine, by a script of this folder if one is named.
+    environment: on top of this process's."""
 
     def __init__(
         self,
@@ -49,11 +50,14 @@ class Server:
         model: str = "embedded",
         wait: bool = True,
         environment: dict[str, str] | None = None,
+        script: str = "",
     ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.temp = tempfile.mkdtemp(prefix="test-")
         command = [sys.executable, "-m", "sglang.launch_server"]
+        if script:
+            command = [sys.executable, str(HERE / script)]
         if fake is not None:
             command = [sys.executable, str(HERE / "serve_fake.py"), json.dumps(fake), str(drain_s)]
         self.log = open(f"{self.temp}/log", "w+")  # noqa: SIM115

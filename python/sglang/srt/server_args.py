@@ -421,6 +421,12 @@ class ServerArgs:
     )
 
     record_steps: str | None = arg(DEBUGGING, None, "write every scheduler step to this file, for replay")
+    crash_dump_folder: str | None = arg(
+        DEBUGGING,
+        None,
+        "keep a record here from which a crash of the scheduler is replayed",
+        unset="none",
+    )
     hicache_rate_limit: str | None = arg(
         DEBUGGING,
         None,
@@ -496,6 +502,8 @@ class ServerArgs:
             "a URL such as http://localhost:4318/v1/traces (OTLP over HTTP, not gRPC)",
         )
         self._check_priorities(require)
+        if self.record_steps is not None and self.crash_dump_folder is not None:
+            raise ValueError("--record-steps has what --crash-dump-folder would keep: use one of the two")
         if self.hicache_storage_backend is not None:
             parse_backends(self.hicache_storage_backend)
             if not self.enable_hierarchical_cache:

@@ -65,6 +65,13 @@ def check_before_start(args: ServerArgs) -> Path:
             raise StartupError(f"--record-steps {args.record_steps} is a folder: name a file")
         if not os.access(folder, os.W_OK | os.X_OK):
             raise StartupError(f"--record-steps {args.record_steps}: no file can be made in {folder}; name another")
+    if args.crash_dump_folder is not None:
+        try:
+            os.makedirs(args.crash_dump_folder, mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise StartupError(f"--crash-dump-folder {args.crash_dump_folder}: {error.strerror}") from None
+        if not os.access(args.crash_dump_folder, os.W_OK | os.X_OK):
+            raise StartupError(f"--crash-dump-folder {args.crash_dump_folder} cannot be written: name another")
     return model_dir
 
 

@@ -1,8 +1,10 @@
-"""Replays a run that `--record-steps` has written, and reports whether every decision is the same.
+"""Replays a run that `--record-steps` or `--crash-dump-folder` has written, and reports whether every decision is the
+same.
 
     python -m sglang.srt.managers.replay FILE
 
-It needs no model: the record holds the scheduler's configuration and every step's inputs. An error that a step raises
+It needs no model: the record holds the scheduler's configuration, or a snapshot of the scheduler, and every step's
+inputs. An error that a step raises
 is raised here too, with its traceback.
 """
 
@@ -12,6 +14,7 @@ import sys
 from collections.abc import Sequence
 
 import msgspec
+import zstandard
 
 from sglang.srt.managers.engine_core import ReplayMismatchError, replay
 
@@ -31,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     except OSError as error:
         print(f"error: {path} cannot be read: {error.strerror}", file=sys.stderr)
         return 2
-    except (ValueError, msgspec.MsgspecError) as error:
+    except (ValueError, msgspec.MsgspecError, zstandard.ZstdError) as error:
         print(f"error: {path} cannot be replayed: {error}", file=sys.stderr)
         return 2
     print(f"{path}: {num_steps} steps, every decision as recorded")

@@ -23,6 +23,7 @@ from sglang.srt.constrained.grammar_cache import GrammarCache
 from sglang.srt.constrained.grammar_manager import GrammarManager
 from sglang.srt.constrained.xgrammar_backend import VOCABULARY_FILE
 from sglang.srt.distributed.parallel_state import init_tensor_parallel
+from sglang.srt.managers.crash_record import CrashRecord
 from sglang.srt.managers.engine_core import EngineCore
 from sglang.srt.managers.io_struct import (
     AbortReq,
@@ -128,6 +129,15 @@ class SchedulerProcess:
         self._announce_naming()
 
     def serve(self) -> None:
+        try:
+            self._serve()
+        except Exception:
+            if isinstance(record := self.core.record, CrashRecord) and record.is_open:
+                record.keep()
+                logger.error("to replay the crash: python -m sglang.srt.managers.replay %s", record.path)
+            raise
+
+    def _serve(self) -> None:
         while True:
             inbox = self._receive()
             progress = self.core.progress()
@@ -359,6 +369,8 @@ def tidy_up(core: EngineCore) -> None:
     """In an idle moment: check all invariants, unless that would take long, and put garbage away."""
     if core.scheduler.cache.tree.num_nodes <= IDLE_CHECK_MAX_NODES:
         core.scheduler.check_invariants()
+    if isinstance(core.record, CrashRecord):
+        core.record.tidy_up()
     gc.collect()
     gc.freeze()
 

@@ -22,7 +22,8 @@ from sglang.srt.distributed.parallel_state import TensorParallelGroup
 from sglang.srt.layers.attention.attention_registry import make_attention_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.sampler import Sampler
-from sglang.srt.managers.engine_core import EngineCore, StepRecorder
+from sglang.srt.managers.crash_record import CrashRecord
+from sglang.srt.managers.engine_core import EngineCore, Recorder, StepRecorder
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_config import SchedulerConfig
 from sglang.srt.managers.startup.device import check_device, page_layout, pick_dtype
@@ -138,7 +139,7 @@ class EngineBuilder:
         except ValueError as error:
             raise StartupError(str(error)) from error
         slabs = self.borrowed or self.lent
-        return EngineCore(scheduler, executor, self._links, record=self._open_record(), slabs=slabs), storage
+        return EngineCore(scheduler, executor, self._links, record=self._open_record(scheduler), slabs=slabs), storage
 
     def _read_model_config(self) -> AttentionBackend:
         """Also refuse what does not fit before the weights are read. Returns what the model attends with."""
@@ -308,10 +309,16 @@ class EngineBuilder:
             self.config = replace(self.config, storage=setup)
         return Storage(opener, slot)
 
-    def _open_record(self) -> StepRecorder | None:
-        path = self.args.record_steps
-        if not path or self.rank.group.rank != 0:
+    def _open_record(self, scheduler: Scheduler) -> Recorder | None:
+        steps, folder = self.args.record_steps, self.args.crash_dump_folder
+        if self.rank.group.rank != 0:
             return None
-        logger.info("recording every step to %s", path)
-        # Open as long as the process lives.
-        return StepRecorder(open(path, "wb"), self.config)
+        if steps:
+            logger.info("recording every step to %s", steps)
+            # Open as long as the process lives.
+            return StepRecorder(open(steps, "wb"), self.config)
+        if folder is None:
+            return None
+        record = CrashRecord(Path(folder), scheduler)
+        self.rank.on_exit.callback(record.remove)
+        return record
