@@ -25,7 +25,7 @@ from sglang.srt.managers.snapshot import restored
 from sglang.srt.mem_cache.slab_ledger import BorrowedSlabs, LentSlabs, SlabReport, SlabSource
 from sglang.srt.mem_cache.transfer import EXEC, FETCH, PROBE, STALL, STORAGE_LINKS, STORE, STREAM, Link, Tier
 from sglang.srt.model_executor.executor import Executor
-from sglang.srt.sampling.logprob_types import LaunchLogprobs
+from sglang.srt.sampling.logprob_types import LaunchFindings
 from sglang.srt.utils.time_units import Seconds
 
 _MEASURED = (EXEC, *PARTS_OF_LAUNCHES, *MEASURED_LINKS, FETCH, STORE)
@@ -70,7 +70,7 @@ class EngineCore:
         self._failures: dict[str, list[int]] = {name: [] for name in COUNTED}
         # Results that completed on this rank and that no step has taken yet; see Progress.
         self._results: dict[int, bytes] = {}
-        self._logprobs: dict[int, LaunchLogprobs] = {}
+        self._findings: dict[int, LaunchFindings] = {}
         self._counts: dict[str, list[int]] = {name: [] for name in STORAGE_LINKS}
         self._far_counts: list[int] = []
         self._cost: dict[str, dict[int, float]] = {name: {} for name in _MEASURED}
@@ -96,8 +96,8 @@ class EngineCore:
                 self._cost[STALL][result.seq] = result.stall_s
             if result.stream_s:
                 self._cost[STREAM][result.seq] = result.stream_s
-            if result.logprobs is not None:
-                self._logprobs[result.seq] = result.logprobs
+            if result.findings is not None:
+                self._findings[result.seq] = result.findings
             if result.failed and result.seq >= self._reset_mark:
                 self._failures[EXEC].append(result.seq)
         for name, link in self.links.items():
@@ -126,7 +126,7 @@ class EngineCore:
             done=done,
             failed=failed,
             results=dict(self._results),
-            logprobs=dict(self._logprobs),
+            findings=dict(self._findings),
             counts=counts,
             far_counts=tuple(self._far_counts[:COUNTS_PER_STEP]),
             consumed=consumed,
@@ -165,7 +165,7 @@ class EngineCore:
             counts=progress.counts,
             far_counts=progress.far_counts,
             results=progress.results,
-            logprobs=progress.logprobs,
+            findings=progress.findings,
             cost=progress.cost,
             flush=tuple(flush),
             storage=tuple(storage),
@@ -199,7 +199,7 @@ class EngineCore:
         self._stepped_on = self._seen
         for seq in [s for s in self._results if s < progress.done[EXEC]]:
             del self._results[seq]
-            self._logprobs.pop(seq, None)
+            self._findings.pop(seq, None)
         for name, costs in self._cost.items():
             end = progress.done[EXEC if name in PARTS_OF_LAUNCHES else name]
             for seq in [s for s in costs if s < end]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from sglang.srt.mem_cache.slab_ledger import SlabReport
 from sglang.srt.mem_cache.transfer import EXEC, LINKS, PROBE, STALL, STORAGE_LINKS, STREAM
-from sglang.srt.sampling.logprob_types import LaunchLogprobs
+from sglang.srt.sampling.logprob_types import LaunchFindings
 
 # The names of all counts: launches, and the operations of each link.
 COUNTED = (EXEC, *LINKS)
@@ -34,8 +34,8 @@ class Progress:
     failed: dict[str, int]
     # Launch -> its sampled tokens; rank 0's.
     results: dict[int, bytes]
-    # Launch -> its log-probabilities; rank 0's.
-    logprobs: dict[int, LaunchLogprobs] = field(default_factory=dict)
+    # Launch -> what it found beside tokens; rank 0's.
+    findings: dict[int, LaunchFindings] = field(default_factory=dict)
     # Per storage link: the results of the operations that are new in `done`, in leading blocks.
     counts: dict[str, tuple[int, ...]] = field(default_factory=dict)
     # For each result of the probe link: how many of its blocks, the last ones, lie on the second storage tier.
@@ -128,7 +128,7 @@ def pack_progress(progress: Progress) -> np.ndarray:
 
 
 def unpack_progress(least: np.ndarray, rank_0: Progress) -> Progress:
-    """least: the minimum over ranks of their packed progress. rank_0: its results, log-probabilities and costs are
+    """least: the minimum over ranks of their packed progress. rank_0: its results, findings and costs are
     taken, as far as all ranks have completed them, and `consumed` and the number of slabs, which are alike on all
     ranks."""
     columns = _Columns(rank_0.slab_report)
@@ -141,7 +141,7 @@ def unpack_progress(least: np.ndarray, rank_0: Progress) -> Progress:
         # A failure that some rank has not reached yet is reported once all ranks have.
         failed={name: first for name, first in first_failed if first < done[name]},
         results={seq: tokens for seq, tokens in rank_0.results.items() if seq < end},
-        logprobs={seq: logprobs for seq, logprobs in rank_0.logprobs.items() if seq < end},
+        findings={seq: found for seq, found in rank_0.findings.items() if seq < end},
         counts={
             name: tuple(row[: num_new[name]].tolist()) for name, row in zip(STORAGE_LINKS, columns.counts(least))
         },

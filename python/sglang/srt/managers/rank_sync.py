@@ -20,7 +20,7 @@ from sglang.srt.distributed.parallel_state import TensorParallelGroup
 from sglang.srt.managers.io_struct import SwitchTierReqInput, TokenizedGenerateReqInput
 from sglang.srt.managers.progress import Progress, pack_progress, unpack_progress
 from sglang.srt.managers.schedule_batch import StorageRequest
-from sglang.srt.sampling.logprob_types import LaunchLogprobs
+from sglang.srt.sampling.logprob_types import LaunchFindings
 from sglang.srt.utils.child_process import open_pull, open_push
 from sglang.srt.utils.time_units import Seconds
 
@@ -36,7 +36,7 @@ class Tick(msgspec.Struct, frozen=True, kw_only=True):
     switches: tuple[SwitchTierReqInput, ...] = ()
     # Costs and results of rank 0 that no step has taken yet.
     results: dict[int, bytes] = {}
-    logprobs: dict[int, LaunchLogprobs] = {}
+    findings: dict[int, LaunchFindings] = {}
     cost: dict[str, dict[int, float]] = {}
     # Of borrowed memory, see `SlabReport.sources`: what rank 0 has where. Empty: as in the last tick that told.
     slab_sources: bytes = b""
@@ -105,5 +105,5 @@ class RankSync:
 
     def _agree(self, progress: Progress, tick: Tick) -> Progress:
         least = self._group.reduce_min(torch.from_numpy(pack_progress(progress)))
-        rank_0 = replace(progress, results=tick.results, logprobs=tick.logprobs, cost=tick.cost)
+        rank_0 = replace(progress, results=tick.results, findings=tick.findings, cost=tick.cost)
         return unpack_progress(least.numpy(), rank_0)

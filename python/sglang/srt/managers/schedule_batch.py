@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.node import Receipt
 from sglang.srt.mem_cache.slab_ledger import SlabReport
 from sglang.srt.mem_cache.transfer import StorageAction, StorageOp, Ticket, TransferOp
 from sglang.srt.model_executor.launch import Launch
-from sglang.srt.sampling.logprob_types import LaunchLogprobs, TokenLogprob
+from sglang.srt.sampling.logprob_types import LaunchFindings, TokenLogprob
 from sglang.srt.sampling.sample_spec import SampleSpec
 from sglang.srt.utils.time_units import NO_LAUNCH, Seconds
 
@@ -302,8 +302,8 @@ class StepInputs(msgspec.Struct, frozen=True, kw_only=True):
     step: its number. now: seconds, from rank 0. done: completed operations per link, and launches under "exec".
     failed: per link the earliest failed number not yet consumed. counts: per storage link, the results of the
     operations that are new in done. far_counts: for each result of a probe, how many of its blocks, the last ones,
-    lie on the second storage tier. results: launch -> its sampled tokens, int32 bytes. logprobs: launch -> what it
-    found of those that were asked for. cost: seconds that rank 0 measured, by number, of completed launches (EXEC,
+    lie on the second storage tier. results: launch -> its sampled tokens, int32 bytes. findings: launch -> what it
+    found beside tokens, if asked to. cost: seconds that rank 0 measured, by number, of completed launches (EXEC,
     STALL for what they waited, STREAM for what they streamed), loads (H2D, P2D) and reads of storage (FETCH). flush:
     ids of flush requests. storage: what an administrator asks of the storage tier. slab_report: what all ranks may
     use of borrowed or lent memory. switches: tiers to turn on or off.
@@ -318,7 +318,7 @@ class StepInputs(msgspec.Struct, frozen=True, kw_only=True):
     counts: dict[str, tuple[int, ...]] = {}
     far_counts: tuple[int, ...] = ()
     results: dict[int, bytes] = {}
-    logprobs: dict[int, LaunchLogprobs] = {}
+    findings: dict[int, LaunchFindings] = {}
     cost: dict[str, dict[int, float]] = {}
     flush: tuple[str, ...] = ()
     storage: tuple[StorageRequest, ...] = ()

@@ -64,7 +64,7 @@ from sglang.srt.mem_cache.transfer import (
 from sglang.srt.mem_cache.tree_checks import check_locks
 from sglang.srt.model_executor.launch import NO_TOKEN, Launch
 from sglang.srt.peer.lending import DeviceLending
-from sglang.srt.sampling.logprob_types import LaunchLogprobs
+from sglang.srt.sampling.logprob_types import LaunchFindings
 from sglang.srt.utils.time_units import LaunchClock, Seconds
 
 # Up to `FAILURE_LIMIT`. A launch that waited for loads counts little: each failed load takes its source out of the
@@ -229,7 +229,7 @@ class Scheduler:
         self.times.take_costs(inputs, self._launches)
         for seq in range(self.clock.done, done):
             if seq != failed and seq in self._launches:
-                self._take_results(self._launches.pop(seq), inputs.results[seq], inputs.logprobs.get(seq))
+                self._take_results(self._launches.pop(seq), inputs.results[seq], inputs.findings.get(seq))
         reset = self._reset(failed) if failed is not None else None
         self.clock.complete(done)
         return reset
@@ -265,11 +265,11 @@ class Scheduler:
         if self.storage.fetches_due or [cache.num_done(link) for link in STALLING_LINKS] != ended:
             self.storage.begin_fetches()
 
-    def _take_results(self, record: LaunchRecord, results: bytes, logprobs: LaunchLogprobs | None) -> None:
+    def _take_results(self, record: LaunchRecord, results: bytes, found: LaunchFindings | None) -> None:
         tokens = bytes_to_ids(results).tolist()
         assert len(tokens) == len(record.sampled), f"{len(tokens)} tokens for {len(record.sampled)} requests"
-        if logprobs is not None:
-            self._take_logprobs(record, logprobs)
+        if found is not None:
+            self._take_findings(record, found)
         for (req, epoch), token in zip(record.sampled, tokens):
             if req.epoch == epoch:
                 self._take_token(req, token)
@@ -283,7 +283,7 @@ class Scheduler:
                 self.cache.claims.release(req.rid)
 
     @staticmethod
-    def _take_logprobs(record: LaunchRecord, found: LaunchLogprobs) -> None:
+    def _take_findings(record: LaunchRecord, found: LaunchFindings) -> None:
         for place, logprobs in found.prompt.items():
             req, epoch = record.reqs[place]
             if req.epoch == epoch:

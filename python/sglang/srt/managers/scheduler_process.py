@@ -151,7 +151,7 @@ class SchedulerProcess:
                     storage=tuple(inbox.storage),
                     switches=tuple(inbox.switches),
                     results=progress.results,
-                    logprobs=progress.logprobs,
+                    findings=progress.findings,
                     cost=progress.cost,
                 )
                 progress = self.sync.lead(tick, progress)

@@ -34,7 +34,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.model_executor.launch import NO_TOKEN, Launch, LaunchMode, StreamedPrefix
 from sglang.srt.model_executor.page_table import PageTable
-from sglang.srt.sampling.logprob_types import LaunchLogprobs, TokenLogprob
+from sglang.srt.sampling.logprob_types import LaunchFindings, TokenLogprob
 from sglang.srt.sampling.logprobs import LogprobQuery, LogprobTensors
 from sglang.srt.sampling.penalties import PenaltyTable
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -58,7 +58,7 @@ class StepResult:
     # failed or was void.
     tokens: bytes = b""
     failed: bool = False
-    logprobs: LaunchLogprobs | None = None
+    findings: LaunchFindings | None = None
     # Its time on the device, without stall_s.
     seconds: float = 0.0
     # Seconds in which it waited for loads.
@@ -145,12 +145,12 @@ class _Sampled:
             tokens[list(self.failed_rows)] = NO_TOKEN
         return tokens.tobytes()
 
-    def found(self) -> LaunchLogprobs | None:
+    def found(self) -> LaunchFindings | None:
         if self.logprobs is None and not self.prompt_logprobs and self.embeddings is None:
             return None
         sampled = {} if self.logprobs is None else dict(zip(self.logprob_rows, self.logprobs.finish()))
         embeddings = {} if self.embeddings is None else dict(zip(self.embedding_rows, self.embeddings.numpy()))
-        return LaunchLogprobs(
+        return LaunchFindings(
             sampled,
             {req: each.finish() for req, each in self.prompt_logprobs.items()},
             {row: embedding.tobytes() for row, embedding in embeddings.items()},
@@ -435,12 +435,12 @@ class ModelExecutor:
 
     def _finish(self, run: _Run) -> None:
         """On the host, once the device is done."""
-        tokens, logprobs = b"", None
+        tokens, findings = b"", None
         if run.error is None and not run.void and run.state is not None:
             sampled: _Sampled = run.state
             if sampled.is_finite is not None and not bool(sampled.is_finite):
                 raise NonFiniteLogitsError(f"launch {run.launch.seq}: a logit is not finite")
-            tokens, logprobs = sampled.token_bytes(), sampled.found()
+            tokens, findings = sampled.token_bytes(), sampled.found()
         seconds = self.stream.seconds
         stall_s = sum(seconds(begin, end) for begin, end in run.waits if end is not None)
         stream_s = sum(self._layer_stream.seconds(filled) for filled in run.filled) if self._layer_stream else 0.0
@@ -449,7 +449,7 @@ class ModelExecutor:
                 run.launch.seq,
                 tokens,
                 run.error is not None,
-                logprobs,
+                findings,
                 seconds(run.began, run.ended) - stall_s,
                 stall_s,
                 stream_s,

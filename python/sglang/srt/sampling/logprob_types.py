@@ -29,7 +29,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     token_ids: list[tuple[float, int]] = []
 
 
-class LaunchLogprobs(msgspec.Struct, frozen=True):
+class LaunchFindings(msgspec.Struct, frozen=True):
     """What one launch found. sampled: place among the launch's sampled requests -> its token. prompt: place among the
     launch's requests -> its prompt tokens in order. embeddings: place among the sampled requests -> float32 bytes."""
 
