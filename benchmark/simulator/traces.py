@@ -1,4 +1,5 @@
-"""Readers for published files: LooGLE, NarrativeQA, ShareGPT, and production traces in Mooncake's format.
+"""Readers for published files: LooGLE, NarrativeQA, ShareGPT, production traces in Mooncake's format, and sessions of
+coding agents.
 
 Files are read, never fetched. `encode` turns a text into token ids; any tokenizer's method will do. Facts that a file
 lacks (when queries arrive) come from the arguments, as for generated workloads.
@@ -7,6 +8,7 @@ lacks (when queries arrive) come from the arguments, as for generated workloads.
 from __future__ import annotations
 
 import ast
+import gzip
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -104,6 +106,20 @@ def read_mooncake(path: Path, speed: float = 1.0, max_in_flight: int | None = No
     return Workload("Mooncake", tuple(conversations), max_in_flight)
 
 
+def read_agentic(path: Path, max_open: int) -> Workload:
+    """JSON lines, perhaps in gzip, one per turn: `session_id`, `output_length`, `input_length` and `hash_ids` of what
+    is new in the turn, and `delay` (ms) after the answer before. Sessions begin in the file's order, max_open at a
+    time."""
+    turns: dict[str, list[Turn]] = {}
+    for where, row in _json_lines(path):
+        message = tokens_of_hashes(np.asarray(_field(row, "hash_ids", where), np.uint64))[: int(row["input_length"])]
+        session = turns.setdefault(str(_field(row, "session_id", where)), [])
+        session.append(Turn(message, max(1, int(row["output_length"])), delay=float(row.get("delay", 0)) / 1000))
+    none = np.empty(0, np.int32)
+    conversations = tuple(Conversation(0.0, none, tuple(session)) for session in turns.values())
+    return Workload("coding agents", conversations, max_in_flight=None, max_open=max_open)
+
+
 def tokens_of_hashes(hashes: np.ndarray) -> np.ndarray:
     """(n * 512,) int32: 512 ids per hash, the same for the same hash."""
     x: np.ndarray = (hashes.astype(np.uint64)[:, None] << np.uint64(9)) + np.arange(MOONCAKE_BLOCK, dtype=np.uint64)
@@ -123,7 +139,7 @@ def _questions(
 
 def _json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """(where, row): where names file and line, for error messages."""
-    with open(path) as lines:
+    with gzip.open(path, "rt") if path.suffix == ".gz" else open(path) as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 yield f"{path}:{number}", json.loads(line)

@@ -43,11 +43,13 @@ class Order(StrEnum):
 @dataclass(frozen=True)
 class Turn:
     """message: int32, what is new in this prompt. output_len: tokens of the answer, at least 1. earliest: seconds,
-    of all but the first turn: not sent before, even if the last answer is there."""
+    of all but the first turn: not sent before, even if the last answer is there. delay: seconds from the last answer,
+    beside the conversation's think_s."""
 
     message: np.ndarray
     output_len: int
     earliest: float = 0.0
+    delay: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -77,10 +79,12 @@ class Workload:
     name: str
     conversations: tuple[Conversation, ...]
     max_in_flight: int | None = MAX_IN_FLIGHT
+    # Conversations at a time: the next one begins when one has ended.
+    max_open: int | None = None
 
-    def source(self) -> WorkloadSource:
-        """A fresh run of it."""
-        return WorkloadSource(self)
+    def source(self, names_sessions: bool = False) -> WorkloadSource:
+        """A fresh run of it. names_sessions: whether each conversation's requests have a session_id."""
+        return WorkloadSource(self, names_sessions)
 
     def stats(self) -> Stats:
         ins, outs, longest = [], [], 0
@@ -109,13 +113,15 @@ class WorkloadSource:
                           +------------- think_s --------------+
     """
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: Workload, names_sessions: bool = False) -> None:
         self.due: dict[str, float] = {}
         self.num_in_flight = 0
         self._limit = workload.max_in_flight
         self._conversations = workload.conversations
         # (when, conversation, turn): conversations come in this order where times are equal.
-        self._waiting = [(c.start, i, 0) for i, c in enumerate(workload.conversations)]
+        self._names_sessions = names_sessions
+        self._num_begun = min(len(workload.conversations), workload.max_open or len(workload.conversations))
+        self._waiting = [(c.start, i, 0) for i, c in enumerate(workload.conversations[: self._num_begun])]
         heapq.heapify(self._waiting)
         # Prompt and answer of the last turn, of conversations that go on.
         self._history: dict[int, np.ndarray] = {}
@@ -147,8 +153,13 @@ class WorkloadSource:
         i, t = (int(part) for part in rid.split("-"))
         conversation = self._conversations[i]
         if t + 1 < len(conversation.turns):
-            at = max(now + conversation.think_s, conversation.turns[t + 1].earliest)
+            turn = conversation.turns[t + 1]
+            at = max(now + conversation.think_s + turn.delay, turn.earliest)
             heapq.heappush(self._waiting, (at, i, t + 1))
+        elif self._num_begun < len(self._conversations):
+            following = self._conversations[self._num_begun]
+            heapq.heappush(self._waiting, (max(now, following.start), self._num_begun, 0))
+            self._num_begun += 1
 
     def _request(self, i: int, t: int) -> TokenizedGenerateReqInput:
         conversation = self._conversations[i]
@@ -160,7 +171,11 @@ class WorkloadSource:
             self._history[i] = np.concatenate((prompt, answer))
         params = SamplingParams(max_new_tokens=turn.output_len, temperature=0.0, ignore_eos=True)
         return TokenizedGenerateReqInput(
-            rid=f"{i}-{t}", input_ids=ids_to_bytes(prompt), sampling_params=params, stream=True
+            rid=f"{i}-{t}",
+            input_ids=ids_to_bytes(prompt),
+            sampling_params=params,
+            session_id=str(i) if self._names_sessions else "",
+            stream=True,
         )
 
 

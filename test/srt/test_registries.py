@@ -372,8 +372,8 @@ def test_a_kind_of_reasoning(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 # -- policies ---------------------------------------------------------------------------------------------------
 
 
-def longest_first(node: Node) -> tuple[int, ...]:
-    return -len(node.key), node.last_access
+def longest_first(node: Node, last_access: int) -> tuple[int, ...]:
+    return -len(node.key), last_access
 
 
 def test_an_eviction_policy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1173,7 +1173,7 @@ def test_what_is_in_use_is_not_retired():
 
 def test_what_is_retired_goes_first_whatever_the_policy(monkeypatch: pytest.MonkeyPatch):
     """Also with a policy from outside that gives up the newest."""
-    monkeypatch.setitem(EVICTION_POLICIES, "newest", lambda node: (-node.last_access,))
+    monkeypatch.setitem(EVICTION_POLICIES, "newest", lambda node, last_access: (-last_access,))
     tree = HiRadixTree(1, "newest")
     tree.insert_prefix("gone", None, tokens("abc"), pages(0, 3), 0, 1)
     insert(tree, "xyz", 3)

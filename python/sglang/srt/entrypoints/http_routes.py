@@ -57,6 +57,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.errors import RequestError
 
 T = TypeVar("T", bound=msgspec.Struct)
+Generation = TypeVar("Generation", ChatCompletionRequest, CompletionRequest, GenerateReqInput)
 
 # The timeout of /health_generate, as upstream has it.
 _HEALTH_TIMEOUT_S = 20.0
@@ -121,6 +122,21 @@ async def _parsed(
     return convert(body, kind, unsupported)
 
 
+async def _parsed_generation(
+    request: Request,
+    args: ServerArgs,
+    kind: type[Generation],
+    unsupported: Mapping[str, Sequence[Any]],
+    check: Callable[[dict[str, Any]], None] | None = None,
+) -> Generation:
+    """As `_parsed`. The header x-session-id stands for the field session_id where the body has none."""
+    req = await _parsed(request, args, kind, unsupported, check)
+    given = request.headers.get("x-session-id")
+    if given and not req.session_id:
+        return msgspec.structs.replace(req, session_id=given)
+    return req
+
+
 class WarningHeaders:
     """Puts a request's warnings into the head of its reply, for a whole reply, a stream and an error alike."""
 
@@ -152,7 +168,7 @@ def _add_generation(app: FastAPI, args: ServerArgs, manager: TokenizerManager) -
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        req = await _parsed(request, args, ChatCompletionRequest, UNSUPPORTED_CHAT)
+        req = await _parsed_generation(request, args, ChatCompletionRequest, UNSUPPORTED_CHAT)
         _check_model(args, req.model)
         return await answer(request.receive, serve_chat(req, manager, args.model_name), bool(req.stream))
 
@@ -179,7 +195,7 @@ def _add_generation(app: FastAPI, args: ServerArgs, manager: TokenizerManager) -
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        req = await _parsed(request, args, CompletionRequest, UNSUPPORTED_COMPLETION, check("prompt"))
+        req = await _parsed_generation(request, args, CompletionRequest, UNSUPPORTED_COMPLETION, check("prompt"))
         _check_model(args, req.model)
         return await answer(request.receive, serve_completions(req, manager, args.model_name), bool(req.stream))
 
@@ -191,7 +207,9 @@ def _add_generation(app: FastAPI, args: ServerArgs, manager: TokenizerManager) -
 
     @app.api_route("/generate", methods=["POST", "PUT"])
     async def generate(request: Request) -> Response:
-        req = await _parsed(request, args, GenerateReqInput, UNSUPPORTED_GENERATE, check("text", "input_ids"))
+        req = await _parsed_generation(
+            request, args, GenerateReqInput, UNSUPPORTED_GENERATE, check("text", "input_ids")
+        )
         return await answer(request.receive, serve_generate(req, manager), bool(req.stream))
 
 

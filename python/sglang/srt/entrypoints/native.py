@@ -21,6 +21,7 @@ from sglang.srt.entrypoints.request_fields import (
     namespace,
     refuse_unsupported,
     sampling_params,
+    session_id,
     shown,
     split_prompts,
 )
@@ -57,6 +58,7 @@ class GenerateReqInput(msgspec.Struct, frozen=True, kw_only=True):
     cache: str | None = None
     return_computed_tokens_details: bool | None = False
     priority: int | None = None
+    session_id: str | None = None
 
     def is_batch(self) -> bool:
         prompt = self.text if self.text is not None else self.input_ids
@@ -131,6 +133,7 @@ def _generate_requests(req: GenerateReqInput, max_answers: int) -> list[Generate
             extra_key=namespace(req.cache_salt, req.extra_key),
             cache=cache_mode(req.cache),
             priority=req.priority,
+            session_id=session_id(req.session_id),
             stream=bool(req.stream),
         )
         check_num_answers(len(requests) + (fields.n or 1), max_answers)

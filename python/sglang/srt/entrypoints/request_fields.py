@@ -35,7 +35,6 @@ UNSUPPORTED_NATIVE_SAMPLING = {
 }
 _UNSUPPORTED_ROUTING: dict[str, tuple[Any, ...]] = {
     "lora_path": (),
-    "session_id": (),
     "session_params": (),
     "custom_logit_processor": (),
     "images_config": ({},),
@@ -411,6 +410,11 @@ def check_name(value: str | None, name: str) -> str | None:
     if value is not None and len(value) > MAX_NAME_LENGTH:
         raise RequestError(f"{name} has {len(value)} characters, at most {MAX_NAME_LENGTH} are allowed", param=name)
     return value
+
+
+def session_id(value: str | None) -> str:
+    """The field `session_id`; "" if it is not given."""
+    return check_name(value, "session_id") or ""
 
 
 def cache_mode(value: str | None) -> str:

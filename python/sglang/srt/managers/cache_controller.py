@@ -75,6 +75,8 @@ class HiCacheController:
         self.num_short_of_peers = 0
         self.is_worth_storing: Callable[[int, int], bool] = lambda start, end: True
         self._host_filled: Callable[[list[Node]], None] = lambda nodes: None
+        # Called with nodes that a tier is about to evict.
+        self.evicting: Callable[[list[Node], Tier], None] = lambda nodes, tier: None
         self.set_write_policy(write_policy)
 
     def set_write_policy(self, write_policy: str) -> None:
@@ -629,6 +631,7 @@ class HiCacheController:
         if Tier.PEER in self.tables and tier != Tier.HOST:
             other = Tier.PEER if tier == Tier.DEVICE else Tier.DEVICE
             self.num_short_of_peers += self._pages_of(node for node in nodes if node.frames[other] is None)
+        self.evicting(nodes, tier)
         dropped = self.tree.give_up(nodes, tier)
         self.ledger.free(dropped, tier)
         self._to_compact += dropped.staying

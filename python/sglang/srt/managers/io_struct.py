@@ -67,6 +67,8 @@ class TokenizedGenerateReqInput(Message, frozen=True):
     cache: str = ""
     # Of the KV that the request leaves in the cache, for --radix-eviction-policy priority.
     priority: int = 0
+    # The client's name for the requests that continue each other; a hint to the cache, see `SessionKeeper`.
+    session_id: str = ""
     stream: bool = False
     logprobs: LogprobSpec | None = None
     # The answer is one token, and the hidden state behind it.

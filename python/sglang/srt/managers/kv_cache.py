@@ -26,6 +26,7 @@ from sglang.srt.managers.prefill_plan import streamed_from_peers
 from sglang.srt.managers.schedule_batch import Preload, Req, ReqHold
 from sglang.srt.managers.schedule_policy import Candidate, pages_for
 from sglang.srt.managers.scheduler_config import SchedulerConfig
+from sglang.srt.managers.session_keeper import SessionKeeper
 from sglang.srt.managers.slab_withdrawal import SlabWithdrawal
 from sglang.srt.managers.storage_controller import StorageController
 from sglang.srt.managers.storage_setup import PrefetchConfig
@@ -79,6 +80,8 @@ class KVCache:
         self.ledger = TransferLedger(self.tree, pools, clock, config.page_bytes)
         self.tables = self.ledger.tables
         self.controller = HiCacheController(self.ledger, config.write_policy, config.peers_written_through)
+        self.sessions = SessionKeeper(self.tree, self.tables, clock)
+        self.controller.evicting = self.sessions.note_given_up
         self.switches = TierSwitches()
         self.storage = StorageController(self.controller, PrefetchConfig(), self.switches)
         # Slabs of the peer pool that come and go; None if it stays as it is.
@@ -178,6 +181,7 @@ class KVCache:
     # -- holds --------------------------------------------------------------------------------------------------
 
     def lock(self, match: MatchResult) -> Receipt:
+        self.sessions.note_found(match)
         return self.tree.lock(match, self.clock.next)
 
     def unlock(self, receipt: Receipt) -> None:
@@ -219,6 +223,8 @@ class KVCache:
         """The request starts on a locked path; eviction and write policies use the count. It counts once, also when
         it starts again."""
         self.tree.count_use(receipt.node, req.priority, num_uses=int(req.epoch == 0))
+        if req.session is not None and req.epoch == 0:
+            self.sessions.note_start(req.came_at)
         if self.ledger.lends_device:
             frames = (node.frames[Tier.DEVICE] for node in self.path_of(receipt))
             self._found += [each for each in frames if each is not None]
@@ -243,6 +249,18 @@ class KVCache:
             min(self.candidate(req).prefix, self.cacheable_len(req)),
             self.storage.outcome(req.rid),
         )
+
+    def begin_turn(self, req: Req) -> None:
+        """A request has come. If it is a session's, what it finds counts as used."""
+        if req.session is not None:
+            self.sessions.begin_turn(req.session, self.match(req))
+            req.came_at = self.clock.next
+
+    def end_turn(self, req: Req) -> None:
+        """A request that has a hold is answered. If it is a session's, its path gets weights."""
+        if req.session is not None:
+            assert req.hold is not None
+            self.sessions.end_turn(req.session, req.hold.receipt.node)
 
     def retire(self, namespace: str) -> None:
         """No request will ask for the namespace again."""
@@ -624,13 +642,14 @@ class KVCache:
 
     def all_counters(self) -> Counter[str]:
         moves = self._withdrawal.counters if self._withdrawal is not None else Counter[str]()
-        return self.counters + self.controller.counters + self.storage.counters + moves
+        return self.counters + self.controller.counters + self.storage.counters + self.sessions.counters + moves
 
     def check_invariants(self, waiting: Iterable[Req], active: list[Req], also_held: np.ndarray) -> None:
         """also_held: HELD device frames that belong to no hold."""
         self.tree.check_invariants()
         self.ledger.check_invariants()
         self.storage.check_invariants()
+        self.sessions.check_invariants()
         if self.borrowed is not None:
             self.borrowed.check_invariants()
         self._cursors.check_invariants({r.rid: (r.namespace, self.cacheable_tokens(r), r.num_known) for r in waiting})

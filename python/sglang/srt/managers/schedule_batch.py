@@ -141,6 +141,7 @@ class Req:
 
     __slots__ = (
         "cached_tokens_details",
+        "came_at",
         "chunk_limit",
         "computed",
         "computed_tokens_details",
@@ -176,6 +177,7 @@ class Req:
         "prompt_logprobs_asked",
         "reads_cache",
         "rid",
+        "session",
         "slot",
         "spec",
         "stop_ids",
@@ -188,6 +190,8 @@ class Req:
         self.rid = msg.rid
         # Requests share tokens within a namespace only.
         self.namespace = msg.extra_key
+        # The session that it names; None if it names none, or shares no cache. See `SessionKeeper`.
+        self.session = (msg.extra_key, msg.session_id) if msg.session_id else None
         self.set_cache_mode(msg.cache)
         # Whether it is the canary's own: no client hears of it, and it counts nowhere.
         self.is_check = False
@@ -201,6 +205,8 @@ class Req:
         )
         # Place in the order of arrival.
         self.order = order
+        # The next launch when it came; of a session's requests.
+        self.came_at = NO_LAUNCH
         # (max_len,) int32, prompt and output; the first num_known are there.
         self.tokens = np.empty(max_len, np.int32)
         self.tokens[: len(prompt)] = prompt
@@ -258,6 +264,8 @@ class Req:
         # Whether the cache serves it, and keeps what it computes.
         self.reads_cache = mode != "bypass"
         self.fills_cache = not mode
+        if mode:
+            self.session = None
 
     @property
     def next_prompt_logprob(self) -> int:

@@ -418,7 +418,7 @@ class Scheduler:
         req.set_cache_mode(self.cache.switches.cache_mode(msg.cache))
         if self.config.bypass_local:
             # No other request's tokens are there; what storage has is found, by the same names as ever.
-            req.namespace = private(req.namespace, req.order)
+            req.namespace, req.session = private(req.namespace, req.order), None
         if not req.fills_cache and self.streaming.may_stream(req):
             # What is streamed lies in the tree: where no other request finds it, nor storage.
             req.namespace = alone(req.namespace, req.order)
@@ -432,6 +432,7 @@ class Scheduler:
             self.canary.began(req)
         self.queues.add(req)
         self.admission.claim(req)
+        self.cache.begin_turn(req)
         self.storage.begin(req.rid, req.namespace, self.cache.cacheable_tokens(req), now, self.cache.prompt_keys(req))
         if not is_check:
             self.times.arrived(req.rid, waits_for_storage=not self.storage.may_start(req.rid))
@@ -489,6 +490,9 @@ class Scheduler:
         if reason != EndReason.LOST:
             self.builder.insert_prefix(req, min(req.computed, req.num_known))
         self.streaming.end_hold(req, keep=reason != EndReason.LOST)
+        if reason in (EndReason.FINISH, EndReason.ABORT):
+            # A stop string ends an answer by an abort.
+            self.cache.end_turn(req)
         self.cache.release(req.hold)
         req.reset()
         self.queues.stop(req)
@@ -790,6 +794,7 @@ class Scheduler:
             "switches": self.cache.switches.state(self.cache.tiers),
             "launches": {"issued": self.clock.next, "done": self.clock.done},
             "tree": self.cache.tree_state(),
+            "sessions": self.cache.sessions.state(),
             "stall_seconds": round(self.planner.stall_s, 6),
             "costs": self.planner.expected.costs.state(),
             "transient": {

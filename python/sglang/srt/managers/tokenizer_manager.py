@@ -114,6 +114,7 @@ class GenerateRequest:
     # See `TokenizedGenerateReqInput`.
     cache: str = ""
     priority: int | None = None
+    session_id: str = ""
     stream: bool = False
 
     def copies(self, n: int) -> list[GenerateRequest]:
@@ -463,6 +464,7 @@ class TokenizerManager:
             extra_key=req.extra_key,
             cache=req.cache,
             priority=self._priority_of(req),
+            session_id=req.session_id,
             stream=req.stream,
             logprobs=logprobs,
             is_embedding=req.is_embedding,

@@ -11,9 +11,10 @@ from collections.abc import Callable, Container, Iterable
 from functools import partial
 
 from sglang.srt.mem_cache.eviction import RETIRED_PRIORITY, Rank
-from sglang.srt.mem_cache.node import Node, is_hole
+from sglang.srt.mem_cache.node import Node, is_hole, last_access_on
 from sglang.srt.mem_cache.placement import SPARE, class_of_copy
 from sglang.srt.mem_cache.transfer import FRAME_TIERS, Tier
+from sglang.srt.utils.time_units import LaunchSeq
 
 # Plain integers: looking up a member of an enumeration costs as much as the rest of a line.
 _DEVICE, _PEER, _HOST = int(Tier.DEVICE), int(Tier.PEER), int(Tier.HOST)
@@ -78,7 +79,7 @@ class EvictionOrder:
 
     def __init__(
         self,
-        policy: Callable[[Node], Rank],
+        policy: Callable[[Node, LaunchSeq], Rank],
         page_size: int,
         split: Callable[[Node, int], Node],
         adds_up: bool = False,
@@ -191,7 +192,7 @@ class EvictionOrder:
         """What goes first of a tier: the smallest. Of equals the deepest. is_covered: see `class_of_copy`; None: as
         it is."""
         is_alive = int(node.priority != RETIRED_PRIORITY)
-        by_policy = (*self._policy(node), -node.start)
+        by_policy = (*self._policy(node, last_access_on(node, tier)), -node.start)
         if tier == _DEVICE:
             return is_alive, *by_policy
         if is_covered is None:
@@ -199,7 +200,7 @@ class EvictionOrder:
         if self.adds_up:
             copy = self.class_of(node, tier, is_covered)
             # Of what the device has, that which it keeps longest, as far as that was known when it was entered.
-            return (is_alive, copy, -node.last_access) if copy == SPARE else (is_alive, copy, *by_policy)
+            return (is_alive, copy, -last_access_on(node, _DEVICE)) if copy == SPARE else (is_alive, copy, *by_policy)
         is_pinned = int(node.soft_pins > 0)
         if tier != _PEER:
             return is_alive, is_pinned, int(is_covered), *by_policy
@@ -235,5 +236,6 @@ class EvictionOrder:
         return top[2] if top is not None else None
 
     def rank(self, node: Node) -> Rank:
-        """By the eviction policy, whatever the tier: the least goes first."""
-        return *self._policy(node), -node.start
+        """By the eviction policy, on any tier below the device: the least goes first."""
+        last_access = max(last_access_on(node, _PEER), last_access_on(node, _HOST))
+        return *self._policy(node, last_access), -node.start

@@ -262,6 +262,13 @@ class HiRadixTree:
                     self._offer(step, tier)
             step = step.parent
 
+    def weight(self, node: Node, until: tuple[LaunchSeq, ...]) -> None:
+        """Have the path to `node` count as last accessed then, per tier, unless it is later already."""
+        step: Node | None = node
+        while step is not None and step.parent is not None:
+            step.take_weight(until)
+            step = step.parent
+
     # -- growing ------------------------------------------------------------------------------------------------
 
     def insert_prefix(
@@ -456,6 +463,7 @@ class HiRadixTree:
             node = stack.pop()
             assert node.lock == 0, f"{node} is retired, and in use"
             node.last_access, node.hits, node.priority = NO_LAUNCH, 0, RETIRED_PRIORITY
+            node.weighted_until = None
             stack.extend(node.children.values())
             self._offer_everywhere(node)
 

@@ -42,6 +42,7 @@ class Node:
         "stored",
         "tickets",
         "was_copied",
+        "weighted_until",
     )
 
     def __init__(self, node_id: int, key: np.ndarray, parent: Node | None) -> None:
@@ -81,6 +82,9 @@ class Node:
         self.is_stored_ahead = False
         # The launch at which it was last locked, unlocked or inserted.
         self.last_access = LaunchSeq(0)
+        # Per tier: as late as a session's weight makes its last access, see session_weights.py; None without one.
+        # Never above the parent's.
+        self.weighted_until: tuple[LaunchSeq, ...] | None = None
         # The last launch that may read the device frames.
         self.last_use = NO_LAUNCH
         # The last launch that may read the frames of other tiers, through the layer stream cache.
@@ -99,6 +103,7 @@ class Node:
         self.came_from = node.came_from
         self.was_copied, self.is_next, self.is_stored_ahead = node.was_copied, node.is_next, node.is_stored_ahead
         self.last_access, self.last_use, self.last_stream = node.last_access, node.last_use, node.last_stream
+        self.weighted_until = node.weighted_until
 
     def be_made_of(self, chain: list[Node]) -> None:
         """These become one, and this is the last of them."""
@@ -113,6 +118,14 @@ class Node:
         ):
             setattr(self, name, max(getattr(n, name) for n in chain))
         self.is_stored_ahead = all(n.is_stored_ahead for n in chain)
+        for node in chain:
+            if node.weighted_until is not None:
+                self.take_weight(node.weighted_until)
+
+    def take_weight(self, until: tuple[LaunchSeq, ...]) -> None:
+        """Of several sessions' weights the largest counts."""
+        before = self.weighted_until
+        self.weighted_until = until if before is None else tuple(map(max, before, until))
 
     @property
     def end(self) -> int:
@@ -121,6 +134,13 @@ class Node:
     def __repr__(self) -> str:
         where = "+".join(t.name.lower() for t in FRAME_TIERS if self.frames[t] is not None)
         return f"Node({self.id}, {len(self.key)} tokens, {where or 'nowhere'}, lock {self.lock})"
+
+
+def last_access_on(node: Node, tier: int) -> LaunchSeq:
+    """The last access as a tier's eviction takes it."""
+    if node.weighted_until is None:
+        return node.last_access
+    return max(node.last_access, node.weighted_until[tier])
 
 
 def survivor_of(node: Node) -> Node | None:

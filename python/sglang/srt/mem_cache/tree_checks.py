@@ -70,6 +70,9 @@ def _check_place(tree: HiRadixTree, node: Node) -> None:
     assert node.lock >= sum(c.lock for c in node.children.values())
     assert node.soft_pins >= sum(c.soft_pins for c in node.children.values())
     assert parent.parent is None or node.priority <= parent.priority, f"{node} matters more than its prefix"
+    if node.weighted_until is not None and parent.parent is not None:
+        above = parent.weighted_until
+        assert above is not None and all(map(int.__le__, node.weighted_until, above)), f"{node} outweighs its prefix"
     tree.names.check(node)
 
 

@@ -62,6 +62,7 @@ class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     cache: str | None = None
     priority: int | None = None
+    session_id: str | None = None
     user: str | None = None
     response_format: dict[str, Any] | None = None
     json_schema: str | dict[str, Any] | None = None

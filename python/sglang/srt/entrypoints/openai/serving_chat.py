@@ -10,7 +10,7 @@ from sglang.srt.entrypoints.answer_parts import AnswerDelta, AnswerFormat, Answe
 from sglang.srt.entrypoints.openai.chat_messages import template_messages
 from sglang.srt.entrypoints.openai.logprobs import LogprobStream, chat_logprobs
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, UsageOfChoices, choice_end
-from sglang.srt.entrypoints.request_fields import cache_mode
+from sglang.srt.entrypoints.request_fields import cache_mode, session_id
 from sglang.srt.entrypoints.streams import close, merge
 from sglang.srt.entrypoints.tool_request import tool_request
 from sglang.srt.managers.tokenizer_manager import Chunk, GenerateRequest, TokenizerManager
@@ -85,6 +85,7 @@ async def chat_request(req: ChatCompletionRequest, manager: TokenizerManager) ->
         extra_key=req.namespace,
         cache=cache_mode(req.cache),
         priority=req.priority,
+        session_id=session_id(req.session_id),
         stream=bool(req.stream),
     )
     return request, form

@@ -8,7 +8,7 @@ from typing import Any
 
 from sglang.srt.entrypoints.openai.logprobs import LogprobStream, completion_logprobs
 from sglang.srt.entrypoints.openai.protocol import CompletionRequest, UsageOfChoices, choice_end
-from sglang.srt.entrypoints.request_fields import cache_mode, check_num_answers
+from sglang.srt.entrypoints.request_fields import cache_mode, check_num_answers, session_id
 from sglang.srt.entrypoints.streams import close, merge
 from sglang.srt.managers.tokenizer_manager import Chunk, GenerateRequest, TokenizerManager
 from sglang.srt.sampling.logprob_types import LogprobSpec, TokenLogprob
@@ -67,6 +67,7 @@ def _generate_requests(req: CompletionRequest) -> list[GenerateRequest]:
             extra_key=req.namespace,
             cache=cache_mode(req.cache),
             priority=req.priority,
+            session_id=session_id(req.session_id),
             stream=bool(req.stream),
         ).copies(req.num_choices)
     ]
