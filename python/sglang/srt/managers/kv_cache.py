@@ -181,7 +181,6 @@ class KVCache:
     # -- holds --------------------------------------------------------------------------------------------------
 
     def lock(self, match: MatchResult) -> Receipt:
-        self.sessions.note_found(match)
         return self.tree.lock(match, self.clock.next)
 
     def unlock(self, receipt: Receipt) -> None:

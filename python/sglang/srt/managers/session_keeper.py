@@ -1,8 +1,9 @@
 """`SessionKeeper`: lets the pages of clients' sessions stay longer between their turns.
 
-Owns the table of sessions and what is measured of each tier for it. The rule is in mem_cache/session_weights.py, and
-the weights lie on the tree's nodes; eviction reads them there. Pins nothing, and decides nothing about requests: a
-session is a hint, and no answer depends on it. While no request has named a session, nothing is measured or changed.
+Owns the table of sessions, and the age at which each tier gives pages up. The rule is in
+mem_cache/session_weights.py, and the weights lie on the tree's nodes; eviction reads them there. Pins nothing, and
+decides nothing about requests: a session is a hint, and no answer depends on it. While no request has named a session,
+nothing is measured or changed.
 
     begin_turn     a request has come: what it will find counts as used now, and gets weights for its wait
     note_start     it has started
@@ -20,7 +21,7 @@ from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
 from sglang.srt.mem_cache.node import MatchResult, Node, last_access_on
 from sglang.srt.mem_cache.session_table import SessionKey, SessionTable
 from sglang.srt.mem_cache.session_weights import Returns, bonus_launches
-from sglang.srt.mem_cache.tier_pressure import TierPressure
+from sglang.srt.mem_cache.tier_age import TierAge
 from sglang.srt.mem_cache.transfer import FRAME_TIERS, Tier
 from sglang.srt.utils.time_units import LaunchClock, LaunchSeq
 
@@ -32,7 +33,7 @@ class SessionKeeper:
         self._tree = tree
         self._clock = clock
         self.table = SessionTable()
-        self.pressures = {tier: TierPressure(table.num_pages) for tier, table in tables.items()}
+        self.ages = {tier: TierAge(table.num_pages) for tier, table in tables.items()}
         self.counters: Counter[str] = Counter()
         # Whether a request has named a session.
         self._is_used = False
@@ -40,17 +41,15 @@ class SessionKeeper:
     def begin_turn(self, key: SessionKey, match: MatchResult) -> None:
         """match: what the cache has of the request, which is certain to come for it when it starts."""
         self._is_used = True
-        now = self._clock.next
-        self.table.longest_age = max([pressure.age for pressure in self.pressures.values()])
-        self.table.begin_turn(key, now)
+        self.table.longest_age = max([age.launches for age in self.ages.values()])
+        self.table.begin_turn(key, self._clock.next)
         self._count_kept(match)
-        self.note_found(match)
         if match.path:
             self._tree.weight(match.path[-1], self._until(self.table.expected_starts())[0])
 
     def note_start(self, came_at: LaunchSeq) -> None:
         """A session's request has started."""
-        self.table.note_wait(self._clock.next - came_at)
+        self.table.note_wait(self._clock.next - came_at + 1)
 
     def end_turn(self, key: SessionKey, end: Node) -> None:
         """end: of the answered request's path, which is locked."""
@@ -61,53 +60,37 @@ class SessionKeeper:
         if longest:
             self._tree.weight(end, until)
 
+    def note_given_up(self, nodes: Iterable[Node], tier: Tier) -> None:
+        """A tier is about to evict nodes. On tiers below the device only last copies count."""
+        if not self._is_used:
+            return
+        age, now = self.ages[tier], self._clock.next
+        for node in nodes:
+            is_last = all([node.frames[t] is None for t in FRAME_TIERS if t != tier])
+            if tier == Tier.DEVICE or is_last:
+                age.note_given_up(now - last_access_on(node, tier), len(node.key) // self._tree.page_size)
+
     def _until(self, returns: Returns) -> tuple[tuple[LaunchSeq, ...], int]:
         """(a path's weights for its next use, the longest time that a tier is expected to keep it for it; 0 for no
         longer than without)."""
         now, longest = self._clock.next, 0
         until = [now] * len(FRAME_TIERS)
-        for tier, pressure in self.pressures.items():
-            bonus = bonus_launches(returns, pressure.age, pressure.price)
+        for tier, age in self.ages.items():
+            bonus = bonus_launches(returns, age.launches)
             until[tier] = LaunchSeq(now + bonus)
             if bonus:
-                longest = max(longest, pressure.age + bonus)
+                longest = max(longest, age.launches + bonus)
         return tuple(until), longest
-
-    def note_found(self, match: MatchResult) -> None:
-        """A request is about to use what it has found."""
-        if not self._is_used:
-            return
-        now, pos = self._clock.next, 0
-        for node in match.path:
-            tier = self._tier_of(node)
-            num_tokens = min(node.end, match.total_len) - pos
-            self.pressures[tier].note_found(now - last_access_on(node, tier), num_tokens // self._tree.page_size)
-            pos += num_tokens
-
-    def note_given_up(self, nodes: Iterable[Node], tier: Tier) -> None:
-        """A tier is about to evict nodes. On tiers below the device only last copies count."""
-        if not self._is_used:
-            return
-        pressure, now = self.pressures[tier], self._clock.next
-        for node in nodes:
-            is_last = all([node.frames[t] is None for t in FRAME_TIERS if t != tier])
-            if tier == Tier.DEVICE or is_last:
-                num_pages = len(node.key) // self._tree.page_size
-                pressure.note_given_up(now - last_access_on(node, tier), num_pages)
 
     def _count_kept(self, match: MatchResult) -> None:
         """Count what would have left its tier by now without a weight."""
         for node in match.path:
-            tier = self._tier_of(node)
-            age = self.pressures[tier].age
-            if 0 < age < self._clock.next - node.last_access and last_access_on(node, tier) > node.last_access:
+            on_device = node.frames[Tier.DEVICE] is not None
+            tier = Tier.DEVICE if on_device else self._tree.source_of(node)
+            if tier is None or last_access_on(node, tier) == node.last_access:
+                continue
+            if 0 < self.ages[tier].launches < self._clock.next - node.last_access:
                 self.counters["session_kept_tokens"] += len(node.key)
-
-    def _tier_of(self, node: Node) -> Tier:
-        """The first tier that has a node of a match."""
-        if node.frames[Tier.DEVICE] is not None:
-            return Tier.DEVICE
-        return self._tree.source_of(node) or Tier.HOST
 
     def state(self) -> dict[str, Any]:
         return {
@@ -119,5 +102,3 @@ class SessionKeeper:
 
     def check_invariants(self) -> None:
         self.table.check_invariants(self._clock.next)
-        for pressure in self.pressures.values():
-            pressure.check_invariants()

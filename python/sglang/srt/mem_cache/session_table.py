@@ -69,7 +69,8 @@ class SessionTable:
         """A request of the session has come."""
         record = self._use(key, launch)
         if record.answered is not None:
-            gap = launch - record.answered
+            # With the launch that can use the pages: until then they must stay.
+            gap = launch - record.answered + 1
             record.gaps.append(gap)
             self._known.append(gap)
             self._fade()
@@ -91,7 +92,7 @@ class SessionTable:
         return expected_returns(record.gaps, np.fromiter(self._known, np.int64), self.return_share)
 
     def note_wait(self, wait: int) -> None:
-        """A turn has started so many launches after it came."""
+        """A turn has started with the wait-th launch since it came."""
         self._waits.append(wait)
 
     def expected_starts(self) -> Returns:

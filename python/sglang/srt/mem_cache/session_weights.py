@@ -1,23 +1,18 @@
 """How much longer a session's pages stay: pure functions over plain numbers.
 
 A tier ranks pages by their last use, and gives up the least recent. That is greedy-dual (Young, 1994; Cao and Irani,
-1997) with pages of one size and one cost: the clock of launches is its inflation. A page's bonus is added to its last
-use, in launches, when the answer ends. It is fixed there, so that a lazy heap can rank it, and decays by itself as
-the clock runs.
+1997) with pages of one size and one cost: the clock of launches is its inflation. One use is worth T launches, the
+age at which the tier gives pages up (the characteristic time of Che, Tung and Wang, 2002). GDSF (Cherkasova, 1998)
+counts uses, and here those to come count: a page that is found once in the T launches after it would have gone is
+worth another T. Its bonus, in launches, is
 
-The bonus. A page that is used once leaves the tier at the age T (the characteristic time of Che, Tung and Wang,
-2002). To hold a page from T up to an age R takes its memory for
+    T * P,   P = (F(2 T) - F(T)) / (1 - F(T))
 
-    held(R) = integral from T to R of (1 - F(x)) dx
+where F(x) is the probability that the session has returned x launches after its answer. P is the chance that one that
+is not back at the age T is back at 2 T. The bonus is added to the last use when the answer ends. It is fixed there,
+so that a lazy heap can rank it, and decays by itself as the clock runs.
 
-launches, where F(x) is the probability that the session has returned x launches after its answer, and finds the page
-with the probability F(R) - F(T). The same memory would have found others' pages: as many per launch as the tier
-finds in the last half of its pages' lives (hits per page and time, as LHD counts them: Beckmann, Chen and Cidon,
-2018). With m / T hits per page and launch, the bonus is R - T for the R that has the most of
-
-    F(R) - F(T) - m / T * held(R)
-
-R is at most 2 T. An abandoned session's pages then stay twice as long as without a bonus at the most, and a client
+The bonus is at most T. An abandoned session's pages stay twice as long as without it at the most, and a client
 who inserts a share s of all tokens has at most 2 s / (1 + s) of the memory, whatever it claims of sessions.
 """
 
@@ -32,7 +27,7 @@ import numpy as np
 class Returns(NamedTuple):
     """When a session may be back after its answer. The weights' sum is the probability that it returns at all."""
 
-    # (n,) int64, ascending, launches.
+    # (n,) int64, launches.
     gaps: np.ndarray
     # (n,) float64.
     weights: np.ndarray
@@ -47,28 +42,16 @@ def expected_returns(own: Sequence[int], known: np.ndarray, return_share: float)
     num_own = len(own)
     gaps = np.concatenate((np.asarray(own, np.int64), known))
     weights = np.concatenate((np.ones(num_own), np.full(len(known), return_share / len(known)))) / (num_own + 1)
-    order = np.argsort(gaps, kind="stable")
-    return Returns(gaps[order], weights[order])
+    return Returns(gaps, weights)
 
 
-def bonus_launches(returns: Returns, age: int, price: float) -> int:
+def bonus_launches(returns: Returns, age: int) -> int:
     """How many launches longer a page stays than one without a session. age: T, at which the tier gives pages up; 0
-    while it gives up none. price: m."""
+    while it gives up none."""
     gaps, weights = returns
-    begin, end = np.searchsorted(gaps, (age, 2 * age), side="right").tolist()
-    if age <= 0 or begin == end:
+    in_second = float(weights[(gaps > age) & (gaps <= 2 * age)].sum())
+    if age <= 0 or not in_second:
         return 0
-    # F is a staircase, so that the best R is one of its steps.
-    longer = gaps[begin:end] - age
-    returned = np.cumsum(weights[begin:end])
-    held = np.cumsum(weights[begin:end] * longer) + (1.0 - weights[:begin].sum() - returned) * longer
-    worth = returned - price / age * held
-    best = int(np.argmax(worth))
-    return int(longer[best]) if worth[best] > 0 else 0
-
-
-def price_of_memory(num_found: float, num_gone: float) -> float:
-    """m: pages that a tier finds per page and T in the last half of their lives. num_found: pages that were found
-    there, which had spent half of that half on the average. num_gone: pages that were given up at the end of it."""
-    held = num_found / 4 + num_gone / 2
-    return num_found / held if held else 0.0
+    not_in_first = 1.0 - float(weights[gaps <= age].sum())
+    # Rounding may make a certain return a little more than that.
+    return round(age * min(1.0, in_second / max(not_in_first, in_second)))
