@@ -107,6 +107,7 @@ class FakeScheduler:
         self.seeds: list[int | None] = []
         self.grammars: list[GrammarSpec | None] = []
         self.prompts: list[list[int]] = []
+        self.session_ids: list[str] = []
         self.storage: dict[str, str] | None = None
         self.switches = {"device": {"reads": True, "writes": True}, "host": {"reads": True, "writes": True}}
 
@@ -137,6 +138,7 @@ class FakeScheduler:
         if isinstance(message, TokenizedGenerateReqInput):
             self.counters["requests"] += 1
             self.seeds.append(message.sampling_params.sampling_seed)
+            self.session_ids.append(message.session_id)
             self.send(detokenize_req(message))
             self.grammars.append(message.sampling_params.grammar)
             prompt = bytes_to_ids(message.input_ids).tolist()
@@ -185,6 +187,7 @@ class FakeScheduler:
                 "seeds": self.seeds,
                 "grammars": [grammar and [grammar.kind, grammar.source] for grammar in self.grammars[-8:]],
                 "prompts": self.prompts[-8:],
+                "session_ids": self.session_ids,
                 "storage": self.storage,
                 "switches": self.switches,
             }

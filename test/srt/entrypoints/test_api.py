@@ -86,6 +86,39 @@ def test_several_answers_of_generate(server):
     assert len(single) == 2
 
 
+SESSION_BODIES = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+    "/v1/completions": {"prompt": [100], "max_tokens": 1},
+    "/generate": {"input_ids": [100], "sampling_params": {"max_new_tokens": 1}},
+}
+
+
+@pytest.mark.parametrize("path", SESSION_BODIES)
+def test_a_session_is_named_by_body_or_header(server, path):
+    """The body wins, an empty name is none, and the reply is the same."""
+    header = {"x-session-id": "of the header"}
+    asked = [({}, {}), ({}, header), ({"session_id": "of the body"}, {}), ({"session_id": "of the body"}, header)]
+    asked += [({"session_id": ""}, {}), ({"session_id": None}, header)]
+    texts = set()
+    for fields, headers in asked:
+        reply = server.post(path, SESSION_BODIES[path] | fields, headers=headers)
+        assert reply.status_code == 200 and "warning" not in reply.headers
+        body = reply.json()
+        texts.add(body["text"] if path == "/generate" else json.dumps(body["choices"]))
+    found = server.state()["session_ids"][-len(asked) :]
+    assert found == ["", "of the header", "of the body", "of the body", "", "of the header"]
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize("path", SESSION_BODIES)
+def test_the_name_of_a_session_is_bounded(server, path):
+    long = "x" * 1025
+    for fields, headers in (({"session_id": long}, {}), ({}, {"x-session-id": long}), ({"session_id": 5}, {})):
+        reply = server.post(path, SESSION_BODIES[path] | fields, headers=headers)
+        assert reply.status_code == 400
+        assert (reply.json().get("param") or reply.json()["error"]["param"]) == "session_id"
+
+
 def test_usage_in_every_chunk(client):
     chunks = list(
         client.completions.create(

@@ -2,8 +2,8 @@
 
 Owns the table of sessions, and the age at which each tier gives pages up. The rule is in
 mem_cache/session_weights.py, and the weights lie on the tree's nodes; eviction reads them there. Pins nothing, and
-decides nothing about requests: a session is a hint, and no answer depends on it. While no request has named a session,
-nothing is measured or changed.
+decides nothing about requests: a session is a hint, and no answer depends on it. While no request has named a
+session, nothing is measured or changed.
 
     begin_turn     a request has come: what it will find counts as used now, and gets weights for its wait
     note_start     it has started

@@ -35,8 +35,8 @@ class SessionRecord:
     # When its last answer ended, while it is between turns.
     answered: LaunchSeq | None = None
     # Tokens that stay longer for it, and until which launch that is expected to last.
-    weighted_tokens: int = 0
-    weighted_until: LaunchSeq = NO_LAUNCH
+    path_tokens: int = 0
+    stays_until: LaunchSeq = NO_LAUNCH
 
 
 class SessionTable:
@@ -86,7 +86,7 @@ class SessionTable:
     @staticmethod
     def note_weight(record: SessionRecord, num_tokens: int, until: LaunchSeq) -> None:
         """The session's last answer, with all before it, stays longer, as far as is expected until then."""
-        record.weighted_tokens, record.weighted_until = num_tokens, until
+        record.path_tokens, record.stays_until = num_tokens, until
 
     def expected_returns(self, record: SessionRecord) -> Returns:
         return expected_returns(record.gaps, np.fromiter(self._known, np.int64), self.return_share)
@@ -105,7 +105,7 @@ class SessionTable:
     def weighted_tokens(self, launch: LaunchSeq) -> int:
         """Tokens that stay longer for sessions between turns; what sessions share counts for each."""
         records = self._records.values()
-        return sum([r.weighted_tokens for r in records if r.answered is not None and r.weighted_until > launch])
+        return sum([r.path_tokens for r in records if r.answered is not None and r.stays_until > launch])
 
     def _use(self, key: SessionKey, launch: LaunchSeq) -> SessionRecord:
         """The session's record, which becomes the most recently used."""

@@ -35,6 +35,7 @@ _GAUGES = (
     ("hicache_peer_total_tokens", "Tokens of KV cache in memory that peers lend.", ("tiers", "peer", "total_tokens")),
     ("hicache_peer_slab_bytes", "Bytes of a slab, the unit that peers lend.", ("peers", "slab_bytes")),
     ("hicache_peer_borrowers", "Masters that are connected to this worker.", ("peers", "borrowers")),
+    ("hicache_sessions", "Sessions of clients that are known.", ("sessions", "known")),
     ("hicache_storage_tokens", "Tokens of KV cache in storage.", ("storage_tier", "cached_tokens")),
     ("hicache_storage_size_bytes", "Bytes that storage takes.", ("storage_tier", "size_bytes")),
     (
@@ -94,6 +95,11 @@ _COUNTERS = (
     ("hicache_backup_tokens", "Tokens written to the host.", "backup_tokens"),
     ("hicache_backup_dropped_tokens", "Tokens not backed up to the host.", "backup_dropped_tokens"),
     ("hicache_dropped_tokens", "Tokens evicted from the host.", "evicted_tokens_host"),
+    (
+        "hicache_session_kept_tokens",
+        "Tokens that sessions found and that would have been evicted without them.",
+        "session_kept_tokens",
+    ),
     ("prefetched_tokens", "Tokens brought from storage to the host.", "prefetched_tokens"),
     ("backuped_tokens", "Tokens written to storage.", "backuped_tokens"),
     ("storage_prefetch_hit_tokens", "Tokens of prompts found in storage and not on the host.", "storage_hit_tokens"),
