@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from functools import partial
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -134,3 +135,31 @@ def test_every_request_ends(seed: int) -> None:
         assert times[request.rid].finish_reason == ("length" if fits else "abort"), request.rid
     sim.core.scheduler.check_invariants()
     assert all(node.lock == 0 for node in sim.core.scheduler.cache.tree.walk())
+
+
+@pytest.mark.parametrize("seed", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in range(100, 140))])
+def test_sessions_end_too_and_two_runs_decide_alike(seed: int) -> None:
+    """Each request names one of a few sessions or none. Ranks are replicas: their inputs alone decide."""
+    print(f"seed {seed}")
+
+    def run() -> tuple[list[bytes], dict[str, str]]:
+        rng = random.Random(seed)
+        sim, decisions = Simulation(draw_config(rng), draw_hardware(rng)), []
+
+        def note(decision: BatchDecision) -> None:
+            assert decision.step < MAX_STEPS, "it goes round in circles"
+            decisions.append(decision.encode())
+            if decision.step % 50 == 0:
+                sim.core.scheduler.check_invariants()
+
+        requests = [
+            (at, msgspec.structs.replace(request, session_id=rng.choice(("", "a", "b", "c"))))
+            for at, request in draw_requests(rng)
+        ]
+        times = sim.run(requests, after_step=note)
+        assert sim.core.scheduler.state()["sessions"]["known"] > 0
+        return decisions, {rid: each.finish_reason for rid, each in times.items()}
+
+    first, ends = run()
+    assert (first, ends) == run()
+    assert set(ends.values()) <= {"length", "abort"}

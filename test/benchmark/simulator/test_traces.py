@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -119,6 +120,21 @@ def test_a_mooncake_row_that_lacks_blocks_is_refused(tmp_path: Path) -> None:
     path = lines(tmp_path / "t.jsonl", {"timestamp": 0, "input_length": 513, "output_length": 1, "hash_ids": [1]})
     with pytest.raises(ValueError, match=r"t\.jsonl:1: 513 tokens do not fit 1 blocks"):
         traces.read_mooncake(path)
+
+
+def test_sessions_of_agents(tmp_path: Path) -> None:
+    rows = [
+        {"session_id": "a", "input_length": 600, "output_length": 5, "hash_ids": [0, 1], "timestamp": 0},
+        {"session_id": "b", "input_length": 512, "output_length": 7, "hash_ids": [0], "timestamp": 0},
+        {"session_id": "a", "input_length": 100, "output_length": 6, "hash_ids": [2], "delay": 3000},
+    ]
+    path = tmp_path / "agents.jsonl.gz"
+    path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    workload = traces.read_agentic(path, max_open=1)
+    first, second = workload.conversations
+    assert [(len(t.message), t.output_len, t.delay) for t in first.turns] == [(600, 5, 0.0), (100, 6, 3.0)]
+    assert (first.turns[0].message[:512] == second.turns[0].message).all()
+    assert workload.max_open == 1 and workload.max_in_flight is None
 
 
 def test_hashes_make_different_tokens() -> None:

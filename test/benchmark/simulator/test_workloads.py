@@ -145,6 +145,22 @@ def test_requests_beyond_the_limit_wait_in_order() -> None:
     assert list(prompts(source.take(5.0))) == ["3-0"]
 
 
+def test_sessions_begin_as_others_end_and_turns_have_delays_of_their_own() -> None:
+    turn, none = w.Turn(np.arange(10, 13, dtype=np.int32), 1), np.empty(0, np.int32)
+    later = w.Turn(turn.message, 1, delay=7.0)
+    conversations = (w.Conversation(0.0, none, (turn, later), think_s=1.0), *[w.Conversation(0.0, none, (turn,))] * 2)
+    source = w.Workload("x", conversations, max_in_flight=None, max_open=2).source(names_sessions=True)
+    assert [(r.rid, r.session_id) for r in source.take(0.0)] == [("0-0", "0"), ("1-0", "1")]
+    source.finished("0-0", 1.0)
+    assert source.next_at() == 9.0
+    source.finished("1-0", 2.0)
+    assert [r.rid for r in source.take(2.0)] == ["2-0"]
+    assert [(r.rid, r.session_id) for r in source.take(9.0)] == [("0-1", "0")]
+    source.finished("0-1", 10.0)
+    source.finished("2-0", 10.0)
+    assert source.next_at() is None
+
+
 def test_the_runs_of_a_workload_do_not_share_state() -> None:
     workload = w.REVIEWMT.scaled(0.01, 0.05).generate(1, 1.0)
 
