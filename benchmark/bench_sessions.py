@@ -56,7 +56,7 @@ SINGLE_TOKENS = 8192
 # Of the real server: lengths are divided by it, sessions at a time, tokens of the device, the host's share of that.
 DIVISOR = 32
 SERVER_OPEN = 4
-SERVER_DEVICE_TOKENS = 8192
+SERVER_DEVICE_TOKENS = 6144
 SERVER_HOST_RATIO = 0.5
 
 
@@ -255,16 +255,18 @@ async def replay(url: str, sessions: tuple[Session, ...], vocabulary: Vocabulary
     return times
 
 
-def serve(trace: Path, num_sessions: int, rounds: int) -> tuple[list[dict[str, Any]], list[str]]:
+def serve(trace: Path, num_sessions: int, max_turns: int, rounds: int) -> tuple[list[dict[str, Any]], list[str]]:
     """Rows, and the rules by which the trace was cut."""
     vocabulary = Vocabulary.load(str(ensure_smollm2()))
     args = argparse.Namespace(
         dataset_path=str(trace), num_prompts=1 << 30, scale_lengths=1 / DIVISOR, mooncake_slowdown_factor=1.0
     )
     whole = agentic(args, vocabulary)
-    workload = fit(replace(whole, sessions=whole.sessions[:num_sessions]), Limits(SERVER_DEVICE_TOKENS))
+    first = tuple(replace(s, turns=s.turns[:max_turns]) for s in whole.sessions[:num_sessions])
+    workload = fit(replace(whole, sessions=first), Limits(SERVER_DEVICE_TOKENS))
     rules = [*workload.notes, "A block's tokens follow from its hash: what sessions share, they share here."]
-    rules.append(f"The first {num_sessions} sessions, {SERVER_OPEN} at a time; delays as in the trace.")
+    rules.append(f"The first {max_turns} turns of the first {num_sessions} sessions, {SERVER_OPEN} at a time.")
+    rules.append("Delays are as in the trace.")
     rules.append(f"{workload.num_requests} turns; {workload.num_dropped} are longer than the server takes.")
     rows = []
     for i in range(rounds):
@@ -310,11 +312,12 @@ def main() -> None:
     served = commands.add_parser("serve")
     served.add_argument("--trace", type=Path, required=True)
     served.add_argument("--num-sessions", type=int, default=8)
+    served.add_argument("--max-turns", type=int, default=30, help="of a session")
     served.add_argument("--rounds", type=int, default=1)
     args = parser.parse_args()
     settings = vars(args) | {"trace": args.trace.name}
     if args.command == "serve":
-        rows, rules = serve(args.trace, args.num_sessions, args.rounds)
+        rows, rules = serve(args.trace, args.num_sessions, args.max_turns, args.rounds)
         print("\n".join(rules))
         print_table("Sessions of coding agents (measured)", rows)
         write_json("bench_sessions", settings | {"rules": rules}, rows)
