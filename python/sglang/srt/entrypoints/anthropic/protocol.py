@@ -47,6 +47,7 @@ class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
     output_config: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
     rid: str | None = None
+    session_id: str | None = None
     extra_key: str | None = None
     cache_salt: str | None = None
     cache: str | None = None
@@ -80,6 +81,7 @@ class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
             # Templates that know it let the model answer at once.
             chat_template_kwargs={"enable_thinking": self.wants_thinking, **(self.chat_template_kwargs or {})},
             rid=self.rid,
+            session_id=self.session_id,
             extra_key=self.extra_key,
             cache_salt=self.cache_salt,
             cache=self.cache,

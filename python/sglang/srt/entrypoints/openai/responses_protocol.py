@@ -52,6 +52,7 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt_cache_retention: str | None = None
     stream_options: dict[str, Any] | None = None
     rid: str | None = None
+    session_id: str | None = None
     extra_key: str | None = None
     cache_salt: str | None = None
     cache: str | None = None
@@ -72,6 +73,7 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
             response_format=_response_format(self.text),
             chat_template_kwargs={**_effort(self.reasoning), **(self.chat_template_kwargs or {})},
             rid=self.rid,
+            session_id=self.session_id,
             extra_key=self.extra_key,
             cache_salt=self.cache_salt,
             cache=self.cache,
