@@ -36,11 +36,12 @@ BOOK = {
     },
     "required": ["title", "pages"],
 }
-# None of them can be complete before the answer's last token.
+# None of them is complete before the answer's last token, or hardly ever ("THE END").
 GRAMMARS: dict[str, GrammarSpec] = {
     "JSON schema": GrammarSpec("json_schema", json.dumps(BOOK)),
-    "regular expression": GrammarSpec("regex", "([A-Z][a-z]{2,12}( [a-z]{1,12}){4,12}\\. ){40}"),
-    "rules": GrammarSpec("ebnf", 'root ::= (word " "){400}\nword ::= [a-z]+ | "\\"" [a-z]+ "\\"" | "(" word ")"'),
+    "regular expression": GrammarSpec("regex", "([A-Z][a-z ]{20,}[.] ){40}"),
+    "rules": GrammarSpec("ebnf", 'root ::= (word " ")* "THE END"\nword ::= [a-z]+ | "(" word ")"'),
+    "nested counts": GrammarSpec("regex", "([A-Z][a-z]{2,12}( [a-z]{1,12}){4,12}[.] ){40}"),
 }
 SHORT = 4
 
