@@ -27,8 +27,8 @@ from sglang.srt.sampling.sample_spec import SampleSpec
 from sglang.srt.utils.device import CPU
 
 # What one request may take of the stream's thread, in processor seconds: at once, and for each token. Most grammars
-# take some 20 us for each token, nested repetitions several ms. An ambiguous one takes longer with each token, and all
-# of its batch waits.
+# take some 20 us for each token, nested repetitions several ms. An ambiguous one takes longer with each token, and
+# all of its batch waits.
 ALLOWANCE_S = 2.0
 ALLOWANCE_PER_TOKEN_S = 0.02
 
