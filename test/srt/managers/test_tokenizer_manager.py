@@ -541,6 +541,48 @@ def test_the_time_counts_from_arrival() -> None:
     run(test, args=ServerArgs(model_path="m", request_timeout=0.01))
 
 
+def test_a_request_waits_until_its_first_token_is_known_not_until_its_text_comes() -> None:
+    """Answers that are not streamed bring their text in large pieces."""
+
+    async def test(harness: Harness) -> None:
+        running = harness.start()
+        req = await harness.until_sent(1)
+        with pytest.raises(RequestError, match="the queue is full"):
+            await harness.start()
+        harness.tell(RequestTimesOutput(times={req.rid: times(queue_s=0.0)}))
+        await harness.settle()
+        (state,) = harness.manager._states.values()
+        first = state.first
+        assert first is not None
+        waiting = harness.start()
+        await harness.until_sent(2)
+        harness.output(req.rid, "a", [1], FinishReason(type="stop"))
+        await running
+        assert state.first == first, "the time to the first token ends with the token"
+        with pytest.raises(RequestError, match="the queue is full"):
+            await harness.start()
+        waiting.cancel()
+
+    run(test, args=ServerArgs(model_path="m", max_queued_requests=1))
+
+
+def test_the_requests_of_one_body_find_the_queue_full_together_or_not_at_all() -> None:
+    async def test(harness: Harness) -> None:
+        bodies = [
+            harness.manager.generate_all([GenerateRequest(prompt=[1], params=SamplingParams()) for _ in range(3)])
+            for _ in range(2)
+        ]
+        tasks = [asyncio.ensure_future(anext(each)) for each in bodies[0]]
+        await harness.until_sent(3)
+        with pytest.raises(RequestError, match="the queue is full"):
+            await anext(bodies[1][0])
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    run(test, args=ServerArgs(model_path="m", max_queued_requests=1))
+
+
 def test_a_full_queue_tells_when_to_ask_again() -> None:
     async def test(harness: Harness) -> None:
         waiting = harness.start()
@@ -592,14 +634,16 @@ def test_priorities_may_be_refused() -> None:
     run(test, args=ServerArgs(model_path="m", abort_on_priority_when_disabled=True))
 
 
-@pytest.mark.parametrize(("rid", "is_found"), [(None, True), ("mine", False)])
-def test_the_x_request_id_is_a_name_of_a_request_without_rid(rid: str | None, is_found: bool) -> None:
+@pytest.mark.parametrize("rid", [None, "drawn for the reply"])
+def test_the_x_request_id_is_a_name_of_the_request(rid: str | None) -> None:
+    """Replies of OpenAI's form always have another id besides."""
+
     async def test(harness: Harness) -> None:
         REQUEST_ID.set("abc")
         task = harness.start(rid=rid)
-        await harness.until_sent(1)
+        req = await harness.until_sent(1)
         harness.manager.abort("abc")
-        assert (len(harness.sent) == 2) == is_found
+        assert harness.sent[1:] == [AbortReq(rid=req.rid)]
         task.cancel()
 
     run(test)

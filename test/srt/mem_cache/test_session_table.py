@@ -21,6 +21,22 @@ def test_a_gap_is_from_an_answer_to_the_next_turn():
     assert list(record.gaps) == [16]
 
 
+def test_a_turn_that_ends_without_an_answer_holds_up_no_other():
+    """The first record is the one that is forgotten first; in a turn for ever, it would stay, and all behind it."""
+    table = SessionTable()
+    table.longest_age = 1
+    table.end_turn(("", "known"), 0)
+    table.begin_turn(("", "known"), 1)
+    table.begin_turn(("", "left"), 1)
+    for key in ("known", "left"):
+        table.leave_turn(("", key), 2)
+    assert table.num_between_turns() == 2
+    table.end_turn(("", "other"), 1000)
+    assert len(table) == 1
+    table.leave_turn(("", "unknown"), 1001)
+    assert len(table) == 1
+
+
 def test_tenants_do_not_share_sessions():
     table = SessionTable()
     table.end_turn(("x", "a"), 0)

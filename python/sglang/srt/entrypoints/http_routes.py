@@ -422,9 +422,9 @@ def add_errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         missing = missing_endpoint(request.url.path) if error.status_code == 404 else None
-        body = RequestError(missing or str(error.detail), error.status_code).body()
+        body = error_body(request.url.path, RequestError(missing or str(error.detail), error.status_code))
         return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 
     @app.exception_handler(Exception)
-    async def internal_error(_: Request, error: Exception) -> Response:
-        return JSONResponse(RequestError("internal error", 500).body(), status_code=500)
+    async def internal_error(request: Request, error: Exception) -> Response:
+        return JSONResponse(error_body(request.url.path, RequestError("internal error", 500)), status_code=500)

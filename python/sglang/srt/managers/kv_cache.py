@@ -261,6 +261,11 @@ class KVCache:
             assert req.hold is not None
             self.sessions.end_turn(req.session, req.hold.receipt.node)
 
+    def leave_turn(self, req: Req) -> None:
+        """A request has ended, with or without a hold."""
+        if req.session is not None:
+            self.sessions.table.leave_turn(req.session, self.clock.next)
+
     def retire(self, namespace: str) -> None:
         """No request will ask for the namespace again."""
         self.tree.retire(namespace)

@@ -507,6 +507,7 @@ class Scheduler:
         self.queues.remove(req)
         self.times.ended(req.rid)
         self.cache.claims.release(req.rid)
+        self.cache.leave_turn(req)
         if req.is_check:
             self.canary.ended()
         if is_private(req.namespace):

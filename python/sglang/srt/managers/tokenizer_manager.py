@@ -169,7 +169,7 @@ class ReqState:
     sent: float | None = None
     # A client requested the end, so that the abort is an answer and no error.
     aborting: bool = False
-    # When the first output and the last one came, in seconds of the same clock.
+    # When the first token was known and the last output came, in seconds of the same clock.
     first: float | None = None
     last: float | None = None
     times: ReqTimes | None = None
@@ -214,6 +214,12 @@ class _Together:
     def __init__(self, number: int) -> None:
         self._missing = number
         self._complete = asyncio.Event()
+        self._has_begun = False
+
+    def comes_first(self) -> bool:
+        """Whether no other of the requests has asked this before."""
+        first, self._has_begun = not self._has_begun, True
+        return first
 
     async def wait(self) -> None:
         """Wait until `number` requests have come here. They go on in the order in which they came."""
@@ -303,7 +309,9 @@ class TokenizerManager:
         if self._refusal is not None:
             raise self._refusal
         priority = self._priority_of(req)
-        self._take_place_in_queue(priority)
+        if together is None or together.comes_first():
+            # A body's requests find the queue full together, or not at all: tried again, it would be as long.
+            self._take_place_in_queue(priority)
         state = ReqState(
             rid=uuid.uuid4().hex,
             client_rid=req.rid,
@@ -343,7 +351,7 @@ class TokenizerManager:
                     num_tokens = state.last_output.completion_tokens if state.last_output is not None else 0
                     logger.info("aborted after %d tokens: %s", num_tokens, why)
             self._num_active -= 1
-            self._num_waiting -= state.last is None
+            self._num_waiting -= state.first is None
             if self._num_active == 0:
                 self._idle.set()
             self._tracer.generated(_trace_of(state, req))
@@ -368,7 +376,7 @@ class TokenizerManager:
             return
         full = f"the queue is full ({limit} requests wait)"
         rank = self._rank_of
-        waiting = [each for each in self._states.values() if each.last is None and each.error is None]
+        waiting = [each for each in self._states.values() if each.first is None and each.error is None]
         last = max(waiting, key=lambda each: rank(each.priority), default=None)
         if last is None or not self._args.enable_priority_scheduling or rank(last.priority) <= rank(priority):
             raise RequestError(f"{full}: try again later", 503, retry_after_s=self._retry_after_s())
@@ -619,19 +627,27 @@ class TokenizerManager:
             elif isinstance(message, BlockNaming):
                 self._names = BlockKeys(message.secret, message.block_tokens) if message.block_tokens else None
             elif isinstance(message, RequestTimesOutput):
+                now = time.perf_counter()
                 for rid, times in message.times.items():
-                    self._note_times(rid, times)
+                    self._note_times(rid, times, now)
             elif isinstance(message, SchedulerReady):
                 self.ready.set_result(message)
             elif (future := self._controls.pop(message.id, None)) is not None and not future.done():
                 future.set_result(message)
 
-    def _note_times(self, rid: str, times: ReqTimes) -> None:
+    def _note_times(self, rid: str, times: ReqTimes, now: float) -> None:
+        """The request's first token is there. Its text may come later, with that of others."""
         self.metrics.queued(times.queue_s)
         before = times.queue_s if self._queue_time_s is None else self._queue_time_s
         self._queue_time_s = before + _QUEUE_TIME_WEIGHT * (times.queue_s - before)
         if (state := self._states.get(rid)) is not None:
             state.times = times
+            self._note_first_token(state, now)
+
+    def _note_first_token(self, state: ReqState, now: float) -> None:
+        if state.first is None:
+            self._num_waiting -= 1
+            state.first = now
 
     def _on_output(self, output: StrOutput, now: float) -> None:
         state = self._states.get(output.rid)
@@ -648,12 +664,12 @@ class TokenizerManager:
             self.metrics.aborted()
             return
         first = state.last is None and num_tokens > 0
+        self._note_first_token(state, now)
+        assert state.first is not None
         if first:
             details = output.cached_tokens_details or {"device": output.cached_tokens}
-            self.metrics.first_token(now - state.arrived, output.prompt_tokens, details)
+            self.metrics.first_token(state.first - state.arrived, output.prompt_tokens, details)
         self.metrics.tokens(num_tokens, None if state.last is None else (now - state.last) / max(num_tokens, 1))
-        self._num_waiting -= state.last is None
-        state.first = state.first or now
         state.last, state.last_output = now, output
         state.unread.append(output)
         state.unread_tokens += num_tokens
@@ -671,10 +687,10 @@ class TokenizerManager:
     # Control
 
     def abort(self, rid: str | None) -> None:
-        """End the requests to which their clients gave this rid, or this x-request-id and no rid; None ends all. They
-        answer with the tokens that they have."""
+        """End the requests to which their clients gave this rid or this x-request-id; None ends all. They answer with
+        the tokens that they have."""
         for state in self._states.values():
-            names = (state.client_rid or state.request_id, state.rid)
+            names = (state.client_rid, state.request_id, state.rid)
             if (rid is None or rid in names) and not state.finished:
                 state.aborting = True
                 if state.sent is not None:

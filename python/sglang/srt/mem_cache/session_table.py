@@ -3,7 +3,7 @@
 Owns one record per session, the least recently used first, and the gaps of all sessions. Never reads the tree. Time
 is counted in launches.
 
-    begin_turn ──► in a turn ── end_turn ──► between turns ── begin_turn: a gap is learned ──► in a turn
+    begin_turn ──► in a turn ── end_turn, leave_turn ──► between turns ── begin_turn: a gap is learned ──► in a turn
                                                   │
                                                   └── no turn for twice the longest gap and age, or the
                                                       table is full: it has ended, and is forgotten
@@ -82,6 +82,12 @@ class SessionTable:
         record = self._use(key, launch)
         record.answered = launch
         return record
+
+    def leave_turn(self, key: SessionKey, launch: LaunchSeq) -> None:
+        """A request of the session has ended, perhaps without an answer: it must not be in a turn for ever."""
+        record = self._records.get(key)
+        if record is not None and record.answered is None:
+            record.answered = launch
 
     @staticmethod
     def note_weight(record: SessionRecord, num_tokens: int, until: LaunchSeq) -> None:

@@ -126,6 +126,8 @@ def _end(req: MessagesRequest, parser: AnswerParser, chunk: Chunk) -> Event:
     name, sequence = "end_turn", None
     if reason.type == "length":
         name = "max_tokens"
+    elif reason.type == "abort":  # a client may send back what it has, to go on from there
+        name = "pause_turn"
     elif parser.finish_reason(reason) == "tool_calls":
         name = "tool_use"
     elif reason.matched in (req.stop_sequences or ()):

@@ -59,6 +59,8 @@ async def serve_embeddings(req: EmbeddingRequest, manager: TokenizerManager, mod
     chunks = merge(manager.generate_all(_requests(req)))
     try:
         async for index, chunk in chunks:
+            if not chunk.embedding:
+                raise RequestError("the request was aborted", 499)
             found[index] = chunk
     finally:
         await close(chunks)

@@ -169,7 +169,7 @@ class _Reply:
             "created_at": self._created,
             "status": status,
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "incomplete_details": {"reason": _why_incomplete(last)} if status == "incomplete" else None,
             "instructions": req.instructions,
             "max_output_tokens": req.max_output_tokens,
             "model": self._model,
@@ -201,7 +201,12 @@ class _Reply:
 
 def _status(chunk: Chunk) -> str:
     reason = chunk.finish_reason
-    return "incomplete" if reason is not None and reason.type == "length" else "completed"
+    return "incomplete" if reason is not None and reason.type != "stop" else "completed"
+
+
+def _why_incomplete(last: Chunk | None) -> str:
+    reason = last.finish_reason if last is not None else None
+    return "max_output_tokens" if reason is not None and reason.type == "length" else "abort"
 
 
 def _part(block: Block, text: str) -> Event:
