@@ -18,6 +18,8 @@ class SlowCache:
         self.allowed: dict[str, threading.Event] = {}
         self.compiled: list[str] = []
         self.error: Exception | None = None
+        self.held: list[str] = []
+        self.is_full = False
 
     def __contains__(self, spec: GrammarSpec) -> bool:
         return spec.source in self.compiled
@@ -27,6 +29,15 @@ class SlowCache:
         if self.error is not None:
             raise self.error
         self.compiled.append(spec.source)
+
+    def hold(self, spec: GrammarSpec) -> bool:
+        if spec.source not in self.compiled or self.is_full:
+            return False
+        self.held.append(spec.source)
+        return True
+
+    def release(self, spec: GrammarSpec) -> None:
+        self.held.remove(spec.source)
 
     def allow(self, source: str) -> None:
         self.allowed.setdefault(source, threading.Event()).set()
@@ -69,6 +80,31 @@ def test_one_compilation_serves_all_that_wait_in_their_order():
     fixture.cache.allow("b")
     assert fixture.take() == (["2"], [])
     assert fixture.cache.compiled == ["a", "b"] and len(fixture.manager) == 0
+
+
+def test_a_grammar_is_held_until_its_request_has_ended_and_others_wait_for_room():
+    fixture = Fixture()
+    fixture.cache.compiled.append("a")
+    assert fixture.manager.add(request("1", "a")) and fixture.cache.held == ["a"]
+    fixture.cache.is_full = True
+    assert not fixture.manager.add(request("2", "a"))
+    assert fixture.manager.take_ready() == ([], [])
+    fixture.manager.release("1")
+    fixture.manager.release("1")
+    assert fixture.cache.held == []
+    fixture.cache.is_full = False
+    ready, _ = fixture.manager.take_ready()
+    assert [each.rid for each in ready] == ["2"] and fixture.cache.held == ["a"]
+
+
+def test_a_grammar_that_was_given_up_before_it_was_held_is_compiled_again():
+    fixture = Fixture()
+    fixture.cache.allow("a")
+    assert not fixture.manager.add(request("1", "a"))
+    assert fixture.notified.acquire(timeout=60)
+    fixture.cache.compiled.clear()
+    assert fixture.manager.take_ready() == ([], [])
+    assert fixture.take() == (["1"], [])
 
 
 def test_a_grammar_that_fails_ends_its_requests_and_no_others():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from sglang.srt.constrained import grammar_rows
+from sglang.srt.constrained import grammar_cache, grammar_rows
 from sglang.srt.constrained.grammar_cache import GrammarCache
 from sglang.srt.constrained.grammar_rows import GrammarRows
 from sglang.srt.sampling.sample_spec import SampleSpec
@@ -192,3 +192,22 @@ def test_a_full_cache_gives_up_the_least_recently_used(tmp_path: Path):
     assert first not in small and second in small
     small.get(first)
     assert first in small
+
+
+def test_a_grammar_that_is_held_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    small = GrammarCache(write_vocabulary(tmp_path / "vocabulary.json"), None, max_bytes=1)
+    first, second, third = (language.grammar for language in LANGUAGES)
+    assert not small.hold(first)
+    compiled = small.get(first)
+    assert small.hold(first) and small.hold(first)
+    small.get(second)
+    small.get(third)
+    assert first in small and second not in small
+    monkeypatch.setattr(grammar_cache, "MAX_HELD_BYTES", 1)
+    assert small.hold(first) and not small.hold(third), "too much is held"
+    for _ in range(3):
+        assert small.get(first) is compiled
+        small.release(first)
+    small.get(second)
+    small.get(third)
+    assert first not in small

@@ -1,11 +1,11 @@
-"""The process in which a client's grammar is compiled for the first time. It may cost that process its life.
+"""The process in which a client's grammar is compiled for the first time. It may cost a fork of it its life.
 
 A hostile schema can take any time and memory, or overflow the stack, within a library call that nothing ends. So it
 happens here, within limits of the kernel, before an engine compiles the same grammar:
 
-    parent --[length][GrammarSpec]--> this process --[length][CheckResult]--> parent
-                                       | over MAX_CPU_S: ended by SIGXCPU
-                                       | over MAX_MEMORY_BYTES: an error, or its end
+    parent --[length][CheckOrder]--> this process, which has the library and the vocabulary
+                                       | fork: compiles; ended by SIGXCPU over its time, by an error over its room
+    parent <--[length][CheckResult]----+
 
 The first frame that it writes tells whether it can check anything.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import sys
 from typing import IO
 
@@ -23,9 +24,6 @@ from sglang.srt.constrained.xgrammar_backend import GrammarCompiler, GrammarErro
 from sglang.srt.sampling.sampling_params import GrammarSpec
 from sglang.srt.utils.child_process import die_with_parent
 
-# Of one grammar. Most take milliseconds; a string of bounded length takes 2 s with 49,152 tokens, and longer with
-# more.
-MAX_CPU_S = 20
 # Beyond what the process has taken when it is ready.
 MAX_MEMORY_BYTES = 1 << 30
 # Of a compiled grammar, which the engine keeps.
@@ -44,9 +42,18 @@ class CheckSettings(msgspec.Struct, frozen=True, kw_only=True):
     parent_pid: int
 
 
+class CheckOrder(msgspec.Struct, frozen=True):
+    spec: GrammarSpec
+    # The processor's seconds that it may take.
+    cpu_s: int
+
+
 class CheckResult(msgspec.Struct, frozen=True):
     # Why the grammar cannot be used; "" if it can.
     message: str = ""
+    # Nothing was found out: it took too long, or others ended the process.
+    is_over_time: bool = False
+    is_killed: bool = False
 
 
 def write_frame(file: IO[bytes], message: msgspec.Struct) -> None:
@@ -88,7 +95,7 @@ def check(compiler: GrammarCompiler, spec: GrammarSpec) -> CheckResult:
     except GrammarError as error:
         return CheckResult(str(error))
     except MemoryError:
-        return CheckResult(f"{spec.kind} takes too much memory to compile: simplify it")
+        return _too_large(spec)
     size = compiled.memory_size_bytes
     if size > MAX_COMPILED_BYTES:
         return CheckResult(
@@ -97,17 +104,42 @@ def check(compiler: GrammarCompiler, spec: GrammarSpec) -> CheckResult:
     return CheckResult()
 
 
+def check_in_fork(compiler: GrammarCompiler, order: CheckOrder) -> CheckResult:
+    """`check` within the limits."""
+    read_fd, write_fd = os.pipe()
+    mine = os.getpid()
+    child = os.fork()
+    if child == 0:
+        # Whatever happens, this copy returns to none of its callers.
+        try:
+            die_with_parent(mine)
+            os.close(read_fd)
+            limit_memory()
+            resource.setrlimit(resource.RLIMIT_CPU, (order.cpu_s, resource.RLIM_INFINITY))
+            with os.fdopen(write_fd, "wb") as file:
+                file.write(msgspec.msgpack.encode(check(compiler, order.spec)))
+        finally:
+            os._exit(0)
+    os.close(write_fd)
+    with os.fdopen(read_fd, "rb") as file:
+        data = file.read()
+    _, status = os.waitpid(child, 0)
+    if data:
+        return msgspec.msgpack.decode(data, type=CheckResult)
+    ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+    if ended_by == signal.SIGXCPU:
+        return CheckResult(f"{order.spec.kind} takes too long to compile: simplify it", is_over_time=True)
+    return CheckResult(is_killed=True) if ended_by == signal.SIGKILL else _too_large(order.spec)
+
+
+def _too_large(spec: GrammarSpec) -> CheckResult:
+    return CheckResult(f"{spec.kind} takes too much memory to compile: simplify it")
+
+
 def limit_memory() -> None:
     with open("/proc/self/statm") as file:
         size = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + MAX_MEMORY_BYTES, resource.RLIM_INFINITY))
-
-
-def limit_time() -> None:
-    """Let the kernel end this process MAX_CPU_S of the processor's seconds from now."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    soft = int(used.ru_utime + used.ru_stime) + MAX_CPU_S + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.RLIM_INFINITY))
 
 
 def main() -> None:
@@ -123,14 +155,12 @@ def main() -> None:
         write_frame(replies, CheckResult(str(error)))
         return
     write_frame(replies, CheckResult())
-    limit_memory()
     # The library writes about what it does not know in a schema: that would be a client's way into the server's log.
     silence = os.open(os.devnull, os.O_WRONLY)
     for output in (1, 2):
         os.dup2(silence, output)
     while (data := read_frame(sys.stdin.buffer)) is not None:
-        limit_time()
-        write_frame(replies, check(compiler, msgspec.msgpack.decode(data, type=GrammarSpec)))
+        write_frame(replies, check_in_fork(compiler, msgspec.msgpack.decode(data, type=CheckOrder)))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""`GrammarCache`: compiled grammars, of which the least recently used are given up. Knows no request."""
+"""`GrammarCache`: compiled grammars. Of those that are not held, the least recently used are given up. Knows no
+request."""
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,8 +14,10 @@ from sglang.srt.sampling.sampling_params import GrammarSpec
 if TYPE_CHECKING:
     import xgrammar
 
-# Of compiled grammars that are kept. Those in use live as long as their requests.
+# Of compiled grammars that are kept.
 CACHE_BYTES = 256 << 20
+# Of those that are held: further requests wait until others have ended.
+MAX_HELD_BYTES = 1 << 30
 
 
 class GrammarCache:
@@ -27,11 +30,36 @@ class GrammarCache:
         self._max_bytes = max_bytes
         self._compiled: OrderedDict[GrammarSpec, xgrammar.CompiledGrammar] = OrderedDict()
         self._num_bytes = 0
+        # Grammars that requests use -> how many do.
+        self._holders: Counter[GrammarSpec] = Counter()
+        self._num_held_bytes = 0
         self._compiler: GrammarCompiler | None = None
         self._lock = threading.Lock()
 
     def __contains__(self, spec: GrammarSpec) -> bool:
         return spec in self._compiled
+
+    def hold(self, spec: GrammarSpec) -> bool:
+        """Keep a grammar until `release`. False: it is not there, or too much is held."""
+        with self._lock:
+            compiled = self._compiled.get(spec)
+            if compiled is None:
+                return False
+            if not self._holders[spec]:
+                size = compiled.memory_size_bytes
+                if self._num_held_bytes and self._num_held_bytes + size > MAX_HELD_BYTES:
+                    return False
+                self._num_held_bytes += size
+            self._holders[spec] += 1
+            return True
+
+    def release(self, spec: GrammarSpec) -> None:
+        with self._lock:
+            self._holders[spec] -= 1
+            if not self._holders[spec]:
+                del self._holders[spec]
+                self._num_held_bytes -= self._compiled[spec].memory_size_bytes
+                self._give_up()
 
     def get(self, spec: GrammarSpec) -> xgrammar.CompiledGrammar:
         """Compile it if it is not there. Raises GrammarError."""
@@ -46,7 +74,14 @@ class GrammarCache:
             if spec not in self._compiled:
                 self._compiled[spec] = compiled
                 self._num_bytes += compiled.memory_size_bytes
-            while self._num_bytes > self._max_bytes and len(self._compiled) > 1:
-                _, oldest = self._compiled.popitem(last=False)
-                self._num_bytes -= oldest.memory_size_bytes
+                self._give_up()
         return compiled
+
+    def _give_up(self) -> None:
+        """Those that are used last stay, and those that are held."""
+        *others, _ = self._compiled
+        for spec in others:
+            if self._num_bytes <= self._max_bytes:
+                return
+            if spec not in self._holders:
+                self._num_bytes -= self._compiled.pop(spec).memory_size_bytes

@@ -1,7 +1,10 @@
 """`GrammarChecker`: whether a client's grammar can be used, found out in processes that may die of it.
 
-Owns those processes, one per thread, and what they have found. It belongs to the HTTP process; check_process.py is
-the other end. The processes start with the first request that has a grammar.
+    new grammar --> quick lane: QUICK_CPU_S --over its time--> slow lane: MAX_CPU_S --> what is found is kept
+
+Owns those processes, one per lane, and what they have found. It belongs to the HTTP process; check_process.py is the
+other end. The processes start with the first request that has a grammar. Two lanes, so that a few grammars that take
+long do not hold up all others.
 """
 
 from __future__ import annotations
@@ -11,17 +14,16 @@ import contextlib
 import logging
 import os
 import select
-import signal
 import subprocess
 import sys
-import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 
 import msgspec
 
-from sglang.srt.constrained.check_process import CheckResult, CheckSettings, read_frame, write_frame
+from sglang.srt.constrained.check_process import CheckOrder, CheckResult, CheckSettings, read_frame, write_frame
 from sglang.srt.constrained.xgrammar_backend import is_installed
 from sglang.srt.sampling.sampling_params import GrammarSpec
 from sglang.srt.utils.errors import RequestError
@@ -29,40 +31,45 @@ from sglang.srt.utils.errors import RequestError
 CHECK_COMMAND = (sys.executable, "-m", "sglang.srt.constrained.check_process")
 # Characters of a grammar's text.
 MAX_SOURCE_CHARS = 1 << 18
-# A hostile grammar holds up one of them.
-_NUM_PROCESSES = 2
-# The most that may wait for them.
+# The processor's seconds for one grammar. Most take milliseconds; a string of bounded length takes 2 s with 49,152
+# tokens, and longer with more.
+QUICK_CPU_S = 1
+MAX_CPU_S = 20
+# The most that may wait.
 _MAX_WAITING = 256
-# Results that are remembered, and the bytes of their grammars.
+# Results that are remembered, and the characters of their grammars.
 _MAX_KNOWN = 4096
-_MAX_KNOWN_BYTES = 16 << 20
+_MAX_KNOWN_CHARS = 16 << 20
 # A process that is silent for so long does not get the processor: its own limit counts the processor's seconds.
-_TIMEOUT_S = 60.0
+_TIMEOUT_S = 180.0
 # It imports torch first, and reads the tokenizer.
 _START_TIMEOUT_S = 300.0
 
 logger = logging.getLogger(__name__)
 
 
+class _Check:
+    """A grammar that is being checked, and how many requests wait for it."""
+
+    def __init__(self, task: asyncio.Task[str]) -> None:
+        self.task = task
+        self.num_waiting = 0
+
+
 class GrammarChecker:
     def __init__(self, settings: CheckSettings, command: Sequence[str] = CHECK_COMMAND) -> None:
         """command: of a process that behaves as check_process.py does; it gets the settings as JSON."""
-        self._command = (*command, msgspec.json.encode(settings).decode())
+        command = (*command, msgspec.json.encode(settings).decode())
+        self._quick, self._slow = (_Lane(command, cpu_s) for cpu_s in (QUICK_CPU_S, MAX_CPU_S))
         self._known: OrderedDict[GrammarSpec, str] = OrderedDict()
-        self._known_bytes = 0
-        self._checking: dict[GrammarSpec, asyncio.Task[str]] = {}
-        self._pool = ThreadPoolExecutor(_NUM_PROCESSES, thread_name_prefix="grammar")
-        self._of_thread = threading.local()
-        self._processes: list[_CheckProcess] = []
-        self._is_closed = False
+        self._num_known_chars = 0
+        self._checking: dict[GrammarSpec, _Check] = {}
 
     async def check(self, spec: GrammarSpec) -> None:
         """Return if the grammar can be used. Raises RequestError: 400 if it cannot, 501 if this server lacks what it
-        takes, 503 if too many wait. Grammars that are being checked already are not checked twice."""
+        takes, 503 if too many wait or the machine is too busy. Requests with the same grammar share a check."""
         if not is_installed():
-            raise RequestError(
-                "structured output needs the package xgrammar on the server: pip install xgrammar", 501
-            )
+            raise RequestError("structured output needs the package xgrammar here: pip install xgrammar", 501)
         if len(spec.source) > MAX_SOURCE_CHARS:
             raise RequestError(
                 f"{spec.kind} has {len(spec.source)} characters, but at most {MAX_SOURCE_CHARS} are allowed",
@@ -77,66 +84,86 @@ class GrammarChecker:
             raise RequestError(message, param=spec.kind)
 
     async def _find_out(self, spec: GrammarSpec) -> str:
-        task = self._checking.get(spec)
-        if task is None:
+        check = self._checking.get(spec)
+        if check is None:
             if len(self._checking) >= _MAX_WAITING:
                 raise RequestError("too many grammars are waiting to be compiled: try again later", 503)
-            task = self._checking[spec] = asyncio.create_task(self._check(spec))
-        return await asyncio.shield(task)
+            check = self._checking[spec] = _Check(asyncio.create_task(self._check(spec)))
+        check.num_waiting += 1
+        try:
+            return await asyncio.shield(check.task)
+        finally:
+            check.num_waiting -= 1
+            if check.num_waiting == 0:
+                # If it is not done, all requests have left. One that no process has begun is dropped.
+                if self._checking.get(spec) is check:
+                    del self._checking[spec]
+                check.task.cancel()
 
     async def _check(self, spec: GrammarSpec) -> str:
-        try:
-            message = await asyncio.get_running_loop().run_in_executor(self._pool, self._check_in_thread, spec)
-        finally:
-            del self._checking[spec]
-        self._known[spec] = message
-        self._known_bytes += len(spec.source)
-        while len(self._known) > _MAX_KNOWN or self._known_bytes > _MAX_KNOWN_BYTES:
+        result = await self._quick.check(spec)
+        if result.is_over_time:
+            result = await self._slow.check(spec)
+        self._known[spec] = result.message
+        self._num_known_chars += len(spec.source)
+        while len(self._known) > _MAX_KNOWN or self._num_known_chars > _MAX_KNOWN_CHARS:
             oldest, _ = self._known.popitem(last=False)
-            self._known_bytes -= len(oldest.source)
-        return message
-
-    def _check_in_thread(self, spec: GrammarSpec) -> str:
-        process = getattr(self._of_thread, "process", None)
-        if process is None:
-            process = self._of_thread.process = _CheckProcess(self._command)
-            self._processes.append(process)
-        if self._is_closed:
-            raise RequestError("the server is shutting down", 503)
-        return process.check(spec)
+            self._num_known_chars -= len(oldest.source)
+        return result.message
 
     def close(self) -> None:
         """End the processes. Checks that are under way fail."""
+        for lane in (self._quick, self._slow):
+            lane.close()
+
+
+class _Lane:
+    """A process, which is started anew if it has ended, and the one thread that speaks with it. `close` is called by
+    another."""
+
+    def __init__(self, command: Sequence[str], cpu_s: int) -> None:
+        self._command = command
+        self._cpu_s = cpu_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._is_closed = False
+
+    async def check(self, spec: GrammarSpec) -> CheckResult:
+        # In the context of the request, whose id is then in the log.
+        run = copy_context().run
+        return await asyncio.get_running_loop().run_in_executor(self._pool, run, self._check, spec)
+
+    def close(self) -> None:
         self._is_closed = True
-        for process in self._processes:
-            process.end()
+        process = self._process
+        if process is not None:
+            process.kill()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
+    def _check(self, spec: GrammarSpec) -> CheckResult:
+        """Twice, if others have ended the process, as the kernel does when memory runs out."""
+        for _ in range(2):
+            if self._is_closed:
+                raise RequestError("the server is shutting down", 503)
+            result = self._ask(spec)
+            if not result.is_killed:
+                return result
+            logger.warning("a process that compiled a client's %s was killed", spec.kind)
+        raise RequestError(
+            f"{spec.kind} cannot be compiled now, because its process was killed: try again later", 503
+        )
 
-class _CheckProcess:
-    """A process that is started anew after one that a grammar has ended. Used by one thread; `end` by any."""
-
-    def __init__(self, command: Sequence[str]) -> None:
-        self._command = command
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def check(self, spec: GrammarSpec) -> str:
-        """Why the grammar cannot be used; "" if it can. Raises RequestError where nothing was found out."""
+    def _ask(self, spec: GrammarSpec) -> CheckResult:
         if self._process is None or self._process.poll() is not None:
             self._start()
         process = self._process
         assert process is not None and process.stdin is not None
         try:
-            write_frame(process.stdin, spec)
-            return self._read(process, _TIMEOUT_S).message
+            write_frame(process.stdin, CheckOrder(spec, self._cpu_s))
+            return self._read(process, _TIMEOUT_S)
         except (BrokenPipeError, EOFError):
-            pass
-        self._give_up()
-        code = process.returncode
-        logger.warning("a client's %s ended the process that compiled it (exit code %d)", spec.kind, code)
-        if code == -signal.SIGXCPU:
-            return f"{spec.kind} takes too long to compile: simplify it"
-        return f"{spec.kind} takes too much memory to compile: simplify it"
+            self._give_up()
+            return CheckResult(is_killed=True)
 
     def _start(self) -> None:
         self._process = process = subprocess.Popen(
@@ -144,7 +171,7 @@ class _CheckProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
-            # One thread of each library: the processes have two cores at most, and a limit of address space.
+            # One thread of each library: it is going to fork, and has a limit of address space.
             env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         )
         try:
@@ -176,9 +203,3 @@ class _CheckProcess:
         process.stdout.close()
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
-
-    def end(self) -> None:
-        """Its thread then finds that it has ended."""
-        process = self._process
-        if process is not None:
-            process.kill()

@@ -221,6 +221,9 @@ class SchedulerProcess:
     def _send(self, decision: BatchDecision) -> None:
         if times := self.core.scheduler.times.known:
             self.sender.send(encode(RequestTimesOutput(times=times)))
+        for output in decision.outputs:
+            if output.finish_reason is not None:
+                self.grammars.release(output.rid)
         if decision.outputs:
             self.sender.send(encode(BatchTokenIDOutput(outputs=list(decision.outputs))))
         for reply in decision.replies:
