@@ -90,7 +90,8 @@ class _Row:
             mask[at] = -1
 
     def fail(self, why: str) -> None:
-        logger.warning("a request's grammar cannot be followed: %s", why)
+        # The client is told, and the line of its request has its id.
+        logger.debug("a request's grammar cannot be followed: %s", why)
         self.is_over = self.failed = True
 
     def spend(self, seconds: float) -> None:
