@@ -170,6 +170,12 @@ def test_errors_have_anthropics_shape(scripted: Scripted, fields: Any, status: i
         assert body["type"] == "error" and body["error"]["type"] == kind and words in body["error"]["message"]
 
 
+def test_a_wrong_method_has_anthropics_shape(scripted: Scripted) -> None:
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        reply = scripted.server.get(path)
+        assert (reply.status_code, reply.json()["type"]) == (405, "error")
+
+
 def test_keys_in_anthropics_header(keyed_server: Server) -> None:
     assert post(keyed_server).status_code == 401
     assert post(keyed_server).json()["error"]["type"] == "authentication_error"

@@ -27,6 +27,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from sglang.srt.entrypoints.error_bodies import error_body
 from sglang.srt.utils.errors import RequestError
 
 # A prompt of a million tokens has some 8 MB as ids, and less as text.
@@ -74,7 +75,7 @@ class Front:
         except asyncio.CancelledError:  # uvicorn cancels requests when the drain is over
             if not started:
                 error = RequestError("the server is shutting down", 503)
-                await JSONResponse(error.body(), 503, error.headers())(scope, receive, send)
+                await JSONResponse(error_body(scope["path"], error), 503, error.headers())(scope, receive, send)
         except Exception as error:
             # A bug. The client has its answer; log it once, from the first of our frames on.
             error.__traceback__ = _without_libraries(error.__traceback__)
