@@ -120,6 +120,7 @@ def test_formats_and_limits(scripted: Scripted) -> None:
         ({"input": [{"type": "item_reference", "id": "a"}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input"),
+        ({"input": [{"type": "reasoning", "content": 5}]}, "input"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "response_format"),
         ({"max_output_tokens": 0}, "max_tokens"),
     ],

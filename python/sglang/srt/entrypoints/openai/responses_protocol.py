@@ -116,10 +116,11 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], place: st
         else:
             messages.append({"role": role, "content": text})
     elif kind == "reasoning":
+        parts = item.get("content") or item.get("summary") or []
+        if not isinstance(parts, list):
+            raise RequestError(f"{place} must have its content or summary as a list of parts", param="input")
         text = "".join(
-            part["text"]
-            for part in item.get("content") or item.get("summary") or ()
-            if isinstance(part, Mapping) and isinstance(part.get("text"), str)
+            part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str)
         )
         if text:
             answer = _open_answer(messages)
