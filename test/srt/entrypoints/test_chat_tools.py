@@ -3,12 +3,20 @@ a reply and of its stream."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from typing import Any
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any, cast
 
 import openai
 import pytest
 
+from sglang.srt.entrypoints.answer_parts import AnswerFormat
+from sglang.srt.entrypoints.openai import serving_chat
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+from sglang.srt.parser.chat_format import ChatFormat
 from support.scripted_server import ASKED, BROKEN, CALLS, FIRST, NAMED, SECOND, SEED, TOOLS, Scripted
 from support.server_fixture import Server
 from support.tool_texts import TEMPLATES, render
@@ -186,3 +194,33 @@ def test_a_model_that_is_forced_to_call() -> None:
         (call,) = reply.choices[0].message.tool_calls
         assert call.function.name == "get_weather" and json.loads(call.function.arguments)["city"] in ("Rome", "Oslo")
         assert reply.choices[0].finish_reason == "tool_calls" and reply.choices[0].message.content is None
+
+
+def test_tools_and_their_grammar_are_made_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may be a megabyte."""
+    threads: list[str] = []
+
+    def noting(function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            threads.append(threading.current_thread().name)
+            return function(*args)
+
+        return call
+
+    class Manager:
+        chat_format = ChatFormat.of("", "hermes", None)
+        token_texts = SimpleNamespace(is_special_text=lambda text: False)
+
+        async def render_chat(self, *_: Any) -> str:
+            return "prompt"
+
+        async def off_loop(self, function: Any, *args: Any) -> Any:
+            with ThreadPoolExecutor(1, thread_name_prefix="off") as pool:
+                return await asyncio.get_running_loop().run_in_executor(pool, function, *args)
+
+    monkeypatch.setattr(serving_chat, "tool_request", noting(serving_chat.tool_request))
+    monkeypatch.setattr(AnswerFormat, "sampling_params", noting(AnswerFormat.sampling_params))
+    chat = ChatCompletionRequest(messages=[{"role": "user", "content": "a"}], tools=TOOLS, tool_choice="required")
+    request, _ = asyncio.run(serving_chat.chat_request(chat, cast(Any, Manager())))
+    assert request.params.grammar is not None and len(threads) == 2
+    assert all(name.startswith("off") for name in threads)

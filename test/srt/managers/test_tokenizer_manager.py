@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -456,6 +457,32 @@ def test_priorities_are_taken_by_every_server(policy):
             await h.until_sent(number + 1)
 
     run(test, args=ServerArgs(model_path="m", random_seed=1, radix_eviction_policy=policy))
+
+
+def test_other_work_has_its_turn_within_a_step_of_many_outputs():
+    async def test(h: Harness) -> None:
+        turn, seen = 0, []
+        h.manager._on_output = lambda output, now: seen.append((output.rid, turn))
+        outputs = [
+            StrOutput(
+                rid=str(i),
+                text="",
+                output_ids=b"",
+                finish_reason=None,
+                prompt_tokens=1,
+                completion_tokens=0,
+                cached_tokens=0,
+            )
+            for i in range(300)
+        ]
+        h.tell(BatchStrOutput(outputs=outputs))
+        while len(seen) < len(outputs):
+            turn += 1
+            await asyncio.sleep(0)
+        assert [rid for rid, _ in seen] == [str(i) for i in range(300)]
+        assert max(Counter(turn for _, turn in seen).values()) <= 128
+
+    run(test)
 
 
 def test_logprobs_are_joined_over_unread_outputs():

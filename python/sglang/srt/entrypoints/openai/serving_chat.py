@@ -55,7 +55,9 @@ async def chat_request(req: ChatCompletionRequest, manager: TokenizerManager) ->
     for name in _NOT_FOR_CLIENTS:
         if name in kwargs:
             raise RequestError(f"chat_template_kwargs may not hold {name}", param="chat_template_kwargs")
-    tools = tool_request(req.tools, req.tool_choice, req.parallel_tool_calls)
+    # Tools and their grammar may be a megabyte of JSON, which takes tens of milliseconds.
+    asked = req.tools, req.tool_choice, req.parallel_tool_calls
+    tools = await manager.off_loop(tool_request, *asked) if req.tools else tool_request(*asked)
     server = manager.chat_format
     if tools.choice == "auto" and server.detector is None:
         raise RequestError(
@@ -75,9 +77,13 @@ async def chat_request(req: ChatCompletionRequest, manager: TokenizerManager) ->
         separate_reasoning=req.separate_reasoning is not False,
         stream_reasoning=req.stream_reasoning is not False,
     )
+    if form.detector is not None or params.grammar is not None:
+        params = await manager.off_loop(form.sampling_params, params, manager.token_texts)
+    else:
+        params = form.sampling_params(params, manager.token_texts)
     request = GenerateRequest(
         prompt=prompt,
-        params=form.sampling_params(params, manager.token_texts),
+        params=params,
         logprobs=logprobs,
         fill_context=limit is None,
         add_special_tokens=False,  # the template writes them
