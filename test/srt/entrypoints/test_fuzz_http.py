@@ -1,7 +1,8 @@
 """The HTTP schema under fire: bodies of upstream's field names with valid, odd and absurd values, against the real
-engine with small pools and a host tier. Nothing may be a 5xx, every refusal has the error shape, nothing is left.
+engine with small pools, a host tier, and parsers of calls and reasoning. Nothing may be a 5xx, every refusal has the
+shape of its API, every stream ends as its API has it, nothing is left or leaked.
 
-The cases are the same on every run. `pytest -m slow` runs many more.
+The cases are the same on every run. `pytest -m slow` runs many more, with every parser.
 """
 
 from __future__ import annotations
@@ -10,13 +11,19 @@ import http.client
 import json
 import time
 from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from sglang.srt.entrypoints.anthropic.protocol import PATHS as ANTHROPIC_PATHS
 from sglang.srt.entrypoints.http_limits import KEEP_ALIVE_S
+from support import chat_bodies, http_bodies
+from support.http_bodies import as_json, junk, words
 from support.server_fixture import PATIENCE_S, Server, wait_until
 
 pytestmark = pytest.mark.e2e
@@ -30,154 +37,68 @@ settings.register_profile(
     suppress_health_check=list(HealthCheck),
 )
 CASES = settings(settings.get_profile("http"), max_examples=150)
-MANY_CASES = settings(settings.get_profile("http"), max_examples=10_000)
+MANY_CASES = settings(settings.get_profile("http"), max_examples=2_000)
 
-
-def _names(text: str) -> list[str]:
-    return text.split()
-
-
-# Upstream's names, beside those that every case has.
-SAMPLING = _names("""
-    stop stop_token_ids stop_regex temperature top_p top_k min_p frequency_penalty presence_penalty
-    repetition_penalty min_new_tokens n beam_width json_schema regex ebnf structural_tag ignore_eos
-    skip_special_tokens spaces_between_special_tokens no_stop_trim stream_interval logit_bias sampling_seed
-    custom_params stop_strs stop_regex_strs stop_str_max_len is_normalized max_new_tokens""")
-ROUTING = _names("""
-    session_id session_params lora_path custom_logit_processor bootstrap_host bootstrap_port bootstrap_room
-    routed_dp_rank disagg_prefill_dp_rank data_parallel_rank priority extra_key cache_salt rid images_config
-    return_hidden_states return_routed_experts routed_experts_start_len return_sampling_mask stream""")
-GENERATE = _names("""
-    text input_ids input_embeds image_data video_data audio_data return_logprob logprob_start_len
-    top_logprobs_num token_ids_logprob sampling_logprobs_mode return_text_in_logprobs return_flat_raw_top_logprobs
-    log_metrics return_indexer_topk modalities lora_id positional_embed_overrides decode_tp_size routing_key
-    conversation_id background require_reasoning max_thinking_tokens no_logs custom_labels return_bytes return_entropy
-    return_prompt_token_ids received_time kv_hints token_indices_to_pool multi_item_delimiter_indices""")
-OPENAI = _names("""
-    model frequency_penalty presence_penalty repetition_penalty logit_bias logprobs max_tokens n seed stop
-    stop_token_ids stop_regex stream_options temperature top_p top_k min_p min_tokens user regex ebnf json_schema
-    response_format ignore_eos skip_special_tokens no_stop_trim custom_params return_cached_tokens_details
-    return_token_ids""")
-COMPLETION = ["prompt", "best_of", "echo", "suffix", "custom_labels", *OPENAI, *ROUTING]
-CHAT = _names("""
-    messages max_completion_tokens top_logprobs tools tool_choice parallel_tool_calls reasoning_effort task
-    continue_final_message separate_reasoning stream_reasoning chat_template_kwargs max_dynamic_patch input_ids
-    return_meta_info use_audio_in_video video_config modalities functions""") + [*OPENAI, *ROUTING]
-
-texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
-odd_texts = st.sampled_from(["", "\0", "a\0b", "\u202e", "\ufffd", "🎉" * 3, "<s>", "</s>", "{{ 1/0 }}", "x" * 3000])
-numbers = st.sampled_from(
-    [0, 1, -1, 2, 3, 0.5, 1.0, -0.5, 1e-9, 1e308, -1e308, 2047, 2048, -2048, 2**31, 2**53, 2**63 - 1, 2**63, -(2**63)]
-    + [2**64, 10**30, -(10**400), float("nan"), float("inf"), float("-inf"), True, False, "1", "NaN", None]
-)
-words = st.one_of(texts, odd_texts)
-ids = st.integers(0, 2047)
-odd_ids = st.one_of(ids, ids, ids, numbers)
-junk = st.recursive(
-    st.one_of(st.none(), st.booleans(), numbers, words),
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(words, inner, max_size=3)),
-    max_leaves=5,
-)
-
-
-def of(*right: st.SearchStrategy) -> st.SearchStrategy:
-    """Mostly a value that is right, or nearly."""
-    return st.one_of(*right, *right, st.none(), numbers, junk)
-
-
-probability = st.floats(0, 1)
-penalty = st.floats(-2, 2)
-id_lists = st.lists(ids, min_size=1, max_size=20)
-tables = st.dictionaries(st.one_of(ids.map(str), words), st.one_of(penalty, numbers), max_size=3)
-small = st.integers(-1, 4)
-VALUES: dict[str, st.SearchStrategy] = {
-    "temperature": of(probability),
-    "top_p": of(probability),
-    "min_p": of(probability),
-    "top_k": of(st.integers(-1, 50)),
-    "frequency_penalty": of(penalty),
-    "presence_penalty": of(penalty),
-    "repetition_penalty": of(st.floats(0.5, 2)),
-    "logit_bias": of(tables),
-    "stop": of(words, st.lists(words, max_size=4), st.just(["x"] * 3000)),
-    "stop_token_ids": of(id_lists, st.lists(odd_ids, max_size=4), st.just([1] * 5000)),
-    "n": of(st.integers(1, 3)),
-    "best_of": of(st.integers(1, 3)),
-    "min_tokens": of(small),
-    "min_new_tokens": of(small),
-    "max_tokens": of(small),
-    "max_new_tokens": of(small),
-    "max_completion_tokens": of(small),
-    "seed": of(st.integers()),
-    "sampling_seed": of(st.integers()),
-    "logprobs": of(st.booleans(), st.integers(0, 5)),
-    "top_logprobs": of(st.integers(0, 20)),
-    "top_logprobs_num": of(small, st.lists(small, max_size=2)),
-    "logprob_start_len": of(small),
-    "return_logprob": of(st.booleans(), st.lists(st.booleans(), max_size=2)),
-    "token_ids_logprob": of(id_lists, st.lists(odd_ids, max_size=3)),
-    "stream_options": of(st.fixed_dictionaries({}, optional={"include_usage": junk, "continuous_usage_stats": junk})),
-    "model": of(st.sampled_from(["embedded", "default", "", "gpt"])),
-    "chat_template_kwargs": of(st.dictionaries(words, junk, max_size=2)),
-    "rid": of(words),
-    "cache_salt": of(words),
-    "extra_key": of(words),
+BODIES = {**http_bodies.BODIES, **chat_bodies.BODIES}
+# Cheap ones need fewer; the others are what clients use.
+SHARES = {
+    "/tokenize": 4,
+    "/detokenize": 4,
+    "/abort_request": 6,
+    "/v1/messages/count_tokens": 2,
+    "/v1/embeddings": 2,
+    "/separate_reasoning": 4,
 }
-BOOLEANS = _names("""
-    ignore_eos skip_special_tokens no_stop_trim echo return_cached_tokens_details continue_final_message
-    return_text_in_logprobs spaces_between_special_tokens""")
-VALUES.update({name: of(st.booleans()) for name in BOOLEANS})
-prompts = st.one_of(words, id_lists, st.lists(words, max_size=3), st.lists(id_lists, max_size=3), st.lists(odd_ids))
-contents = st.one_of(
-    words, words, st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": words}), max_size=2)
-)
-roles = st.sampled_from(["user", "user", "assistant", "system", "tool", "nobody"])
-messages = st.lists(st.fixed_dictionaries({"role": roles, "content": of(contents)}), min_size=1, max_size=3)
+# --tool-call-parser, --reasoning-parser.
+PARSERS = [
+    ("hermes", "qwen3"),
+    ("qwen3_coder", "deepseek-r1"),
+    ("mistral", "qwen3-thinking"),
+    ("pythonic", "qwen3"),
+    ("llama3", "deepseek-r1"),
+]
+# Shows what models' templates show of a conversation. The embedded model's own leaves tools out.
+TEMPLATE = """\
+{%- if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role + '\\n' }}
+{%- if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}{{ message.content }}
+{%- for call in message.tool_calls or [] %}
+{{- '<tool_call>' + call.function.name + ' ' + call.function.arguments | tojson }}{% endfor %}<|im_end|>{{ '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant{{ '\\n' }}
+{%- if enable_thinking is false %}<think></think>{% endif %}{% endif %}"""
+# What the server may have more at the end than after its first requests: threads of its pools and a second process
+# that checks grammars, which start when they are needed.
+MAX_MORE_CHILDREN, MAX_MORE_THREADS, MAX_MORE_FDS = 1, 16, 16
+# Caches of the fuzz's own texts, grammars and pages are bounded. A leak of a kilobyte for each request is not.
+MAX_MORE_BYTES = 256 << 20
 
-
-def fields(names: list[str]) -> st.SearchStrategy:
-    """Up to four of the names, each with a value."""
-    one = st.sampled_from(names).flatmap(lambda name: st.tuples(st.just(name), VALUES.get(name, junk)))
-    return st.lists(one, max_size=4).map(dict)
-
-
-def body(base: dict[str, st.SearchStrategy], names: list[str]) -> st.SearchStrategy:
-    return st.tuples(st.fixed_dictionaries(base), fields(names)).map(lambda parts: {**parts[0], **parts[1]})
-
-
-stream = st.booleans()
-tokens = st.integers(1, 3)
-native = body({"max_new_tokens": tokens}, SAMPLING)
-BODIES = {
-    "/v1/completions": body({"prompt": prompts, "max_tokens": tokens, "stream": stream}, COMPLETION),
-    "/v1/chat/completions": body({"messages": messages, "max_tokens": tokens, "stream": stream}, CHAT),
-    "/generate": st.one_of(
-        body({"text": of(words), "sampling_params": native, "stream": stream}, GENERATE + ROUTING),
-        body({"input_ids": prompts, "sampling_params": native, "stream": stream}, GENERATE + ROUTING),
-    ),
-    "/tokenize": body({"prompt": prompts}, ["model", "add_special_tokens", "prompt"]),
-    "/detokenize": body({"tokens": prompts}, ["model", "skip_special_tokens", "tokens"]),
-    "/abort_request": body({}, ["rid", "abort_all", "abort_message"]),
-}
-# Cheap ones need fewer; the middle three are what clients use.
-SHARES = {"/tokenize": 4, "/detokenize": 4, "/abort_request": 6}
+CHAT_ENDS = {"stop", "length", "tool_calls"}
+RESPONSE_ENDS = {"response.completed", "response.incomplete", "error"}
+MESSAGE_ENDS = {"end_turn", "max_tokens", "tool_use", "stop_sequence"}
 
 
 class Target:
     """A server with one connection that is kept open."""
 
-    def __init__(self) -> None:
-        # 256 tokens of cache: a request without a limit ends soon, and most prompts evict something.
-        flags = "--hicache --max-total-tokens 256 --chunked-prefill-size 16 --log-level warning"
+    def __init__(self, parsers: tuple[str, str], folder: Path) -> None:
+        template = folder / "template.jinja"
+        template.write_text(TEMPLATE)
+        # 512 tokens of cache: a request without a limit ends soon, and most prompts evict something.
+        flags = "--hicache --max-total-tokens 512 --chunked-prefill-size 16 --log-level warning"
+        tools, reasoning = parsers
+        flags += f" --tool-call-parser {tools} --reasoning-parser {reasoning} --chat-template {template}"
         self.server = Server(*flags.split())
         self.connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=PATIENCE_S)
         # When the last request was sent.
         self.sent_at = 0.0
         self.statuses: Counter[int] = Counter()
 
-    def exchange(self, path: str, content: bytes) -> tuple[http.client.HTTPResponse, bytes]:
+    def exchange(
+        self, method: str, path: str, content: bytes, headers: dict[str, str]
+    ) -> tuple[http.client.HTTPResponse, bytes]:
         try:
-            self.connection.request("POST", path, content, {"content-type": "application/json"})
+            self.connection.request(method, path, content, headers)
             response = self.connection.getresponse()
             return response, response.read()
         except BaseException:
@@ -186,34 +107,30 @@ class Target:
             raise
 
     def post(self, path: str, content: bytes) -> None:
+        self.send("POST", path, content, {"content-type": "application/json"})
+
+    def send(self, method: str, path: str, content: bytes, headers: dict[str, str]) -> None:
         """Sends it and checks what every answer must be."""
         before, self.sent_at = self.sent_at, time.monotonic()
         try:
-            response, data = self.exchange(path, content)
+            response, data = self.exchange(method, path, content, headers)
         except ConnectionError:
             # The server ends a connection that is idle for KEEP_ALIVE_S. On a busy machine this process is idle so
             # long. Any other end is a fault.
             if time.monotonic() - before < KEEP_ALIVE_S:
                 raise
-            response, data = self.exchange(path, content)
+            response, data = self.exchange(method, path, content, headers)
         self.statuses[response.status] += 1
-        assert response.status < 500, (response.status, data, path, content)
-        if response.status >= 400:
-            self.check_error(json.loads(data), response.status)
+        assert response.status < 500, (response.status, data, method, path, content)
+        route = path.partition("?")[0]
+        if method == "HEAD":
+            assert data == b""
+        elif response.status >= 400:
+            check_refusal(route, response.status, data)
         elif response.getheader("content-type", "").startswith("text/event-stream"):
-            events = data.split(b"\n\n")
-            assert events[-2:] == [b"data: [DONE]", b""]
-            for event in events[:-2]:
-                value = json.loads(event.removeprefix(b"data: "))
-                if "error" in value:
-                    self.check_error(value["error"], value["error"]["code"])
-
-    @staticmethod
-    def check_error(error: dict[str, Any], status: int) -> None:
-        assert set(error) == {"object", "message", "type", "param", "code"}
-        assert error["object"] == "error" and error["code"] == status and 400 <= status < 500, error
-        assert error["message"] and isinstance(error["message"], str) and len(error["message"]) < 1100
-        assert isinstance(error["type"], str) and isinstance(error["param"], str | None)
+            STREAMS.get(route, check_openai_stream)(data)
+        elif route in WHOLE:
+            WHOLE[route](json.loads(data))
 
     def quiet(self) -> bool:
         state = self.server.state()
@@ -221,43 +138,186 @@ class Target:
         busy = [tier["pages"][name] for tier in tiers for name in tier["pages"] if name not in ("free", "cached")]
         return not any(state["queues"].values()) and not any(busy)
 
+    def resources(self) -> tuple[int, int, int, int]:
+        """Children, threads, file descriptors and bytes."""
+        main = psutil.Process(self.server.process.pid)
+        every = [main, *main.children(recursive=True)]
+        threads, fds = (sum(getattr(each, what)() for each in every) for what in ("num_threads", "num_fds"))
+        return len(every) - 1, threads, fds, sum(each.memory_info().rss for each in every)
+
+
+def check_refusal(path: str, status: int, data: bytes) -> None:
+    error = json.loads(data)
+    if path in ANTHROPIC_PATHS:
+        assert set(error) == {"type", "error"} and error["type"] == "error", (path, error)
+        assert set(error["error"]) == {"type", "message"} and error["error"]["type"].endswith(("_error", "_large"))
+        check_sentence(error["error"]["message"])
+    else:
+        check_error(error, status)
+
+
+def check_error(error: dict[str, Any], status: int) -> None:
+    assert set(error) == {"object", "message", "type", "param", "code"}, error
+    assert error["object"] == "error" and error["code"] == status and 400 <= status < 500, error
+    check_sentence(error["message"])
+    assert isinstance(error["type"], str) and isinstance(error["param"], str | None)
+
+
+def check_sentence(message: Any) -> None:
+    assert isinstance(message, str) and " " in message and len(message) < 1200
+    assert "internal error" not in message and "Traceback" not in message
+
+
+def check_openai_stream(data: bytes) -> None:
+    events = data.split(b"\n\n")
+    assert events[-2:] == [b"data: [DONE]", b""]
+    for event in events[:-2]:
+        value = json.loads(event.removeprefix(b"data: "))
+        if "error" in value:
+            check_error(value["error"], value["error"]["code"])
+
+
+def named_events(data: bytes) -> list[dict[str, Any]]:
+    events = data.split(b"\n\n")
+    assert events.pop() == b""
+    made = []
+    for event in events:
+        name, value = event.split(b"\n")
+        made.append(json.loads(value.removeprefix(b"data: ")))
+        assert name == b"event: " + made[-1]["type"].encode()
+    return made
+
+
+def check_responses_stream(data: bytes) -> None:
+    events = named_events(data)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert events[-1]["type"] in RESPONSE_ENDS, events[-1]
+    assert not [event for event in events[:-1] if event["type"] in RESPONSE_ENDS]
+    if events[-1]["type"] == "error":
+        check_sentence(events[-1]["message"])
+    else:
+        items = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+        assert events[-1]["response"]["output"] == items
+        check_response(events[-1]["response"])
+
+
+def check_messages_stream(data: bytes) -> None:
+    events = named_events(data)
+    if events[-1]["type"] == "error":
+        check_sentence(events[-1]["error"]["message"])
+        return
+    assert events[0]["type"] == "message_start" and events[-1]["type"] == "message_stop"
+    assert events[-2]["type"] == "message_delta" and events[-2]["delta"]["stop_reason"] in MESSAGE_ENDS
+    num_blocks, is_open = 0, False
+    for event in events[1:-2]:
+        is_start = event["type"] == "content_block_start"
+        assert is_open is not is_start, events
+        num_blocks += is_start
+        is_open = event["type"] != "content_block_stop"
+        assert event["index"] == num_blocks - 1
+    assert not is_open
+
+
+def check_chat(reply: dict[str, Any]) -> None:
+    for choice in reply["choices"]:
+        assert choice["finish_reason"] in CHAT_ENDS
+        calls = choice["message"].get("tool_calls", [])
+        assert [call["index"] for call in calls] == list(range(len(calls)))
+        assert len({call["id"] for call in calls}) == len(calls)
+        for call in calls:
+            assert call["function"]["name"] and isinstance(call["function"]["arguments"], str)
+    assert reply["usage"]["completion_tokens"] >= len(reply["choices"])
+
+
+def check_response(reply: dict[str, Any]) -> None:
+    assert reply["object"] == "response" and reply["status"] in ("completed", "incomplete")
+    for item in reply["output"]:
+        assert item["type"] in ("message", "reasoning", "function_call")
+
+
+def check_message(reply: dict[str, Any]) -> None:
+    assert reply["type"] == "message" and reply["stop_reason"] in MESSAGE_ENDS
+    for block in reply["content"]:
+        assert block["type"] in ("text", "thinking", "tool_use")
+        assert block["type"] != "tool_use" or isinstance(block["input"], dict)
+
+
+def check_calls(reply: dict[str, Any]) -> None:
+    assert isinstance(reply["normal_text"], str)
+    for call in reply["calls"]:
+        assert call["name"] and isinstance(call["parameters"], str)
+
+
+STREAMS: dict[str, Callable[[bytes], None]] = {
+    "/v1/responses": check_responses_stream,
+    "/v1/messages": check_messages_stream,
+}
+WHOLE: dict[str, Callable[[dict[str, Any]], None]] = {
+    "/v1/chat/completions": check_chat,
+    "/v1/responses": check_response,
+    "/v1/messages": check_message,
+    "/parse_function_call": check_calls,
+}
+WARM_UP = [
+    ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "a"}], "regex": "a", "max_tokens": 1}'),
+    ("/v1/embeddings", b'{"input": ["a", "b"]}'),
+    ("/generate", b'{"text": "a", "sampling_params": {"max_new_tokens": 2}, "return_logprob": true}'),
+]
+
 
 @pytest.fixture(scope="module")
-def target():
-    target = Target()
+def target(request, tmp_path_factory):
+    target = Target(request.param, tmp_path_factory.mktemp("fuzz"))
     with target.server:
+        for path, content in WARM_UP:
+            target.post(path, content)
+        assert target.statuses == {200: len(WARM_UP)}
+        before = target.resources()
         yield target
-        target.post("/v1/completions", b'{"prompt": "still there?", "max_tokens": 2}')
+        target.statuses.clear()
+        for path, content in WARM_UP:
+            target.post(path, content)
+        assert target.statuses == {200: len(WARM_UP)}
         wait_until(target.quiet)
+        more = [now - then for now, then in zip(target.resources(), before, strict=True)]
+        limits = [MAX_MORE_CHILDREN, MAX_MORE_THREADS, MAX_MORE_FDS, MAX_MORE_BYTES]
+        assert all(each <= limit for each, limit in zip(more, limits, strict=True)), (more, limits)
         assert target.server.post("/flush_cache").status_code == 200
         assert target.server.process.poll() is None
         output = target.server.output()
         assert "Traceback" not in output and "ERROR" not in output, output[-3000:]
 
 
-def hammer(target: Target, path: str, how_many: settings) -> None:
-    share = settings(how_many, max_examples=how_many.max_examples // SHARES.get(path, 1))
+def hammer(target: Target, group: str, how_many: settings) -> None:
+    path = group.partition(" ")[0]
+    share = settings(how_many, max_examples=how_many.max_examples // SHARES.get(group, 1))
 
     @share
-    @given(BODIES[path])
+    @given(BODIES[group])
     def run(body: Any) -> None:
-        target.post(path, json.dumps(body).encode())
+        target.post(path, as_json(body))
 
     target.statuses.clear()
     run()
     # Bodies reach what is behind the checks, and the checks.
-    assert target.statuses[200] > 0 and target.statuses[400] > share.max_examples // 3, target.statuses
+    least = share.max_examples // 10
+    assert target.statuses[200] > 0 and target.statuses[400] > least, target.statuses
 
 
-@pytest.mark.parametrize("path", BODIES)
-def test_bodies(target, path):
-    hammer(target, path, CASES)
+one_server = pytest.mark.parametrize("target", PARSERS[:1], indirect=True, ids=" ".join)
 
 
+@one_server
+@pytest.mark.parametrize("group", BODIES)
+def test_bodies(target, group):
+    hammer(target, group, CASES)
+
+
+@one_server
 @settings(CASES, max_examples=100)
-@given(path=st.sampled_from(list(BODIES)), data=st.data())
-def test_damaged_json(target, path, data):
-    content = bytearray(json.dumps(data.draw(BODIES[path])).encode())
+@given(group=st.sampled_from(list(BODIES)), data=st.data())
+def test_damaged_json(target, group, data):
+    content = bytearray(as_json(data.draw(BODIES[group])))
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(0, len(content)))
         cut = data.draw(st.integers(0, 4))
@@ -265,11 +325,70 @@ def test_damaged_json(target, path, data):
             st.binary(max_size=3), st.sampled_from([b"\\ud800", b"\\u0000", b"[" * 2000, b'{"a":' * 2000])
         )
         content[at : at + cut] = data.draw(splice)
-    target.post(path, bytes(content))
+    target.post(group.partition(" ")[0], bytes(content))
+
+
+header_values = st.one_of(
+    st.text(st.characters(min_codepoint=32, max_codepoint=255, exclude_categories=["Cc"]), max_size=20),
+    st.sampled_from(["", "x" * 3000, "\xff", "'\"", "{}", "-1", "1" * 400, "\t"]),
+)
+content_types = st.sampled_from(
+    [
+        "application/json",
+        "application/json; charset=utf-8",
+        "text/plain",
+        "application/xml",
+        "",
+        ";",
+        "multipart/form-data",
+    ]
+)
+header_names = st.sampled_from(
+    ["x-request-id", "x-session-id", "traceparent", "accept", "accept-encoding", "authorization", "x-api-key"]
+    + ["anthropic-version", "cookie", "x-forwarded-for", "origin", "user-agent", "range", "if-none-match"]
+)
+methods = st.sampled_from(["GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD", "FOO"])
+OTHER_PATHS = ["/", "/health", "/v1/models", "/v1/models/x", "/docs", "/openapi.json", "/metrics", "/get_server_info"]
+OTHER_PATHS += ["/hicache/tiers", "/hicache/tiers/x", "/hicache/storage-backend", "/model_info", "/flush_cache", "//"]
+tails = st.sampled_from(["", "/", "?", "?a=b&a=%00", "/%00", "/..", "?stream=%ff", "/" + "x" * 2000, "%2e%2e/%2e"])
+
+
+@one_server
+@settings(CASES, max_examples=200)
+@given(data=st.data())
+def test_methods_paths_and_headers(target, data):
+    group = data.draw(st.sampled_from([*BODIES, *OTHER_PATHS]))
+    path = group.partition(" ")[0] + data.draw(tails)
+    headers = data.draw(st.dictionaries(header_names, header_values, max_size=3))
+    if data.draw(st.booleans()):
+        headers["content-type"] = data.draw(content_types)
+    # Bodies that would take long, or the server down, are none that these paths know.
+    body = data.draw(st.one_of(st.just({"messages": 5}), st.dictionaries(words, junk, max_size=2)))
+    target.send(data.draw(methods), path, as_json(body), headers)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("path", BODIES)
-def test_many_more_bodies(target, path):
-    hammer(target, path, MANY_CASES)
+@one_server
+@pytest.mark.parametrize("group", BODIES)
+def test_many_more_bodies(target, group):
+    hammer(target, group, MANY_CASES)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("target", PARSERS[1:], indirect=True, ids=" ".join)
+@pytest.mark.parametrize("group", ["/v1/chat/completions tools", "/v1/responses", "/v1/messages"])
+def test_other_parsers(target, group):
+    hammer(target, group, settings(MANY_CASES, max_examples=500))
+
+
+@pytest.mark.slow
+@one_server
+@pytest.mark.parametrize("number", range(len(chat_bodies.HOSTILE)))
+def test_hostile_grammars(target, number):
+    """They are refused or served. The process that checks them may die of it, and no other."""
+    grammar = chat_bodies.HOSTILE[number]
+    for body in (grammar, {**grammar, "tools": [{"type": "function", "function": {"name": "f"}}]}):
+        content = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, **body}
+        target.post("/v1/chat/completions", json.dumps(content).encode())
