@@ -485,6 +485,28 @@ def test_other_work_has_its_turn_within_a_step_of_many_outputs():
     run(test)
 
 
+def test_other_work_has_its_turn_while_merged_answers_are_read():
+    async def at_once() -> AsyncIterator[int]:
+        for i in range(200):
+            yield i
+
+    async def work() -> None:
+        turn = 0
+
+        async def count_turns() -> None:
+            nonlocal turn
+            while True:
+                turn += 1
+                await asyncio.sleep(0)
+
+        counting = asyncio.create_task(count_turns())
+        seen = [turn async for _ in merge([at_once(), at_once()])]
+        counting.cancel()
+        assert len(seen) == 400 and max(Counter(seen).values()) <= 64
+
+    asyncio.run(work())
+
+
 def test_logprobs_are_joined_over_unread_outputs():
     async def test(h: Harness) -> None:
         task = h.start(stream=False, logprobs=LogprobSpec(prompt_from=0))

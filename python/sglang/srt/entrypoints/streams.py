@@ -21,6 +21,8 @@ T = TypeVar("T")
 Event = dict[str, Any]
 
 DONE = b"data: [DONE]\n\n"
+# Items of merged answers that are read before other clients have a turn.
+_EVENTS_AT_ONCE = 64
 
 
 def encode_event(event: Event) -> bytes:
@@ -70,9 +72,13 @@ async def merge(sources: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int,
 
     tasks = [asyncio.create_task(drain(index, source)) for index, source in enumerate(sources)]
     try:
-        left = len(tasks)
+        left, taken = len(tasks), 0
         while left:
             event = await queue.get()
+            taken += 1
+            if taken % _EVENTS_AT_ONCE == 0:
+                # A queue that is not empty never waits, and the reader may take long over each item.
+                await asyncio.sleep(0)
             if event is None:
                 left -= 1
             elif isinstance(event, BaseException):
