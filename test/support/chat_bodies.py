@@ -335,3 +335,80 @@ BODIES: dict[str, Strategy] = {
         optional={"reasoning_parser": mostly(just("deepseek-r1", "qwen3", "qwen3-thinking", "auto", "x", None))},
     ),
 }
+
+_FUNCTION = {
+    "name": "f",
+    "description": "a",
+    "strict": True,
+    "parameters": {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]},
+}
+_SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", 1]}}, "required": ["a"]}
+_CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": true}'}}
+# Bodies with a value in every place that is looked at.
+EXAMPLES: dict[str, Any] = {
+    "/v1/chat/completions": {
+        "messages": [
+            {"role": "system", "content": [{"type": "text", "text": "a"}]},
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "a", "reasoning_content": "b", "tool_calls": [_CALL]},
+            {"role": "tool", "tool_call_id": "c1", "content": "yes"},
+        ],
+        "tools": [{"type": "function", "function": _FUNCTION}],
+        "tool_choice": {"type": "function", "function": {"name": "f"}},
+        "parallel_tool_calls": True,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": _SCHEMA}},
+        "chat_template_kwargs": {"enable_thinking": False},
+        "max_tokens": 2,
+        "stop": ["x"],
+        "logit_bias": {"5": 1},
+        "stream_options": {"include_usage": True},
+    },
+    "/v1/responses": {
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "b"}], "content": []},
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a"}]},
+            {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c1", "output": "yes"},
+        ],
+        "instructions": "a",
+        "tools": [{"type": "function", **_FUNCTION}],
+        "tool_choice": {"type": "function", "name": "f"},
+        "text": {"format": {"type": "json_schema", "name": "n", "schema": _SCHEMA}},
+        "reasoning": {"effort": "low", "summary": "auto"},
+        "metadata": {"a": "b"},
+        "max_output_tokens": 2,
+        "stream": True,
+    },
+    "/v1/messages": {
+        "system": [{"type": "text", "text": "a"}],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "b", "signature": "s"},
+                    {"type": "text", "text": "a"},
+                    {"type": "tool_use", "id": "c1", "name": "f", "input": {"a": True}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [{"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "a"}]}],
+            },
+        ],
+        "tools": [{"name": "f", "description": "a", "input_schema": _FUNCTION["parameters"], "strict": True}],
+        "tool_choice": {"type": "tool", "name": "f", "disable_parallel_tool_use": True},
+        "thinking": {"type": "enabled", "budget_tokens": 1024},
+        "output_config": {"format": {"type": "json_schema", "schema": _SCHEMA}},
+        "stop_sequences": ["x"],
+        "metadata": {"user_id": "u"},
+        "max_tokens": 2,
+    },
+    "/parse_function_call": {
+        "text": '<tool_call>{"name": "f", "arguments": {}}</tool_call>',
+        "tools": [{"type": "function", "function": _FUNCTION}],
+        "tool_call_parser": "hermes",
+    },
+    "/v1/embeddings": {"input": ["a", "b"], "encoding_format": "base64", "dimensions": 8},
+}

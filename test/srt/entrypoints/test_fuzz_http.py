@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -72,6 +73,8 @@ TEMPLATE = """\
 MAX_MORE_CHILDREN, MAX_MORE_THREADS, MAX_MORE_FDS = 1, 16, 16
 # Caches of the fuzz's own texts, grammars and pages are bounded. A leak of a kilobyte for each request is not.
 MAX_MORE_BYTES = 256 << 20
+
+WRONG = [5, "x", [], {}, None, True, [5], {"a": 5}, 1e308, "\1nest list 990", "\1nest object 980"]
 
 CHAT_ENDS = {"stop", "length", "tool_calls"}
 RESPONSE_ENDS = {"response.completed", "response.incomplete", "error"}
@@ -268,6 +271,8 @@ WARM_UP = [
 @pytest.fixture(scope="module")
 def target(request, tmp_path_factory):
     target = Target(request.param, tmp_path_factory.mktemp("fuzz"))
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(2 * limit)  # replies repeat some fields of their requests, within more levels
     with target.server:
         for path, content in WARM_UP:
             target.post(path, content)
@@ -284,6 +289,7 @@ def target(request, tmp_path_factory):
         assert all(each <= limit for each, limit in zip(more, limits, strict=True)), (more, limits)
         assert target.server.post("/flush_cache").status_code == 200
         assert target.server.process.poll() is None
+        sys.setrecursionlimit(limit)
         output = target.server.output()
         assert "Traceback" not in output and "ERROR" not in output, output[-3000:]
 
@@ -311,6 +317,43 @@ one_server = pytest.mark.parametrize("target", PARSERS[:1], indirect=True, ids="
 @pytest.mark.parametrize("group", BODIES)
 def test_bodies(target, group):
     hammer(target, group, CASES)
+
+
+def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Of all values within a body."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [at] * bool(at) + [place for key, each in inner for place in places(each, (*at, key))]
+
+
+def replaced(value: Any, at: tuple[Any, ...], new: Any) -> Any:
+    if not at:
+        return new
+    made = dict(value) if isinstance(value, dict) else list(value)
+    made[at[0]] = replaced(value[at[0]], at[1:], new)
+    return made
+
+
+@one_server
+@pytest.mark.parametrize("path", chat_bodies.EXAMPLES)
+def test_a_wrong_type_in_every_place(target, path):
+    whole = chat_bodies.EXAMPLES[path]
+    target.statuses.clear()
+    target.post(path, as_json(whole))
+    assert target.statuses == {200: 1}
+    for number, place in enumerate(places(whole)):
+        for new in (WRONG[number % len(WRONG)], WRONG[(number + 3) % len(WRONG)]):
+            target.post(path, as_json(replaced(whole, place, new)))
+
+
+@pytest.mark.slow
+@one_server
+@pytest.mark.parametrize("path", chat_bodies.EXAMPLES)
+def test_every_wrong_type_in_every_place(target, path):
+    whole = chat_bodies.EXAMPLES[path]
+    nests = [f"\1nest {kind} {depth}" for kind in ("list", "object") for depth in range(880, 1000, 8)]
+    for place in places(whole):
+        for new in (*WRONG, *nests):
+            target.post(path, as_json(replaced(whole, place, new)))
 
 
 @one_server
