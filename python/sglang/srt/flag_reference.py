@@ -25,7 +25,7 @@ _FLAGS_INTRO = """# Flags
 Flags of `python -m sglang.launch_server`, in the groups of `--help`. A flag that is not listed here is refused.
 `sglang.Engine` takes the same settings by keyword: `--page-size` is `page_size`. The server also reads them from the
 YAML file of `--config`, and from variables such as `SGLANG_PAGE_SIZE`. The command line comes before the variables,
-and these before the file.
+and these before the file. `no-` before a switch turns it off, as in `--no-hicache`.
 
 This page is generated: change `python/sglang/srt/server_args.py`, then run `make docs`.
 """

@@ -643,7 +643,7 @@ class ServerArgs:
         path = values.pop("config", None) or environ.get(CONFIG_VARIABLE)
         try:
             in_file = from_file(path, _kinds(), _aliases()) if path else {}
-            return cls(**{**in_file, **from_environment(_kinds(), environ), **values})
+            return cls(**{**in_file, **from_environment(_kinds(), _aliases(), environ, values), **values})
         except ValueError as error:
             parser.error(str(error))
 
@@ -707,7 +707,8 @@ def make_parser() -> argparse.ArgumentParser:
         prog="python -m sglang.launch_server",
         usage="python -m sglang.launch_server --model-path MODEL [flags]",
         description=f"Each flag may also stand in a YAML file (--config FILE, 'port: 30000') or in the environment "
-        f"({variable_of('port')}=30000). The command line comes first, then the environment, then the file.",
+        f"({variable_of('port')}=30000). The command line comes first, then the environment, then the file. 'no-' "
+        f"before a switch turns it off: --no-hicache.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -736,7 +737,12 @@ def make_parser() -> argparse.ArgumentParser:
                 options["choices"] = tuple(field.metadata["choices"])
             else:
                 options["metavar"] = base.__name__.upper()
-        groups[field.metadata["group"]].add_argument(flag_name(field.name), *field.metadata["aliases"], **options)
+        flags = (flag_name(field.name), *field.metadata["aliases"])
+        groups[field.metadata["group"]].add_argument(*flags, **options)
+        if base is bool:  # for a switch that the environment or the file turns on
+            negated = [flag.replace("--", "--no-", 1) for flag in flags]
+            hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+            parser.add_argument(*negated, dest=field.name, action="store_false", **hidden)
     return parser
 
 
