@@ -15,8 +15,16 @@ import psutil
 import pytest
 
 import sglang
-from sglang.srt.entrypoints.engine import EngineDeadError, private_directory, refuse_mixed_installation
-from sglang.srt.utils.child_process import StartupError
+from sglang.srt.entrypoints.engine import (
+    Child,
+    EngineDeadError,
+    EngineProcesses,
+    private_directory,
+    refuse_mixed_installation,
+)
+from sglang.srt.managers.crash_folder import new_record_path
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.child_process import ChildArgs, StartupError
 
 FAKE = (sys.executable, str(Path(__file__).parents[2] / "support" / "fake_scheduler.py"))
 PARAMS = {"max_new_tokens": 5}
@@ -188,3 +196,18 @@ def test_upstreams_packages_beside_ours_are_refused(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     with pytest.raises(StartupError, match="mixed"):
         refuse_mixed_installation()
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_the_log_names_the_crash_record_of_a_scheduler_that_a_signal_ended(is_killed, tmp_path, caplog):
+    """One that ends by an error names it itself."""
+    processes = EngineProcesses(ServerArgs(model_path="m", crash_dump_folder=str(tmp_path)))
+    code = "import sys; sys.exit(3)" if not is_killed else "import os; os.kill(os.getpid(), 9)"
+    child = Child("scheduler", (sys.executable, "-c", code), ChildArgs(server_args={}, ipc={}))
+    processes._children.append(child)
+    record = new_record_path(tmp_path, child.process.pid)
+    record.touch()
+    end = asyncio.run(processes.wait_for_death())
+    child.end()
+    assert end == f"the scheduler process {'was killed by SIGKILL' if is_killed else 'ended with exit code 3'}"
+    assert (f"sglang.srt.managers.replay {record}" in caplog.text) == is_killed

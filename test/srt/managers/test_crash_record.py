@@ -12,6 +12,7 @@ import pytest
 from managers.test_scheduler import request
 
 from sglang.srt.managers import crash_record, replay
+from sglang.srt.managers.crash_folder import remove_old_records, replay_hint
 from sglang.srt.managers.crash_record import CrashRecord
 from sglang.srt.managers.engine_core import ReplayMismatchError
 from sglang.srt.managers.engine_core import replay as replayed
@@ -91,7 +92,7 @@ def test_only_the_newest_records_of_ended_processes_stay(tmp_path):
     ]
     for day in range(1, 9):
         (tmp_path / f"crash-3000010{day}-000000-1.rec").write_bytes(b"x")
-    crash_record._remove_old(tmp_path)
+    remove_old_records(tmp_path)
     assert running.path.exists(), "its process runs"
     running.remove()
 
@@ -173,5 +174,7 @@ def test_a_clean_end_removes_the_record_and_a_kill_leaves_it(number, tmp_path):
             return
         server.child("scheduler_process").kill()
         assert server.wait() == 1
+        output = server.output()
     (name,) = files(tmp_path)
+    assert output.count(replay_hint(tmp_path / name)) == 1
     assert replay.main([str(tmp_path / name)]) == 0

@@ -45,6 +45,7 @@ from sglang.srt.entrypoints.native import GenerateReqInput, serve_generate
 from sglang.srt.entrypoints.request_fields import UNSUPPORTED_GENERATE, convert
 from sglang.srt.entrypoints.startup_checks import check_before_start, tokenizer_dir
 from sglang.srt.entrypoints.streams import close
+from sglang.srt.managers.crash_folder import record_of, replay_hint
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.observability.metrics_collector import MetricsCollector
 from sglang.srt.observability.trace import NO_TRACE, Tracer, open_tracer
@@ -318,6 +319,12 @@ class EngineProcesses:
     def _first_dead(self) -> Child | None:
         return min((child for child in self._children if child.dead()), key=Child.ended_at, default=None)
 
+    def _log_records(self, folder: Path) -> None:
+        """Name the record of a scheduler that a signal ended. One that ends by an error names its record itself."""
+        for child in self._children:
+            if child.dead() and child.process.returncode < 0 and (path := record_of(folder, child.process.pid)):
+                logger.error("%s", replay_hint(path))
+
     async def wait_for_death(self) -> str:
         """Return when a child, or this end of the sockets, has ended: one line that names it and the reason."""
         while True:
@@ -325,6 +332,8 @@ class EngineProcesses:
                 dead = await asyncio.to_thread(self._first_dead)
                 assert dead is not None
                 await asyncio.to_thread(dead.log_signal_hints)
+                if self._args.crash_dump_folder is not None:
+                    self._log_records(Path(self._args.crash_dump_folder))
                 return await asyncio.to_thread(dead.describe_end)
             if self._receive is not None and self._receive.done():
                 return f"the tokenizer manager failed: {self._receive.exception()!r}"

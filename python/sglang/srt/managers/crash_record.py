@@ -16,12 +16,12 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import time
 from pathlib import Path
 
 import msgspec
 import zstandard
 
+from sglang.srt.managers.crash_folder import new_record_path, remove_old_records
 from sglang.srt.managers.engine_core import RECORD_FORMAT, SNAPSHOT_FORMAT, digest_of, frame
 from sglang.srt.managers.schedule_batch import BatchDecision, StepInputs
 from sglang.srt.managers.scheduler import Scheduler
@@ -35,9 +35,6 @@ MAX_BYTES = 256 << 20
 _IDLE_NODES = 5000
 # Steps.
 _DIGEST_EVERY = 16
-# Records of processes that have ended.
-MAX_KEPT = 4
-_SUFFIX = ".rec"
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +43,8 @@ class CrashRecord:
     """In the place of a `StepRecorder`. A disk that is full ends the record and nothing else."""
 
     def __init__(self, folder: Path, scheduler: Scheduler, max_bytes: int = MAX_BYTES) -> None:
-        _remove_old(folder)
-        self.path = folder / f"crash-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}{_SUFFIX}"
+        remove_old_records(folder)
+        self.path = new_record_path(folder, os.getpid())
         self._scheduler = scheduler
         self._max_bytes = max_bytes
         self._encode = msgspec.msgpack.Encoder().encode
@@ -129,17 +126,3 @@ class CrashRecord:
         if self.is_open:
             os.close(self._fd)
             self._fd = -1
-
-
-def _remove_old(folder: Path) -> None:
-    """All but the newest records whose processes have ended, as their locks tell."""
-    ended = []
-    for path in sorted((*folder.glob(f"crash-*{_SUFFIX}"), *folder.glob("crash-*.new")), key=lambda path: path.name):
-        try:
-            with open(path, "rb") as file:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:  # in use, or removed by another server
-            continue
-        ended.append(path)
-    for path in ended[: max(0, len(ended) - MAX_KEPT + 1)]:
-        path.unlink(missing_ok=True)

@@ -23,6 +23,7 @@ from sglang.srt.constrained.grammar_cache import GrammarCache
 from sglang.srt.constrained.grammar_manager import GrammarManager
 from sglang.srt.constrained.xgrammar_backend import VOCABULARY_FILE
 from sglang.srt.distributed.parallel_state import init_tensor_parallel
+from sglang.srt.managers.crash_folder import replay_hint
 from sglang.srt.managers.crash_record import CrashRecord
 from sglang.srt.managers.engine_core import EngineCore
 from sglang.srt.managers.io_struct import (
@@ -134,7 +135,7 @@ class SchedulerProcess:
         except Exception:
             if isinstance(record := self.core.record, CrashRecord) and record.is_open:
                 record.keep()
-                logger.error("to replay the crash: python -m sglang.srt.managers.replay %s", record.path)
+                logger.error("%s", replay_hint(record.path))
             raise
 
     def _serve(self) -> None:
