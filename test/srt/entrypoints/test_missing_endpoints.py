@@ -1,4 +1,4 @@
-"""Upstream's endpoints are either here, or refused with a sentence that names them."""
+"""Endpoints of upstream and of OpenAI are either here, or refused with a sentence that names them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def _names(text: str) -> list[str]:
     return text.split()
 
 
-# Endpoints of upstream 0.5.21 and 0.5.23, but for those that this engine has or is to have.
-UPSTREAMS = _names("""
+# Endpoints of upstream 0.5.21 and 0.5.23 and of OpenAI, but for those that this engine has or is to have.
+ELSEWHERE = _names("""
     /ready /set_internal_state /encode /classify /add_external_corpus /remove_external_corpus
     /list_external_corpora /start_profile /stop_profile /set_trace_level /freeze_gc
     /start_expert_distribution_record /stop_expert_distribution_record /dump_expert_distribution_record
@@ -33,7 +33,9 @@ UPSTREAMS = _names("""
     /v1/classify /v1/audio/transcriptions /v1/score /v1/decisions /v1/rerank /api/chat /api/generate /api/tags
     /api/show /v1/systemone /invocations /vertex_generate /dumper/stop /gate/activate /get_transfer_engine_info
     /is_scaling_elastic_ep /register_transfer_engine_info /scale_elastic_ep /scheduler_receive_meta_data
-    /scheduler_receive_url /send""")
+    /scheduler_receive_url /send
+    /v1/responses/resp_1 /v1/responses/resp_1/cancel /v1/responses/resp_1/input_items /v1/files
+    /v1/files/file_1/content /v1/batches /v1/batches/batch_1""")
 
 
 @pytest.fixture(scope="module")
@@ -44,17 +46,23 @@ def app():
 def test_what_is_not_there_is_refused_by_name(app):
     async def main() -> None:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
-            for path in UPSTREAMS:
+            for path in ELSEWHERE:
                 reply = await client.post(path)
                 assert reply.status_code == 404
-                assert reply.json()["message"].startswith(f"this engine does not have upstream's endpoint {path}: ")
+                assert reply.json()["message"].startswith(f"this engine does not have the endpoint {path}: ")
             reply = await client.get("/nowhere")
             assert (reply.status_code, reply.json()["message"]) == (404, "Not Found")
 
     asyncio.run(main())
 
 
+def test_a_hint_names_what_is_there():
+    assert "session_id" in (missing_endpoint("/open_session") or "")
+    assert "responses are not kept: send the whole conversation" in (missing_endpoint("/v1/responses/resp_1") or "")
+    assert missing_endpoint("/v1/responses") is None
+
+
 def test_no_endpoint_that_is_there_is_called_missing(app):
     paths = {route.path for route in app.routes if isinstance(route, APIRoute)}
     assert [path for path in paths if missing_endpoint(path)] == []
-    assert all(any(path.startswith(each) for path in UPSTREAMS) for each in MISSING_ENDPOINTS), "a stale entry"
+    assert all(any(path.startswith(each) for path in ELSEWHERE) for each in MISSING_ENDPOINTS), "a stale entry"

@@ -1,11 +1,14 @@
-"""Endpoints of upstream that this engine does not have, each with the sentence that a client gets. Stateless."""
+"""Endpoints of upstream and of OpenAI that this engine does not have, each with its sentence. Stateless."""
 
 from __future__ import annotations
 
 _WEIGHTS = "it serves the weights that it was started with: start it again with another --model-path"
 _LORA = "it has no LoRA adapters: serve a model into which the adapter is merged"
 _EXPERTS = "it serves no models with experts"
-_SESSIONS = "it has no sessions: send the whole conversation, whose beginning is found in the cache"
+_SESSIONS = "sessions are not opened or closed: name one with the field session_id, and send the whole conversation"
+_RESPONSES = "responses are not kept: send the whole conversation to /v1/responses; close the connection to cancel"
+_FILES = "it keeps no files: send the texts themselves in requests"
+_BATCHES = "it keeps no batches: send the requests at once, and they are batched"
 _CORPORA = "it decodes without drafts, and needs no corpus"
 _POOLING = "it scores no texts: use /generate with return_logprob for log-probabilities"
 _MEMORY = "its memory is fixed at its start: stop the server to free it"
@@ -64,6 +67,11 @@ MISSING_ENDPOINTS = {
     "/close_session": _SESSIONS,
     "/pause_generation": "end requests with /abort_request",
     "/continue_generation": "send the request again; its prompt is found in the cache",
+    "/v1/responses/": _RESPONSES,
+    "/v1/files": _FILES,
+    "/v1/files/": _FILES,
+    "/v1/batches": _BATCHES,
+    "/v1/batches/": _BATCHES,
     "/v1/audio/transcriptions": _MULTIMODAL,
     "/scheduler_receive_meta_data": _MULTIMODAL,
     "/scheduler_receive_url": _MULTIMODAL,
@@ -77,10 +85,10 @@ MISSING_ENDPOINTS = {
 
 
 def missing_endpoint(path: str) -> str | None:
-    """The sentence for a path of upstream's that is not here; None for any other path."""
+    """The sentence for a path of theirs that is not here; None for any other path."""
     if (hint := MISSING_ENDPOINTS.get(path)) is None:
         below = [prefix for prefix in MISSING_ENDPOINTS if prefix.endswith("/") and path.startswith(prefix)]
         if not below:
             return None
         hint = MISSING_ENDPOINTS[below[0]]
-    return f"this engine does not have upstream's endpoint {path}: {hint}"
+    return f"this engine does not have the endpoint {path}: {hint}"
