@@ -56,3 +56,11 @@ def test_a_master_s_slabs_are_counted_by_worker() -> None:
 
 def test_a_server_without_a_role_says_nothing_of_peers() -> None:
     assert lines({"peers": None}) == set()
+
+
+def test_requests_that_gave_way_are_counted() -> None:
+    metrics = MetricsCollector("m")
+    metrics.set_scheduler_state({"counters": {"retracted_reqs": 3, "preempted_reqs": 2}})
+    shown = metrics.render().decode().splitlines()
+    assert 'sglang:num_retracted_requests_total{model_name="m"} 3.0' in shown
+    assert 'sglang:num_preempted_requests_total{model_name="m"} 2.0' in shown

@@ -149,6 +149,7 @@ _COUNTERS = (
     ("hicache_slabs_lent", "Slabs of the device lent to peers.", "slabs_lent"),
     ("hicache_slabs_asked_back", "Lent slabs of the device recalled from peers.", "slabs_asked_back"),
     ("num_retracted_requests", "Requests taken out of the batch for lack of memory.", "retracted_reqs"),
+    ("num_preempted_requests", "Requests that gave way to a higher priority.", "preempted_reqs"),
 )
 # The remote tier's proxy, by stage or buffer of its pipeline: metric, help, label, part -> name in its state, unit.
 _STAGES = ("receive", "decompress", "dequantize", "deliver")
