@@ -318,6 +318,56 @@ def test_a_head_without_end(running):
             sock.sendall(b"GET /size HTTP/1.1\r\nx: " + b"a" * 65536)
 
 
+class Sent:
+    """A transport that keeps what is written."""
+
+    def __init__(self) -> None:
+        self.data = b""
+        self.closed = False
+
+    def write(self, data: bytes) -> None:
+        self.data += data
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def close(self) -> None:
+        self.closed = True
+
+    def get_extra_info(self, name: str) -> None:
+        return None
+
+
+@pytest.mark.parametrize("beyond", [0, 1])
+@pytest.mark.parametrize("piece", [1 << 20, 1000])
+def test_a_head_over_the_limit_is_refused_however_it_arrives(beyond, piece):
+    """The body that comes with it does not count."""
+    head = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\nx: "
+    head += b"a" * (http_limits.MAX_HEAD_BYTES + beyond - len(head) - 4) + b"\r\n\r\n"
+    data, requests = head + b"b" * 1000, []
+
+    async def app(scope, receive, send):
+        requests.append(scope["path"])
+
+    async def main() -> Sent:
+        config = uvicorn.Config(app, log_config=None, lifespan="off")
+        config.load()
+        protocol = http_limits.LimitedProtocol(config, uvicorn.server.ServerState(), {})
+        sent = Sent()
+        protocol.connection_made(sent)
+        for start in range(0, len(data), piece):
+            if not sent.closed:
+                protocol.data_received(data[start : start + piece])
+        await asyncio.sleep(0)
+        protocol.connection_lost(None)
+        return sent
+
+    sent = asyncio.run(main())
+    assert requests == ([] if beyond else ["/"])
+    assert sent.data.startswith(b"HTTP/1.1 400") == bool(beyond)
+    assert not beyond or sent.closed
+
+
 def test_a_bug_is_logged_once_and_from_our_first_line_on(running, caplog):
     assert httpx.get(running.url + "/bug", timeout=PATIENCE_S).json()["code"] == 500
     wait_until(lambda: caplog.records)

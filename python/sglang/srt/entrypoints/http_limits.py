@@ -34,6 +34,8 @@ from sglang.srt.utils.errors import RequestError
 MAX_BODY_BYTES = 16 << 20
 # For all bodies together that have not arrived in whole yet.
 MAX_INCOMING_BYTES = 1 << 30
+# From the request line to the empty line.
+MAX_HEAD_BYTES = 64 << 10
 HEAD_TIMEOUT_S = 10.0
 BODY_TIMEOUT_S = 60.0
 KEEP_ALIVE_S = 5
@@ -141,12 +143,29 @@ def _without_libraries(traceback: TracebackType | None) -> TracebackType | None:
     return traceback
 
 
+class _Connection(h11.Connection):
+    """h11 limits a head only while it is incomplete. One that arrives whole may have any size."""
+
+    def next_event(self) -> Any:
+        if self.their_state is not h11.IDLE:
+            return super().next_event()
+        size = len(self.trailing_data[0])
+        event = super().next_event()
+        if isinstance(event, h11.Request) and size - len(self.trailing_data[0]) > MAX_HEAD_BYTES:
+            raise h11.RemoteProtocolError("the head is too long", error_status_hint=431)
+        return event
+
+
 class LimitedProtocol(H11Protocol):
     """A connection with a deadline for the next request's head. uvicorn's own timer ends with the first byte, so that
     a client could keep a connection for ever by sending a byte now and then. The rest of a refused body has the same
     deadline."""
 
     _head_deadline: asyncio.TimerHandle | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.conn = _Connection(h11.SERVER, MAX_HEAD_BYTES)
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
