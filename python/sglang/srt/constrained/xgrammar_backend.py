@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from sglang.srt.constrained.json_schema_checks import check_schema
 from sglang.srt.sampling.sampling_params import GrammarSpec
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class GrammarCompiler:
         """xgrammar's own grammar of a schema, and the rules in its place where it allows what is no JSON."""
         import xgrammar
 
-        _refuse_outer_references(source)
+        check_schema(source)
         grammar = xgrammar.Grammar.from_json_schema(source, max_whitespace_cnt=self._max_whitespace)
         rules = str(grammar)
         mended = _BOUNDED_CHARACTERS.sub(_JSON_CHARACTERS, rules)
@@ -105,29 +106,13 @@ class GrammarCompiler:
             return {key: self._with_schemas(value) for key, value in part.items()}
         source = msgspec.json.encode(part["json_schema"]).decode()
         if part.get("style", "json") != "json" or part.get("any_order") or part.get("excludes"):
-            _refuse_outer_references(source)
+            check_schema(source)
             return part
         _, mended = self._schema_rules(source)
         if mended is not None:
             return {"type": "grammar", "grammar": mended}
         own = part.get("max_whitespace_cnt")
         return part | {"max_whitespace_cnt": self._max_whitespace if own is None else own}
-
-
-def _refuse_outer_references(source: str) -> None:
-    """xgrammar takes a reference that it cannot follow for a schema that allows everything."""
-    values = [msgspec.json.decode(source)]
-    while values:
-        value = values.pop()
-        if isinstance(value, dict):
-            reference = value.get("$ref", "#")
-            if isinstance(reference, str) and not reference.startswith("#"):
-                raise ValueError(
-                    f"the $ref {reference[:100]!r} leads out of the schema: put what it names into $defs"
-                )
-            values += value.values()
-        elif isinstance(value, list):
-            values += value
 
 
 def _structural_tag(source: str) -> Any:
