@@ -39,6 +39,12 @@ def test_a_template_from_a_file(tmp_path: Path) -> None:
     file.write_text("\n{% for m in messages %}")
     with pytest.raises(StartupError, match="is no Jinja template: line 2"):
         check_chat_template(str(file), tmp_path)
+    file.write_text("{{ raise_exception(strftime_now('%d') | tojson(indent=1)) }}")
+    check_chat_template(str(file), tmp_path)
+    for broken in ("{{ m.content | nofilter }}", "{% generation %}{{ 1 is odder }}{% endgeneration %}"):
+        file.write_text(broken)
+        with pytest.raises(StartupError, match=r"is no Jinja template: line 1, No (filter|test) named"):
+            check_chat_template(str(file), tmp_path)
     file.write_bytes(b"\xff\xfe")
     with pytest.raises(StartupError, match="cannot be read"):
         check_chat_template(str(file), tmp_path)

@@ -36,16 +36,17 @@ def read_chat_template(named: str, tokenizer_dir: str | Path) -> str:
 
 
 def check_chat_template(named: str, tokenizer_dir: str | Path) -> None:
-    """Raises StartupError for a template that is not there, or is no Jinja."""
+    """Raises StartupError for a template that is not there, or that transformers cannot compile."""
     import jinja2  # only where the flag is given
+    from transformers.utils.chat_template_utils import _compile_jinja_template  # with its filters, tags and globals
 
     text = read_chat_template(named, tokenizer_dir)
-    if "{% generation" in text or "{%- generation" in text:  # a tag of transformers' own
-        return
     try:
-        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
-    except jinja2.TemplateSyntaxError as error:
+        _compile_jinja_template(text)
+    except jinja2.TemplateSyntaxError as error:  # unknown filters and tests too
         raise StartupError(f"--chat-template {named} is no Jinja template: line {error.lineno}, {error}") from None
+    except ImportError as error:  # jinja2 is missing or old
+        raise StartupError(f"--chat-template {named} cannot be used: {error}") from None
 
 
 def own_templates(tokenizer_dir: Path) -> dict[str, str]:
