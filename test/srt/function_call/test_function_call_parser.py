@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Iterable
 
+import msgspec
 import pytest
 
 from sglang.srt.configs.embedded_model import ensure_embedded_model
@@ -175,6 +176,15 @@ def test_a_json_array_of_calls(text: str, content: str, calls: list[tuple[str, s
         assert shown(found) == (content, tuple(calls))
 
 
+DEFS = {
+    "level": {"type": "integer", "enum": [1, 2, 3]},
+    "alias": {"$ref": "#/$defs/level"},
+    "color": {"enum": ["red"]},
+    "loop": {"$ref": "#/$defs/loop"},
+    "tree": {"anyOf": [{"type": "integer"}, {"$ref": "#/$defs/tree"}, {"anyOf": [{"$ref": "#/$defs/tree"}] * 3}]},
+}
+
+
 @pytest.mark.parametrize(
     ("schema", "text", "value"),
     [
@@ -188,15 +198,61 @@ def test_a_json_array_of_calls(text: str, content: str, calls: list[tuple[str, s
         ({"type": ["string", "null"]}, "None", None),
         ({"type": ["string", "null"]}, '"quoted"', '"quoted"'),
         ({"anyOf": [{"type": "boolean"}, {"type": "array"}]}, "False", False),
-        ({"$ref": "#/$defs/x"}, "{'a': True}", {"a": True}),
-        ({"$ref": "#/$defs/x"}, "free text", "free text"),
+        ({"$ref": "#/$defs/missing"}, "{'a': True}", {"a": True}),
+        ({"$ref": "#/$defs/missing"}, "free text", "free text"),
+        ({"$ref": "#/$defs/level"}, "3", 3),
+        ({"$ref": "#/$defs/alias"}, "3", 3),
+        ({"anyOf": [{"$ref": "#/$defs/alias"}, {"type": "null"}]}, "3", 3),
+        ({"anyOf": [{"$ref": "#/$defs/alias"}, {"type": "null"}]}, "null", None),
+        ({"$ref": "#/$defs/color"}, " red", "red"),
+        ({"$ref": "#/$defs/color"}, "3", "3"),
+        ({"$ref": "#/$defs/loop"}, "3", "3"),
+        ({"$ref": "#/$defs/tree"}, "3", 3),
+        ({"$ref": 5}, "[3]", [3]),
+        ({"const": 3}, "3", 3),
+        ({"enum": [1, None]}, "None", None),
+        ({"anyOf": 5}, "3", "3"),
+        ({"anyOf": {"a": 1}}, "3", "3"),
+        ({"anyOf": [5, "a", {"type": ["integer", 5, []]}]}, "3", 3),
+        ({"enum": 5, "type": {"a": 1}}, "3", "3"),
+        (5, "3", "3"),
         ({"enum": ["a", "b"]}, " a\n", "a"),
         ({"const": "a"}, "a ", "a"),
         ({"type": "array"}, "{1, 2}", "{1, 2}"),
     ],
 )
 def test_a_value_of_an_element_is_what_its_schema_allows(schema: object, text: str, value: object) -> None:
-    tools = (Tool("f", {"type": "object", "properties": {} if schema is None else {"x": schema}}),)
+    properties = {} if schema is None else {"x": schema}
+    tools = (Tool("f", {"type": "object", "properties": properties, "$defs": DEFS}),)
     answer = f"<tool_call>\n<function=f>\n<parameter=x>\n{text}\n</parameter>\n</function>\n</tool_call>"
     (call,) = joined(*parse("qwen3_coder", [answer], tools)).calls
     assert json.loads(call.parameters) == {"x": value}
+
+
+def test_a_schema_of_any_depth_is_taken() -> None:
+    schema: object = {"type": "integer"}
+    for _ in range(5000):
+        schema = {"anyOf": [schema]}
+    tools = (Tool("f", {"properties": {"x": schema}}),)
+    answer = "<tool_call>\n<function=f>\n<parameter=x>\n3\n</parameter>\n</function>\n</tool_call>"
+    (call,) = joined(*parse("qwen3_coder", [answer], tools)).calls
+    assert json.loads(call.parameters) == {"x": "3"}
+
+
+@pytest.mark.parametrize(
+    "parser, text",
+    [
+        ("pythonic", r'[f(a="\ud800")]'),
+        ("qwen3_coder", '<tool_call>\n<function=f>\n<parameter=a>\n["\\ud800"]\n</parameter>\n</function>'),
+        ("qwen25", r'<tool_call>{"name": "f", "arguments": {"a": "\ud800"}}</tool_call>'),
+        ("qwen25", r'<tool_call>{"name": "f", "arguments": "{\"a\": \"\ud800\"}"}</tool_call>'),
+        ("qwen25", r'<tool_call>{"name": "\ud800", "arguments": {}}</tool_call>'),
+        ("mistral", r'[TOOL_CALLS][{"name": "\ud800", "arguments": {}}]'),
+    ],
+)
+def test_half_a_surrogate_pair_can_be_sent(parser: str, text: str) -> None:
+    tools = (Tool("f", {"properties": {"a": {"type": ["array", "string"]}}}),)
+    (call,) = joined(*parse(parser, [text], tools)).calls
+    msgspec.json.encode([call.name, call.parameters])
+    values = json.loads(call.parameters)
+    assert call.name == "\ufffd" if not values else "\ud800" in values["a"]

@@ -3,13 +3,19 @@ white space beside calls that may still turn out to be layout.
 
 White space between a call and the end or another call is the format's layout and is dropped. White space between two
 texts stays, even if a call stands between them.
+
+A model may write half of a surrogate pair as an escape. It is no character, and cannot be sent: it becomes an escape
+again in arguments, and a replacement mark in a name.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from sglang.srt.function_call.core_types import StreamingParseResult, ToolCallItem
+
+_HALF_PAIR = re.compile("[\\ud800-\\udfff]")
 
 
 @dataclass
@@ -43,7 +49,8 @@ class CallOutput:
     def begin_call(self, name: str, call_id: str | None = None) -> None:
         if not self._has_text:
             self._space.clear()
-        self._parts.append(_Part(self.num_calls, name, call_id))
+        call_id = None if call_id is None else _HALF_PAIR.sub("\ufffd", call_id)
+        self._parts.append(_Part(self.num_calls, _HALF_PAIR.sub("\ufffd", name), call_id))
         self.num_calls += 1
         self._call_is_last = True
 
@@ -52,7 +59,7 @@ class CallOutput:
         if text and not self._parts:
             self._parts.append(_Part(self.num_calls - 1, None))
         if text:
-            self._parts[-1].texts.append(text)
+            self._parts[-1].texts.append(_HALF_PAIR.sub(lambda half: f"\\u{ord(half[0]):04x}", text))
 
     def take(self, final: bool) -> StreamingParseResult:
         if final and not self._call_is_last:

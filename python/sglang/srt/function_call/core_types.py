@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+# A chain of references that is longer, or a loop of them, is followed no further.
+_MAX_REFERENCES = 16
+
 
 @dataclass(frozen=True)
 class Tool:
@@ -21,6 +24,23 @@ class Tool:
         """The schema of one argument; None if the tool has no such argument."""
         properties = self.parameters.get("properties")
         return properties.get(name) if isinstance(properties, Mapping) else None
+
+    def resolved(self, schema: Any) -> Any:
+        """What the `$ref` of a schema within the parameters names; the schema itself if it has none. None if there is
+        no such schema."""
+        for _ in range(_MAX_REFERENCES):
+            if not (isinstance(schema, Mapping) and "$ref" in schema):
+                return schema
+            schema = self._referred(schema["$ref"])
+        return None
+
+    def _referred(self, reference: Any) -> Any:
+        if not isinstance(reference, str) or reference.partition("/")[0] != "#":
+            return None
+        found: Any = self.parameters
+        for name in reference.split("/")[1:]:
+            found = found.get(name) if isinstance(found, Mapping) else None
+        return found
 
 
 @dataclass(frozen=True)

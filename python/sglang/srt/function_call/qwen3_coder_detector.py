@@ -23,6 +23,7 @@ import ast
 import json
 import math
 import re
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -41,6 +42,8 @@ _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 _NAME = re.compile(r"[^<>\s]*")
 _MAX_NAME = 256
+# The parts of one argument's schema that are looked at: it may be deep, or refer to itself.
+_MAX_SCHEMAS = 256
 _JSON_KINDS: dict[type, str] = {bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
 
 
@@ -93,7 +96,7 @@ class Qwen3CoderDetector(BaseFormatDetector):
             self.reader.drop_mark()
             self.output.arguments(f"{separator}{_dumps(key)}: ")
             separator = ", "
-            if not (yield from self._value(tool.property_schema(key) if tool else None)):
+            if not (yield from self._value(tool, key)):
                 return True
 
     def _text_follows(self) -> Steps[bool]:
@@ -112,11 +115,12 @@ class Qwen3CoderDetector(BaseFormatDetector):
         name = yield from self.reader.take_while(_NAME, _MAX_NAME)
         return name if (yield from self.reader.take(">")) else ""
 
-    def _value(self, schema: Any) -> Steps[bool]:
+    def _value(self, tool: Tool | None, key: str) -> Steps[bool]:
         """A value and its end. Returns whether the end came."""
         yield from self.reader.take("\n")
-        kinds = allowed_kinds(schema)
-        choices = _choices(schema)
+        schema = tool.property_schema(key) if tool else None
+        kinds = allowed_kinds(schema, tool.resolved) if tool else frozenset()
+        choices = _choices(tool.resolved(schema)) if tool else []
         if kinds <= {"string"} and not choices:
             self.output.arguments('"')
             complete = yield from self._text(lambda text: self.output.arguments(_dumps(text)[1:-1]))
@@ -181,24 +185,34 @@ def _dumps(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def allowed_kinds(schema: Any) -> frozenset[str]:
-    """JSON's kinds that a schema allows; empty: it does not tell, and the value is a string."""
-    if not isinstance(schema, Mapping):
-        return frozenset()
-    kind = schema.get("type")
-    if isinstance(kind, str):
-        return frozenset((kind,))
-    if isinstance(kind, list):
-        return frozenset(each for each in kind if isinstance(each, str))
+def allowed_kinds(schema: Any, resolved: Callable[[Any], Any]) -> frozenset[str]:
+    """JSON's kinds that a schema allows; empty: it does not tell, and the value is a string. A client's schema may be
+    malformed. resolved: follows the schema's `$ref`; what one leads to that is not there may be a table or a list."""
     found: set[str] = set()
-    for key in ("anyOf", "oneOf", "allOf"):
-        for each in schema.get(key) or ():
-            found |= allowed_kinds(each)
-    if isinstance(schema.get("enum"), list):
-        found |= {_kind(each) for each in schema["enum"]}
-    if "$ref" in schema:  # most often a table
-        found |= {"object", "array"}
+    schemas = deque([schema])
+    for _ in range(_MAX_SCHEMAS):
+        if not schemas:
+            break
+        one = schemas.popleft()  # the nearest first
+        if isinstance(one, Mapping) and "$ref" in one:
+            one = resolved(one)
+            if not isinstance(one, Mapping) or "$ref" in one:
+                found |= {"object", "array"}
+        if not isinstance(one, Mapping):
+            continue
+        kinds = [kind for kind in _listed(one.get("type")) if isinstance(kind, str)]
+        if kinds:
+            found.update(kinds)
+            continue
+        for key in ("anyOf", "oneOf", "allOf"):
+            branches = one.get(key)
+            schemas += branches if isinstance(branches, list) else ()
+        found.update(map(_kind, _choices(one)))
     return frozenset(found)
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _kind(value: Any) -> str:
