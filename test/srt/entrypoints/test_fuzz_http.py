@@ -147,11 +147,13 @@ class Target:
         return not any(state["queues"].values()) and not any(busy)
 
     def resources(self) -> tuple[int, int, int, int]:
-        """Children, threads, file descriptors and bytes."""
+        """Children, threads, file descriptors, and bytes of the processes that are always there. Those that check
+        grammars come and go, and share memory; they have limits of their own."""
         main = psutil.Process(self.server.process.pid)
         every = [main, *main.children(recursive=True)]
         threads, fds = (sum(getattr(each, what)() for each in every) for what in ("num_threads", "num_fds"))
-        return len(every) - 1, threads, fds, sum(each.memory_info().rss for each in every)
+        lasting = [main, *self.server.children]
+        return len(every) - 1, threads, fds, sum(each.memory_info().rss for each in lasting)
 
 
 def check_refusal(path: str, status: int, data: bytes) -> None:
