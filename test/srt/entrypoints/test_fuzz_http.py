@@ -37,7 +37,7 @@ settings.register_profile(
     phases=[Phase.explicit, Phase.generate, Phase.shrink],
     suppress_health_check=list(HealthCheck),
 )
-CASES = settings(settings.get_profile("http"), max_examples=150)
+CASES = settings(settings.get_profile("http"), max_examples=90)
 MANY_CASES = settings(settings.get_profile("http"), max_examples=2_000)
 
 BODIES = {**http_bodies.BODIES, **chat_bodies.BODIES}
