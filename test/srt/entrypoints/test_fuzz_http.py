@@ -37,7 +37,7 @@ settings.register_profile(
     phases=[Phase.explicit, Phase.generate, Phase.shrink],
     suppress_health_check=list(HealthCheck),
 )
-CASES = settings(settings.get_profile("http"), max_examples=90)
+CASES = settings(settings.get_profile("http"), max_examples=110)
 MANY_CASES = settings(settings.get_profile("http"), max_examples=2_000)
 
 BODIES = {**http_bodies.BODIES, **chat_bodies.BODIES}
@@ -45,7 +45,7 @@ BODIES = {**http_bodies.BODIES, **chat_bodies.BODIES}
 SHARES = {
     "/tokenize": 4,
     "/detokenize": 4,
-    "/abort_request": 6,
+    "/abort_request": 4,
     "/v1/chat/completions tools": 2,
     "/v1/chat/completions grammars": 4,
     "/v1/responses": 3,
