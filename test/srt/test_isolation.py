@@ -216,7 +216,7 @@ _JOINED = 'msgspec.json.encode([cache_salt or "", extra_key or ""]).decode()'
 _ENGINE = '"stream": stream, **fields}'
 # where: endpoints, and tiers.
 REQUEST_MUTANTS = (
-    (Mutant(serving_chat, "_generate_request", "extra_key=req.namespace,", "", CHAT), SALT),
+    (Mutant(serving_chat, "chat_request", "extra_key=req.namespace,", "", CHAT), SALT),
     (Mutant(serving_completions, "_generate_requests", "extra_key=req.namespace,", "", COMPLETIONS), SALT),
     (Mutant(native, "_generate_requests", f"extra_key={_NATIVE},", "", GENERATE), SALT),
     (Mutant(native, "_generate_requests", _NATIVE, "namespace(None, req.extra_key)", GENERATE), SALT),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
+from sglang.srt.entrypoints.openai.serving_responses import _status, _why_incomplete
+from sglang.srt.managers.io_struct import FinishReason
 from support.scripted_server import CALLS, FIRST, SECOND, Scripted
 from support.tool_texts import WEATHER_SCHEMA
 
@@ -131,14 +132,9 @@ def test_what_is_refused(scripted: Scripted, fields: dict[str, Any], param: str)
     assert error.value.body["param"] == param  # type: ignore[index]
 
 
-def test_an_aborted_answer_is_not_complete(scripted: Scripted) -> None:
-    scripted.answer("word " * 900)
-    for body in ({"stream": True}, {}):
-        url, text = scripted.server.url, ""
-        fields = {"input": "a", "rid": "mine", "max_output_tokens": 1500, **body}
-        with ThreadPoolExecutor(1) as pool:
-            future = pool.submit(httpx.post, url + "/v1/responses", json=fields, timeout=60)
-            while not future.done():
-                httpx.post(url + "/abort_request", json={"rid": "mine"})
-            text = future.result().text
-        assert '"status":"incomplete"' in text and '"reason":"abort"' in text
+@pytest.mark.parametrize(
+    "kind, status, reason", [("length", "incomplete", "max_output_tokens"), ("abort", "incomplete", "abort")]
+)
+def test_an_answer_that_is_cut_is_not_complete(kind: str, status: str, reason: str) -> None:
+    chunk: Any = SimpleNamespace(finish_reason=FinishReason(type=kind))
+    assert (_status(chunk), _why_incomplete(chunk)) == (status, reason)

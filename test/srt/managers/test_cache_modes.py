@@ -121,7 +121,7 @@ def test_the_field_of_each_request():
     requests = [
         *native._generate_requests(GenerateReqInput(text=["a", "b"], cache="no_store"), 10),
         *serving_completions._generate_requests(CompletionRequest(model="m", prompt="a", cache="no_store")),
-        asyncio.run(serving_chat._generate_request(chat, manager))[0],  # type: ignore[arg-type]
+        asyncio.run(serving_chat.chat_request(chat, manager))[0],  # type: ignore[arg-type]
     ]
     assert [each.cache for each in requests] == ["no_store"] * 4
     for value in (None, ""):

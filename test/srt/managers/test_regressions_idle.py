@@ -15,6 +15,6 @@ def test_a_large_tree_is_not_walked_for_seconds(num_nodes: int, checked: int) ->
     checks = []
     cache = types.SimpleNamespace(tree=types.SimpleNamespace(num_nodes=num_nodes))
     scheduler = types.SimpleNamespace(cache=cache, check_invariants=lambda: checks.append(1))
-    scheduler_process.tidy_up(types.SimpleNamespace(scheduler=scheduler))  # type: ignore[arg-type]
+    scheduler_process.tidy_up(types.SimpleNamespace(scheduler=scheduler, record=None))  # type: ignore[arg-type]
     gc.unfreeze()
     assert len(checks) == checked

@@ -425,8 +425,7 @@ class ModelExecutor:
             return None if run.state is None else self._sampled(run.launch, run.state, batch, run.mask)
 
         self._guard(run, logits)
-        if plan_rows := self._plan_of(run.launch).grammar_rows:
-            self._guard(run, lambda _: self._ask_grammars(run, plan_rows))
+        self._guard(run, lambda _: self._ask_grammars(run))
         if run.error is None and not run.void:
             self._guard(run, sample)
         if run.error is not None:
@@ -589,9 +588,10 @@ class ModelExecutor:
             self._sampling_plan = SamplingPlan(launch.sampling, self.vocab_size, self._device)
         return self._sampling_plan
 
-    def _ask_grammars(self, run: _Run, rows: tuple[int, ...]) -> Any:
+    def _ask_grammars(self, run: _Run) -> Any:
         """A stage of its own, because ranks meet in it: in lockstep it runs where the launch has failed, too."""
-        run.mask = self._grammar_rows.mask(run.launch.slots[run.launch.samples][list(rows)].tolist())
+        if rows := self._plan_of(run.launch).grammar_rows:
+            run.mask = self._grammar_rows.mask(run.launch.slots[run.launch.samples][list(rows)].tolist())
         return run.state
 
     def _sampled(
