@@ -334,6 +334,7 @@ def test_a_short_prompt_waits_for_one_chunk_of_several_long_ones() -> None:
     assert beside.ttft < 1.5
 
 
+@pytest.mark.slow
 def test_a_long_prompt_goes_on_beside_others_without_end() -> None:
     """Answers, or prompts, enough for all of the time. They have half of it, and pages that are then streamed."""
     long = (0.0, request("long", 700, 4))
