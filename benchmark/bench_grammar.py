@@ -36,11 +36,11 @@ BOOK = {
     },
     "required": ["title", "pages"],
 }
-# None of them is complete before the answer's last token, or hardly ever ("THE END").
+# None of them is complete before the answer's last token.
 GRAMMARS: dict[str, GrammarSpec] = {
     "JSON schema": GrammarSpec("json_schema", json.dumps(BOOK)),
     "regular expression": GrammarSpec("regex", "([A-Z][a-z ]{20,}[.] ){40}"),
-    "rules": GrammarSpec("ebnf", 'root ::= (word " ")* "THE END"\nword ::= [a-z]+ | "(" word ")"'),
+    "rules": GrammarSpec("ebnf", 'root ::= word " " root\nword ::= [a-z]+ | "(" word ")"'),
     "nested counts": GrammarSpec("regex", "([A-Z][a-z]{2,12}( [a-z]{1,12}){4,12}[.] ){40}"),
 }
 SHORT = 4
