@@ -97,3 +97,14 @@ def test_a_restored_scheduler_decides_alike(seed, with_tests, monkeypatch):
     monkeypatch.setattr(Scheduler, "step", both)
     Soak(SoakConfig.draw(seed, 40)).run()
     assert compared > 0
+
+
+@pytest.mark.parametrize(
+    "module, name",
+    [("os", "system"), ("builtins", "eval"), ("builtins", "open"), ("sglang.srt.managers.crash_record", "os.system")],
+)
+def test_what_no_scheduler_holds_is_refused(module: str, name: str):
+    """Also where a module of this package imports it."""
+    data = b"\x80\x05\x8c" + bytes([len(module)]) + module.encode() + b"\x8c" + bytes([len(name)]) + name.encode()
+    with pytest.raises(SnapshotError, match="no scheduler has"):
+        restored(data + b"\x93.")

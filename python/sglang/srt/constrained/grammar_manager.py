@@ -100,6 +100,3 @@ class GrammarManager:
     def abort(self, rid: str) -> bool:
         """Whether the request was waiting here. It is forgotten then."""
         return self._waiting.pop(rid, None) is not None
-
-    def __len__(self) -> int:
-        return len(self._waiting)

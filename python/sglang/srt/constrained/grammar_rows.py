@@ -60,7 +60,7 @@ class _Row:
         self._matcher: xgrammar.GrammarMatcher | None = None
         # A client's other stop tokens end the request where the grammar allows them as text.
         ends = [token for token in spec.stop_ids if token in eos_token_ids] or list(spec.stop_ids)
-        # If the cache has given the grammar up, it is compiled again, which is not the request's time.
+        # The server holds it; where it does not, compiling it is not the request's time.
         with _Measured(self, "started", counts=False):
             compiled = cache.get(grammar)
             assert compiled.tokenizer_info.vocab_size == vocab_size, "compiled for another vocabulary"
@@ -76,7 +76,7 @@ class _Row:
             if not self._matcher.accept_token(token):
                 self.fail(f"token {token} does not continue it")
             elif self._matcher.is_terminated():
-                self.is_over = True
+                self._end()
 
     def fill(self, mask: np.ndarray, at: int) -> None:
         """mask: (n, words) int32, of which row `at` holds ones."""
@@ -92,7 +92,12 @@ class _Row:
     def fail(self, why: str) -> None:
         # The client is told, and the line of its request has its id.
         logger.debug("a request's grammar cannot be followed: %s", why)
-        self.is_over = self.failed = True
+        self.failed = True
+        self._end()
+
+    def _end(self) -> None:
+        self.is_over = True
+        self._matcher = None  # the grammar may be large, and the slot unused for long
 
     def spend(self, seconds: float) -> None:
         self._seconds += seconds
@@ -164,8 +169,7 @@ class GrammarRows:
         if self._cache is not None:
             self._take_in_drawn()
             for at, slot in enumerate(slots):
-                if (row := self._rows.get(slot)) is not None:
-                    row.fill(mask, at)
+                self._rows[slot].fill(mask, at)
         return self._broadcast(torch.from_numpy(mask).to(self._device))
 
     @staticmethod

@@ -18,7 +18,7 @@ from sglang.srt.sampling.sampling_params import GrammarSpec
 if TYPE_CHECKING:
     import xgrammar
 
-# Its name in the server's private directory, where the HTTP process leaves it for the scheduler.
+# Its name in the server's private directory, where the process that checks grammars leaves it for the scheduler.
 VOCABULARY_FILE = "vocabulary.json"
 
 # xgrammar puts the time and a place in its source in front of what it has to say.

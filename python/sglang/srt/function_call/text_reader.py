@@ -139,21 +139,8 @@ class TextReader:
         ends early at the end of the text, at a character that JSON does not have there, and at one of the stops
         outside of a string. Commas, colons and the kinds of brackets are not checked."""
         depth = 0
-        in_string = False
         while (yield from self.more()):
             char = self._text[self._at]
-            if in_string:
-                if char == '"':
-                    in_string = False
-                    self._pass_to(self._at + 1, out)
-                elif char == "\\":
-                    if self._at + 1 == len(self._text) and not self._ended:
-                        yield
-                        continue
-                    self._pass_to(min(self._at + 2, len(self._text)), out)
-                elif found := _JSON_STRING.match(self._text, self._at):
-                    self._pass_to(found.end(), out)
-                continue
             for stop in stops:
                 if (yield from self.starts_with(stop)):
                     return False
@@ -166,8 +153,8 @@ class TextReader:
                 if depth == 0:
                     return True
             elif char == '"':
-                in_string = True
-                self._pass_to(self._at + 1, out)
+                if not (yield from self._json_string(out)):
+                    return False
             elif found := _JSON_PLAIN.match(self._text, self._at):
                 self._pass_to(found.end(), out)
             else:

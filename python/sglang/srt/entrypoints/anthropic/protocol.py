@@ -6,9 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
-
-from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, EngineFields
 from sglang.srt.utils.errors import RequestError
 
 PATHS = ("/v1/messages", "/v1/messages/count_tokens")
@@ -28,7 +26,7 @@ _ERROR_TYPES = {
 }
 
 
-class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
+class MessagesRequest(EngineFields, frozen=True, kw_only=True):
     """The fields of POST /v1/messages, and this engine's own beside them."""
 
     messages: list[dict[str, Any]]
@@ -46,13 +44,6 @@ class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
-    rid: str | None = None
-    session_id: str | None = None
-    extra_key: str | None = None
-    cache_salt: str | None = None
-    cache: str | None = None
-    priority: int | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
     @property
     def wants_thinking(self) -> bool:
@@ -79,13 +70,7 @@ class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
             # The last message may be the front of the answer.
             continue_final_message=bool(messages) and messages[-1]["role"] == "assistant",
             # Templates that know it let the model answer at once.
-            chat_template_kwargs={"enable_thinking": self.wants_thinking, **(self.chat_template_kwargs or {})},
-            rid=self.rid,
-            session_id=self.session_id,
-            extra_key=self.extra_key,
-            cache_salt=self.cache_salt,
-            cache=self.cache,
-            priority=self.priority,
+            **self.engine_fields({"enable_thinking": self.wants_thinking}),
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -30,6 +31,24 @@ MAX_TOP_LOGPROBS = 20
 ANY_OBJECT = {"type": "object", "additionalProperties": True}
 
 Event = dict[str, Any]
+
+
+class EngineFields(msgspec.Struct, frozen=True, kw_only=True):
+    """This engine's own fields, in requests of other APIs, which become chats."""
+
+    rid: str | None = None
+    session_id: str | None = None
+    extra_key: str | None = None
+    cache_salt: str | None = None
+    cache: str | None = None
+    priority: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def engine_fields(self, template_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """As fields of a `ChatCompletionRequest`. template_kwargs: variables of the chat template that the API's own
+        fields stand for; the client's go first."""
+        given = {name: getattr(self, name) for name in EngineFields.__struct_fields__}
+        return given | {"chat_template_kwargs": {**template_kwargs, **(self.chat_template_kwargs or {})}}
 
 
 class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True):

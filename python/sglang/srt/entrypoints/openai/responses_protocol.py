@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
-
-from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, EngineFields
 from sglang.srt.utils.errors import RequestError
 
 UNSUPPORTED_RESPONSES: dict[str, tuple[Any, ...]] = {
@@ -25,7 +23,7 @@ UNSUPPORTED_RESPONSES: dict[str, tuple[Any, ...]] = {
 }
 
 
-class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
+class ResponsesRequest(EngineFields, frozen=True, kw_only=True):
     """The fields of POST /v1/responses, and this engine's own beside them. input: a text, or items."""
 
     input: str | list[dict[str, Any]]
@@ -51,13 +49,6 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     stream_options: dict[str, Any] | None = None
-    rid: str | None = None
-    session_id: str | None = None
-    extra_key: str | None = None
-    cache_salt: str | None = None
-    cache: str | None = None
-    priority: int | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
     def chat(self) -> ChatCompletionRequest:
         """Raises RequestError that names the field."""
@@ -71,13 +62,7 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
             tool_choice=_chat_tool_choice(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls,
             response_format=_response_format(self.text),
-            chat_template_kwargs={**_effort(self.reasoning), **(self.chat_template_kwargs or {})},
-            rid=self.rid,
-            session_id=self.session_id,
-            extra_key=self.extra_key,
-            cache_salt=self.cache_salt,
-            cache=self.cache,
-            priority=self.priority,
+            **self.engine_fields(_effort(self.reasoning)),
         )
 
 
