@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
-from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers.scheduler_config import LayerStreamConfig
 from sglang.srt.sampling.logprob_types import LogprobSpec
 from sglang.srt.sampling.sampling_params import GrammarSpec, SamplingParams
 from support.grammars import EOS, TEXTS, VOCAB_SIZE, Language, write_vocabulary
 from support.local_engine import Generation, LocalEngine
+from support.tiny_model import tiny_llama
 from support.two_ranks import TwoRanks
 
 pytest.importorskip("xgrammar")
@@ -27,21 +27,9 @@ MARGIN = 1e-4
 
 class Model:
     def __init__(self, path: Path) -> None:
-        torch.manual_seed(3)
-        config = LlamaConfig(
-            vocab_size=VOCAB_SIZE,
-            hidden_size=48,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=512,
-            initializer_range=0.4,
-            eos_token_id=EOS,
-        )
-        self.hf = AutoModelForCausalLM.from_config(config).eval()
-        self.hf.save_pretrained(path)
-        self.config = ModelConfig.from_pretrained(str(path), dtype="float32")
+        self.config = tiny_llama(path, eos_token_id=EOS)
+        assert self.config.vocab_size == VOCAB_SIZE
+        self.hf = AutoModelForCausalLM.from_pretrained(path).eval()
         self.vocabulary_file = write_vocabulary(path / "vocabulary.json")
 
     def engine(self, kind: type[LocalEngine] = LocalEngine, *args: object, **options: object) -> LocalEngine:
