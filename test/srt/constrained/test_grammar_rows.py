@@ -37,8 +37,15 @@ def spec_of(grammar: GrammarSpec, *more_stop_ids: int) -> SampleSpec:
     return SampleSpec(params, tuple(sorted({EOS, *more_stop_ids})), num_prompt=3)
 
 
-def rows_of(cache: GrammarCache | None) -> GrammarRows:
-    return GrammarRows(VOCAB_SIZE, [EOS], cache)
+def rows_of(cache: GrammarCache | None, num_threads: int = 1) -> GrammarRows:
+    return GrammarRows(VOCAB_SIZE, [EOS], cache, num_threads=num_threads)
+
+
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All masks behind a request's first are filled by threads."""
+    monkeypatch.setattr(grammar_rows, "SHARED_MASK_S", (1e-9, 10.0))
+    monkeypatch.setattr(grammar_rows, "EXCESS", 1e9)
 
 
 def allowed(mask: torch.Tensor, row: int) -> set[int]:
@@ -54,12 +61,14 @@ def draw(rows: GrammarRows, slots: list[int], tokens: list[int]) -> tuple[int, .
     return rows.drawn(slots, torch.tensor(tokens, dtype=torch.int32), range(len(slots)), lambda: None)
 
 
-def test_random_answers_of_several_requests_at_once(cache: GrammarCache):
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.usefixtures("shared")
+def test_random_answers_of_several_requests_at_once(cache: GrammarCache, num_threads: int):
     """Requests come and go and are retracted; each always may draw what some text of its grammar has next."""
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     rng = random.Random(seed)
-    rows = rows_of(cache)
+    rows = rows_of(cache, num_threads)
     running: dict[int, tuple[Language, list[int]]] = {}
     num_texts = 0
     for _ in range(300):
@@ -133,6 +142,66 @@ def test_an_ambiguous_grammar_ends_its_request_alone(cache: GrammarCache, monkey
     assert failed == (1,) and num_tokens > 10
     # In the steps that were issued meanwhile.
     assert len(allowed(rows.mask([0]), 0)) == VOCAB_SIZE
+
+
+@pytest.mark.usefixtures("shared")
+def test_an_ambiguous_grammar_that_hides_among_rows_that_share_threads(
+    cache: GrammarCache, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(grammar_rows, "ALLOWANCE_S", 0.05)
+    monkeypatch.setattr(grammar_rows, "ALLOWANCE_PER_TOKEN_S", 0.0)
+    rows = rows_of(cache, 2)
+    endless = GrammarSpec("ebnf", 'root ::= "a" root | "b"')
+    for slot, grammar in enumerate([endless, AMBIGUOUS]):
+        rows.start(slot, spec_of(grammar), ids())
+    failed: tuple[int, ...] = ()
+    while not failed:
+        mask = rows.mask([0, 1])
+        assert all(TEXTS.index("a") in allowed(mask, at) for at in (0, 1))
+        failed = draw(rows, [0, 1], [TEXTS.index("a")] * 2)
+    assert 1 in failed
+
+
+@pytest.mark.usefixtures("shared")
+def test_rows_are_counted_alone_after_masks_that_took_much_longer(
+    cache: GrammarCache, monkeypatch: pytest.MonkeyPatch
+):
+    import xgrammar
+
+    batches: list[int] = []
+    fill = xgrammar.BatchGrammarMatcher.batch_fill_next_token_bitmask
+
+    def counted(batch: xgrammar.BatchGrammarMatcher, matchers: list[xgrammar.GrammarMatcher], *more: object) -> None:
+        batches.append(len(matchers))
+        fill(batch, matchers, *more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(xgrammar.BatchGrammarMatcher, "batch_fill_next_token_bitmask", counted)
+    monkeypatch.setattr(grammar_rows, "EXCESS", 0.0)
+    rows = rows_of(cache, 2)
+    for slot in range(3):
+        rows.start(slot, spec_of(LANGUAGES[0].grammar), ids())
+    for _ in range(2 + grammar_rows.NUM_ALONE):
+        assert batches in ([], [3])
+        rows.mask([0, 1, 2])
+    assert batches == [3]
+    rows.mask([0, 1, 2])
+    assert batches == [3, 3]
+
+
+@pytest.mark.usefixtures("shared")
+def test_an_error_among_rows_that_share_threads(cache: GrammarCache, monkeypatch: pytest.MonkeyPatch):
+    import xgrammar
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("injected")
+
+    rows = rows_of(cache, 2)
+    for slot, language in enumerate(LANGUAGES[:2]):
+        rows.start(slot, spec_of(language.grammar), ids())
+    monkeypatch.setattr(xgrammar.BatchGrammarMatcher, "batch_fill_next_token_bitmask", fails)
+    for _ in range(2):
+        mask = rows.mask([0, 1])
+        assert [allowed(mask, at) for at in (0, 1)] == [language.allowed([]) for language in LANGUAGES[:2]]
 
 
 def test_a_grammar_for_which_the_vocabulary_has_no_token(cache: GrammarCache):

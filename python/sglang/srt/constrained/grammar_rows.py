@@ -9,6 +9,9 @@ and is reported, so that the scheduler ends it.
 
 The tokens of a launch are taken in only by the next mask. On a GPU the host then waits for them while the device
 computes that launch's logits.
+
+Each row's time is counted, since a grammar may be made to take long. xgrammar holds Python's lock meanwhile. Rows
+that take long, but not too long, are therefore filled together by its own threads, which tell only the time of all.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,11 +30,21 @@ from sglang.srt.constrained.grammar_cache import GrammarCache
 from sglang.srt.sampling.sample_spec import SampleSpec
 from sglang.srt.utils.device import CPU
 
+if TYPE_CHECKING:
+    import xgrammar
+
 # What one request may take of the stream's thread, in processor seconds: at once, and for each token. Most grammars
 # take some 20 us for each token, nested repetitions several ms. An ambiguous one takes longer with each token, and
 # all of its batch waits.
 ALLOWANCE_S = 2.0
 ALLOWANCE_PER_TOKEN_S = 0.02
+# Rows whose last mask took so long share threads and time. At the most, that is what a token is allowed, so that none
+# fails for another's. Masks that took `EXCESS` times as long as their rows' last hide a row that got slow: the next
+# `NUM_ALONE` masks of each of them are counted alone.
+SHARED_MASK_S = (0.0002, ALLOWANCE_PER_TOKEN_S)
+EXCESS = 4
+NUM_ALONE = 16
+MAX_THREADS = 8
 
 _WORD_BITS = 32
 
@@ -57,6 +71,9 @@ class _Row:
         self.failed = False
         self._num_tokens = 0
         self._seconds = 0.0
+        # Processor seconds of the last mask.
+        self.mask_s = 0.0
+        self._num_alone = 0
         self._matcher: xgrammar.GrammarMatcher | None = None
         # A client's other stop tokens end the request where the grammar allows them as text.
         ends = [token for token in spec.stop_ids if token in eos_token_ids] or list(spec.stop_ids)
@@ -82,10 +99,30 @@ class _Row:
         """mask: (n, words) int32, of which row `at` holds ones."""
         if self.is_over or self._matcher is None:
             return
+        before = self._seconds
         with _Measured(self, "asked"):
             self._matcher.fill_next_token_bitmask(mask, at)
-            if not mask[at].any():
-                self.fail("no token of the vocabulary continues it")
+        self.mask_s = self._seconds - before
+        self._num_alone = max(0, self._num_alone - 1)
+        self._check_filled(mask, at)
+
+    @property
+    def sharing(self) -> xgrammar.GrammarMatcher | None:
+        """Its matcher, if its mask should be filled together with others'."""
+        shares = not self._num_alone and SHARED_MASK_S[0] <= self.mask_s <= SHARED_MASK_S[1]
+        return self._matcher if shares else None
+
+    def shared(self, mask: np.ndarray, at: int, excess: float) -> None:
+        """Its mask was filled together with others, in `excess` times the time of their last ones."""
+        if excess > EXCESS:
+            self._num_alone = NUM_ALONE
+        self.mask_s *= excess
+        self.spend(self.mask_s)
+        self._check_filled(mask, at)
+
+    def _check_filled(self, mask: np.ndarray, at: int) -> None:
+        if not self.failed and not mask[at].any():
+            self.fail("no token of the vocabulary continues it")
         if self.failed:
             mask[at] = -1
 
@@ -138,7 +175,7 @@ class _Drawn:
 
 class GrammarRows:
     """cache: None on ranks that get their masks from rank 0. broadcast: passes a tensor (n, words) int32 on the
-    device from rank 0 to all ranks."""
+    device from rank 0 to all ranks. num_threads: that fill masks; as many as torch's where it is None."""
 
     def __init__(
         self,
@@ -147,6 +184,7 @@ class GrammarRows:
         cache: GrammarCache | None,
         device: torch.device = CPU,
         broadcast: Callable[[torch.Tensor], torch.Tensor] = lambda mask: mask,
+        num_threads: int | None = None,
     ) -> None:
         self._vocab_size = vocab_size
         self._num_words = -(-vocab_size // _WORD_BITS)
@@ -156,6 +194,8 @@ class GrammarRows:
         self._broadcast = broadcast
         self._rows: dict[int, _Row] = {}
         self._drawn: deque[_Drawn] = deque()
+        self._num_threads = num_threads
+        self._together: xgrammar.BatchGrammarMatcher | None = None
 
     def start(self, slot: int, spec: SampleSpec, generated: np.ndarray) -> None:
         """A request takes the slot. generated: (n,) int32, what it has generated so far."""
@@ -168,9 +208,40 @@ class GrammarRows:
         mask = np.full((len(slots), self._num_words), -1, np.int32)
         if self._cache is not None:
             self._take_in_drawn()
-            for at, slot in enumerate(slots):
-                self._rows[slot].fill(mask, at)
+            self._fill([self._rows[slot] for slot in slots], mask)
         return self._broadcast(torch.from_numpy(mask).to(self._device))
+
+    def _fill(self, rows: Sequence[_Row], mask: np.ndarray) -> None:
+        matchers = {at: row.sharing for at, row in enumerate(rows)}
+        shared = {at: matcher for at, matcher in matchers.items() if matcher is not None}
+        if len(shared) < 2 or not self._fill_together(shared, rows, mask):
+            shared = {}
+        for at, row in enumerate(rows):
+            if at not in shared:
+                row.fill(mask, at)
+
+    def _fill_together(
+        self, matchers: dict[int, xgrammar.GrammarMatcher], rows: Sequence[_Row], mask: np.ndarray
+    ) -> bool:
+        """False: it was not done, or one of them, which is not known, failed."""
+        import xgrammar
+
+        if self._num_threads is None:
+            self._num_threads = min(MAX_THREADS, torch.get_num_threads())
+        if self._num_threads < 2:
+            return False
+        if self._together is None:
+            self._together = xgrammar.BatchGrammarMatcher(max_threads=self._num_threads)
+        began = time.process_time()  # of all threads
+        try:
+            self._together.batch_fill_next_token_bitmask(list(matchers.values()), mask, list(matchers))
+        except Exception as error:
+            logger.debug("masks could not be filled together: %s", error)
+            return False
+        excess = (time.process_time() - began) / sum(rows[at].mask_s for at in matchers)
+        for at in matchers:
+            rows[at].shared(mask, at, excess)
+        return True
 
     @staticmethod
     def apply(logits: torch.Tensor, rows: Sequence[int], mask: torch.Tensor) -> None:
