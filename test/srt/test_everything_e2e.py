@@ -230,7 +230,7 @@ def assert_nothing_is_left(server: Server) -> None:
     print("\n".join(line for line in server.output().splitlines() if "WARNING" in line or "ERROR" in line))
     server.send()
     assert server.wait() == 0, server.output()
-    assert "Traceback" not in server.output() and "terminate" not in server.output()
+    assert "Traceback" not in server.output() and "terminate" not in server.output(), server.output()
     server.assert_nothing_left()
 
 

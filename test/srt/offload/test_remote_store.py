@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import socket
 import stat
@@ -427,6 +428,21 @@ def test_a_store_that_refuses_us_is_named_at_the_start(tmp_path):
         one.close()
     finally:
         server.stop()
+
+
+def test_a_proxy_that_gets_no_shared_memory_tells_it_in_a_line():
+    """A limit of file sizes holds for shared memory too."""
+    command = [sys.executable, "-m", "sglang.srt.offload.proxy", "--fd", "0", "--store", "redis://127.0.0.1:1"]
+    done = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)),
+        timeout=120,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: the offload proxy gets no shared memory (") and done.stderr.count("\n") == 1
 
 
 def test_only_who_has_the_token_is_served(tmp_path):

@@ -111,9 +111,14 @@ class Plane:
     """The data plane of one proxy, for all its sessions."""
 
     def __init__(self, settings: ProxySettings) -> None:
-        """Raises StoreError if there is no C compiler."""
+        """Raises StoreError if there is no C compiler or no shared memory."""
         self.num_slots = min(getattr(settings, f"{name}_buffer_bytes") for name in _BUFFERS) // _SLOT_BYTES
-        self._memory = SharedMemory.allocate(8 * len(_COUNTERS), "kvplane-counters")
+        try:
+            self._memory = SharedMemory.allocate(8 * len(_COUNTERS), "kvplane-counters")
+        except OSError as error:
+            raise StoreError(
+                f"the offload proxy gets no shared memory ({error}): look at the limits of the process"
+            ) from error
         self._counters = self._memory.memory.view(np.uint64)
         self._send_lock = threading.Lock()
         self._lock = threading.Lock()
