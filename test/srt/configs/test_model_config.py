@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 
 import pytest
 import torch
@@ -195,6 +197,18 @@ def test_hub_names(tmp_path, monkeypatch):
     assert (asked["name"], asked["revision"]) == ("somebody/model-1.5B", "v2")
     assert "*.safetensors" in asked["allow_patterns"] and "*.bin" not in asked["allow_patterns"]
     assert config.model_path == "somebody/model-1.5B" and config.local_path == tmp_path
+
+
+def test_a_config_is_read_without_activation_functions(tmp_path, monkeypatch):
+    """They would import torch's compiler. Models of transformers import them later."""
+    modules = ("transformers.activations", "transformers.utils.type_validators")
+    for name in modules:
+        importlib.import_module(name)
+        monkeypatch.delitem(sys.modules, name)
+    ModelConfig.from_pretrained(write(tmp_path))
+    activations, validators = map(sys.modules.get, modules)
+    assert activations is None and validators is not None and validators.ACT2FN == {}
+    assert importlib.import_module(modules[0]).ACT2FN
 
 
 def test_fingerprint(tmp_path):

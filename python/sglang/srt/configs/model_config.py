@@ -6,10 +6,13 @@ Reads no weights beyond what the fingerprint samples.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -214,11 +217,30 @@ class ModelConfig:
         return digest.hexdigest()[:32]
 
 
-def _auto_config(local_path: Path) -> Any:
+def _import_auto_config() -> Any:
+    """transformers' `AutoConfig`. Its configs check names of activations, for which they import its activation
+    functions, and these torch's compiler and distributed tensors: two seconds of processor time at each start of each
+    rank. They get the empty table that they have without torch: the model checks the name."""
+    activations = "transformers.activations"
+    if activations not in sys.modules:
+        empty = ModuleType(activations)
+        empty.ACT2FN = {}  # type: ignore[attr-defined]
+        sys.modules[activations] = empty
+        try:
+            with contextlib.suppress(ImportError):
+                import transformers.utils.type_validators  # noqa: F401
+        finally:
+            # Models of transformers import the real one.
+            if sys.modules.get(activations) is empty:
+                del sys.modules[activations]
     from transformers import AutoConfig
 
+    return AutoConfig
+
+
+def _auto_config(local_path: Path) -> Any:
     try:
-        return AutoConfig.from_pretrained(local_path, local_files_only=True)
+        return _import_auto_config().from_pretrained(local_path, local_files_only=True)
     except Exception as e:
         reason = " ".join(str(e).split())
         gguf_file = gguf_file_of(local_path)
