@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import os
 import resource
+import zlib
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -20,6 +22,25 @@ if TYPE_CHECKING:
     from support.server_fixture import Server
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+# Marks of what does not run by default, or not on every machine.
+_NOT_BY_DEFAULT = ("slow", "gpu", "clients", "skip", "skipif")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`sampled(n)`: all but n of a test's cases become slow. Their names decide which: every run and every process
+    chooses the same."""
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sampled") and not any(map(item.get_closest_marker, _NOT_BY_DEFAULT)):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for of_test in cases.values():
+        marker = of_test[0].get_closest_marker("sampled")
+        assert marker is not None
+        for item in sorted(of_test, key=lambda item: zlib.crc32(item.nodeid.encode()))[marker.args[0] :]:
+            item.add_marker("slow")
 
 
 @pytest.fixture(scope="session")

@@ -39,10 +39,32 @@ def quiet() -> Iterator[None]:
 
 
 # A small device and a long queue: many steps.
-LONG = (100, 102, 103, 105, 107, 109, 111, 114)
+LONG = (100, 102, 103, 104, 105, 106, 107, 109, 111, 114)
 # Configurations that take longer than the others, and are of use for what these do not catch. Those above 5000 are of
 # mixes that run below.
-LONG_CONFIGURATIONS = (1, 3, 4, 5, 6, 7, 8, 11, 12, 15, 17, 20, 237, 313, 504, 5004, 6000, 9000)
+LONG_CONFIGURATIONS = (1, 3, 4, 5, 6, 7, 8, 11, 12, 15, 17, 20, 22, 237, 313, 504, 507, 522, 5001, 5004, 6000, 9000)
+# Mixes that run by default. Together they have all parts, and all events of EVENTS_OF_MIXES.
+SHORT_MIXES = (
+    ("peer",),
+    ("disk",),
+    ("remote",),
+    ("stream",),
+    ("peer", "remote"),
+    ("disk", "stream"),
+    ("peer", "remote", "stream"),
+    ("remote", "lent"),
+)
+# Bugs that take longer to catch than the others.
+LONG_HUNTS = (
+    "own_slabs_count_as_agreed",
+    "streamed_host_pages_free_at_once",
+    "front_one_page_short",
+    "front_not_computed",
+    "claim_outlives_its_request",
+    "gate_of_the_layer_before",
+    "preload_not_waited_for",
+    "preload_kept_when_its_load_fails",
+)
 
 
 @pytest.mark.parametrize(
@@ -69,6 +91,7 @@ def test_without_a_bug_the_hunt_finds_nothing(config: SoakConfig) -> None:
     Soak(config).run()
 
 
+@pytest.mark.slow
 def test_where_requests_queue_the_hunt_finds_nothing_and_every_mechanism_acts() -> None:
     counters: Counter[str] = Counter()
     for config in CONFIGURATIONS:
@@ -118,7 +141,10 @@ EVENTS_OF_MIXES = {
 }
 
 
-@pytest.mark.parametrize("mix", TIER_MIXES, ids="+".join)
+@pytest.mark.parametrize(
+    "mix",
+    [pytest.param(mix, id="+".join(mix), marks=() if mix in SHORT_MIXES else pytest.mark.slow) for mix in TIER_MIXES],
+)
 def test_every_mix_of_tiers_is_met(mix: tuple[str, ...]) -> None:
     unused, missing, first = set(mix), set(EVENTS_OF_MIXES.get(mix, ())), FIRST_SEEDS.get(mix, ())
     for seed in (*first, *(seed for seed in range(16) if seed not in first)):
@@ -133,6 +159,10 @@ def test_every_mix_of_tiers_is_met(mix: tuple[str, ...]) -> None:
 
 def test_every_kind_of_event_is_expected_of_a_mix() -> None:
     assert {event for events in EVENTS_OF_MIXES.values() for event in events} == set(EVENTS)
+    by_default = [EVENTS_OF_MIXES.get(mix, ()) for mix in SHORT_MIXES]
+    assert {event for events in by_default for event in events} == set(EVENTS)
+    assert set(SHORT_MIXES) <= set(TIER_MIXES)
+    assert {part for mix in SHORT_MIXES for part in mix} == {part for mix in TIER_MIXES for part in mix}
 
 
 def test_the_policy_auto_is_met_with_everything_else() -> None:
@@ -159,6 +189,8 @@ def test_the_first_tries_are_of_what_exists() -> None:
     assert first_tries().keys() == MUTATIONS.keys()
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in LONG_HUNTS else ()) for name in MUTATIONS]
+)
 def test_planted_bugs_are_caught(name: str) -> None:
     assert hunt(name) is not None, f"{name} survives the soak"

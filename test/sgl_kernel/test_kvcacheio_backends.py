@@ -49,6 +49,7 @@ def check(backend: str, page_size: int, dtype: torch.dtype, seed: int, **shapes:
 SAME_SIZES = (torch.float16, torch.float8_e4m3fn)
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize(
     "dtype",
     [pytest.param(d, marks=pytest.mark.slow if d in SAME_SIZES else ()) for d in DTYPES],
@@ -60,6 +61,7 @@ def test_all_routes(backend: str, page_size: int, dtype: torch.dtype):
     check(backend, page_size, dtype, seed=page_size)
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("seed", range(3), ids="seed{}".format)
 @pytest.mark.parametrize("k_shape", [(1, 1), (3, 5), (2, 8)], ids="{0[0]}x{0[1]}".format)
 def test_the_reference_takes_every_path(reference_paths, k_shape: tuple[int, int], seed: int):

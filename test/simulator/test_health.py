@@ -152,6 +152,7 @@ def test_a_load_that_hangs_for_ever_ends_the_simulation_with_requests_unanswered
     assert len(times) == 16 and "8" in unanswered and not {"0", "5"} & set(unanswered)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", [96, 32])
 @pytest.mark.parametrize("since", [0.1, 0.3, 0.4, 0.6])
 def test_every_request_ends_though_a_backup_hangs_for_ever(since: float, size: int) -> None:

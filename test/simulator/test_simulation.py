@@ -198,6 +198,7 @@ def test_transfers_slow_what_runs_beside_them() -> None:
     assert beside[-1] - alone[-1] == pytest.approx(slowed.executor.interference_s)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("budget", [64, 256])
 def test_a_balanced_batch_hides_loads_behind_computation(budget: int) -> None:
     """Ten conversations come back from the host, before ten new prompts in the queue: first come, first served loads
@@ -345,6 +346,7 @@ def test_what_is_computed_is_stored_when_it_is_written_through() -> None:
     assert {k.tobytes() for k in NAMES.of_prompt("", np.array(text, np.int32))} <= sim.storage.blocks.keys()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("write_policy", ["write_through", *(pytest.param(n, marks=pytest.mark.slow) for n in LATE)])
 @pytest.mark.parametrize(
     "tiers",

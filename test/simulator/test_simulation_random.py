@@ -114,6 +114,7 @@ def draw_requests(rng: random.Random) -> list[tuple[float, TokenizedGenerateReqI
 QUICK = (0, 2, 3)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "seed", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in range(80) if n not in QUICK)]
 )
@@ -137,6 +138,7 @@ def test_every_request_ends(seed: int) -> None:
     assert all(node.lock == 0 for node in sim.core.scheduler.cache.tree.walk())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in range(100, 140))])
 def test_sessions_end_too_and_two_runs_decide_alike(seed: int) -> None:
     """Each request names one of a few sessions or none. Ranks are replicas: their inputs alone decide."""

@@ -298,9 +298,15 @@ def go_through(tiers: AllTiers, clients: Clients, names: tuple[str, ...]) -> Non
     print(f"{', '.join(names)}: {took}, {dict(clients.seen.tokens - before)}", flush=True)
 
 
-def test_all_sources_while_each_part_is_killed_stopped_and_slowed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "steps",
+    [pytest.param(STEPS[-2:-1], id="all at once"), pytest.param(STEPS, id="each", marks=pytest.mark.slow)],
+)
+def test_all_sources_while_each_part_is_killed_stopped_and_slowed(
+    steps: tuple[tuple[str, ...], ...], tmp_path: Path
+) -> None:
     with everything(tmp_path, seed=1, mixed=4) as (tiers, clients):
-        for names in STEPS:
+        for names in steps:
             go_through(tiers, clients, names)
 
 

@@ -181,6 +181,7 @@ def test_a_signal_while_the_children_start(tmp_path):
 # Deaths
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "fake, error, warning",
     [

@@ -189,6 +189,7 @@ def test_a_worker_that_is_killed_takes_nothing_but_its_memory_along(tmp_path: Pa
         worker.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strict", [(), pytest.param(("--peer-strict",), marks=pytest.mark.slow)])
 def test_a_worker_lends_when_it_is_idle_and_takes_back_what_its_requests_need(
     strict: tuple[str, ...], tmp_path: Path

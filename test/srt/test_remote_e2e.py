@@ -79,6 +79,7 @@ def store(tmp_path: Path):
     server.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whose", ["its own", pytest.param("another's", marks=pytest.mark.slow)])
 def test_a_server_finds_what_was_stored(store, whose: str):
     with contextlib.ExitStack() as stack:

@@ -29,7 +29,7 @@ GREEDY = {"temperature": 0, "ignore_eos": True}
 @pytest.fixture(scope="module")
 def plain():
     """Without a cache. In the end, a second SIGTERM ends it, in the middle of a prefill."""
-    with Server("--disable-radix-cache") as plain:
+    with Server("--disable-radix-cache", "--max-total-tokens", "9000") as plain:
         # The last line comes when requests are served already.
         wait_until(lambda: STAGES[-1] in plain.output())
         assert [stage for stage in STAGES if f"INFO: {stage}" not in plain.output()] == []
@@ -188,6 +188,7 @@ def test_the_offline_engine_agrees_with_the_server(plain):
         assert reply["output_ids"] == generate(plain, ids)["output_ids"]
 
 
+@pytest.mark.slow
 def test_a_prompt_that_is_longer_than_device_and_host(plain, tmp_path):
     flags = "--hicache --hicache-ratio 2 --max-total-tokens 512 --chunked-prefill-size 128 --page-size 4"
     streams = "--layer-stream 2 --layer-stream-tokens 256 --layer-stream-disk-size 0.003"

@@ -66,6 +66,7 @@ def kill(server: Server) -> None:
     server.process.wait()
 
 
+@pytest.mark.slow
 def test_a_killed_server_leaves_what_the_next_one_needs(tmp_path):
     with start(tmp_path / "kv") as server:
         first = generate(server)

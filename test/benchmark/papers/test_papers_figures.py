@@ -49,6 +49,7 @@ def check(result: Result, runs: Runs, out: Path) -> None:
 LONG = ("2", "8", "10", "11", "13", "14")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "number", [pytest.param(n, marks=pytest.mark.slow if n in LONG else ()) for n in strata.SIMULATED]
 )

@@ -55,6 +55,7 @@ def test_blocking_loads_stall_more() -> None:
     assert stalls[0] < stalls[1]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("change", "sign"),
     [

@@ -120,6 +120,7 @@ def test_what_streaming_takes_by_hand() -> None:
     assert decode_stream_seconds(lwm, found) == pytest.approx(found.peer * KV / (0.889 * 200e9))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["1", "9", "table1", "table2"])
 def test_a_figure(name: str, out: Path) -> None:
     result = FIGURES[name](Runs(quiet=True, run=longest))

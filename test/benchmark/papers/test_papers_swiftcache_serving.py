@@ -156,6 +156,7 @@ def test_the_next_turn_waits_for_its_time_and_for_the_answer() -> None:
             assert sent[f"{i}-{t}"] >= max(turn.earliest, answered)
 
 
+@pytest.mark.slow
 def test_where_a_history_comes_from(found: dict[str, ServingOutcome]) -> None:
     prompts = {o.counters["prompt_tokens"] for o in found.values()}
     assert len(prompts) == 1, "systems got different requests"
@@ -193,6 +194,7 @@ def test_the_link_to_the_host_has_sharers_and_that_to_peers_none(found: dict[str
     assert loads[0] == pytest.approx(4 * loads[1], rel=0.05)
 
 
+@pytest.mark.slow
 def test_workers_that_lend_less(found: dict[str, ServingOutcome]) -> None:
     """Half of 373,000 tokens do not hold 310,000: SwiftCache computes again, ours loads from the host."""
     less = simulate(replace(SMALL, lent=0.5))

@@ -68,6 +68,7 @@ def test_the_longest_request_by_hand() -> None:
     assert longest(replace(whole, buffers=16)) is None
 
 
+@pytest.mark.slow
 def test_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(common, "OUT", tmp_path)
     monkeypatch.setattr(figures, "OUT", tmp_path)

@@ -82,6 +82,7 @@ def test_parts() -> None:
     assert TIERS["host"].is_part_of(TIERS["host+remote"]) and not TIERS["host"].is_part_of(TIERS["peers+remote"])
 
 
+@pytest.mark.slow
 def test_hits_come_from_tiers_that_a_row_has(found: dict[str, UnionOutcome]) -> None:
     assert len({o.counters["prompt_tokens"] for o in found.values()}) == 1, "rows got different requests"
     for name, outcome in found.items():

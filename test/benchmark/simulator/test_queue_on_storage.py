@@ -28,6 +28,7 @@ def asked_twice() -> Workload:
     return Workload("asked twice", tuple(talks), max_in_flight=None)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("policy", ["auto", "write_through"])
 @pytest.mark.parametrize("with_peers", [False, True])
 def test_a_queue_finds_what_storage_has(policy: str, with_peers: bool):

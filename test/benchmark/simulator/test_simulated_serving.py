@@ -43,6 +43,7 @@ def simulate(
     return outcome
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "order", [pytest.param(o, marks=() if o is Order.MAXIMUM else pytest.mark.slow) for o in Order]
 )
@@ -68,6 +69,7 @@ def test_a_simulation_repeats_itself() -> None:
     assert first == second
 
 
+@pytest.mark.slow
 def test_better_links_stall_less() -> None:
     """Contexts come from the host in turns, and are long, as short ones load too fast to tell."""
     workload = LOOGLE.scaled(lengths=0.5, counts=0.1).generate(1, rate=50.0, order=Order.MAXIMUM)
@@ -81,6 +83,7 @@ def test_better_links_stall_less() -> None:
     assert kernel.interference_s > 0 == direct.interference_s
 
 
+@pytest.mark.slow
 def test_no_hierarchy_computes_more() -> None:
     workload = LOOGLE.scaled(lengths=0.1, counts=0.1).generate(1, rate=20.0, order=Order.MAXIMUM)
     with_host, without = simulate(workload), simulate(workload, host=0)

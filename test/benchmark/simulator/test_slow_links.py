@@ -51,6 +51,7 @@ def ms(run: ServerRun) -> tuple[float, float]:
     return 1e3 * float(np.mean(run.ttft_s)), 1e3 * max(run.ttft_s)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("speed", [0.01, pytest.param(0.001, marks=pytest.mark.slow)])
 def test_long_answers_do_not_wait_for_a_slow_host(speed: float) -> None:
     """Those who run outgrow the device, and must not wait for the little that is copied."""
@@ -93,6 +94,7 @@ def test_loads_that_are_far_slower_than_backups_are_tried_seldom() -> None:
     assert ms(beside)[0] < 1.5 * ms(alone)[0]
 
 
+@pytest.mark.slow
 def test_a_load_that_was_overtaken_by_computing_is_tried_again_when_its_link_is_fast() -> None:
     texts = unique(12)
     picked = np.random.default_rng(3).integers(0, 12, 300).tolist()

@@ -86,6 +86,8 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         patch.setenv("PYTHONPATH", str(folder), prepend=":")
         flags = (
             "--hicache",
+            "--max-total-tokens",
+            "8192",
             "--layer-stream",
             "2",
             "--hicache-canary",

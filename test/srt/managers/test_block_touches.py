@@ -346,6 +346,7 @@ def test_the_front_of_a_conversation_stays_on_disk(model_config: ModelConfig, tm
     engine.stop()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("write_policy", ["write_through", "auto"])
 def test_what_all_requests_share_is_there_after_a_restart(
     model_config: ModelConfig, tmp_path: Path, write_policy: str

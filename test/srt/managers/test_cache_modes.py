@@ -74,6 +74,7 @@ def test_what_others_left_is_read_or_not(model_config: ModelConfig):
     engine.close()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("cache", MODES)
 def test_many_at_once_in_little_memory(model_config: ModelConfig, cache: str):
     """Some are retracted, and compute everything anew."""

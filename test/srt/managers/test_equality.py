@@ -173,6 +173,7 @@ def test_batched_with_device_hits(model: Model, page_size: int) -> None:
     check_memory(model, engine)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 def test_host_hits(model: Model, page_size: int) -> None:
     """Conversations that do not fit the device together come back from the host."""
@@ -189,6 +190,7 @@ def test_host_hits(model: Model, page_size: int) -> None:
     check_memory(model, engine)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("chunk", [5, 16, 33])
 def test_chunked_at_odd_sizes(model: Model, chunk: int) -> None:
     engine = model.engine(num_host_pages=900, num_device_pages=300, chunked_prefill_size=chunk)
@@ -199,6 +201,7 @@ def test_chunked_at_odd_sizes(model: Model, chunk: int) -> None:
     check_memory(model, engine)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_retracted(model: Model, page_size: int) -> None:
     """More is admitted than fits in the end; the youngest give way and resume exactly."""
@@ -223,6 +226,7 @@ def test_aborted_neighbours(model: Model) -> None:
     check_memory(model, engine)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fail_rate", [0.0, 0.3])
 def test_peer_hits(model: Model, fail_rate: float) -> None:
     """The host holds less than one conversation: what leaves the device comes back from the peer."""
@@ -245,6 +249,7 @@ def test_peer_hits(model: Model, fail_rate: float) -> None:
     check_memory(model, engine)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 4))])
 def test_loads_fail(model: Model, seed: int) -> None:
     """Half of all loads fail, completions come late: requests compute what did not come."""
@@ -290,6 +295,7 @@ def test_a_live_run_replays(model: Model) -> None:
     engine.close()
 
 
+@pytest.mark.sampled(1)
 def test_sampling_resumes_exactly_after_retraction(model: Model) -> None:
     """Token i is drawn from (seed, i): with and without retraction the same tokens come, other seeds give others."""
     params = [
@@ -308,6 +314,7 @@ def test_sampling_resumes_exactly_after_retraction(model: Model) -> None:
     tiny.close()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("write_policy", ["write_back", "write_through_selective"])
 @pytest.mark.parametrize("eviction_policy", ["lru", "lfu"])
 def test_host_hits_under_other_policies(model: Model, write_policy: str, eviction_policy: str) -> None:
@@ -341,6 +348,7 @@ SETUP = StorageSetup(
 )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.skipif(
     os.environ.get("SGLANG_TEST_DEVICE") == "emulated", reason="transformers needs the CPU or a real GPU"
 )

@@ -63,6 +63,7 @@ def empty_device(engine: LocalEngine) -> None:
     engine.scheduler.cache.controller.evict(Tier.DEVICE, 256)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_tokens_stay_the_same(model: Model, name: str, page_size: int) -> None:
@@ -90,6 +91,7 @@ def test_tokens_stay_the_same(model: Model, name: str, page_size: int) -> None:
     check_memory(model, engine)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("insert_at", ["launch", "completion"])
 def test_loads_fail_under_all_mechanisms(model: Model, insert_at: str, page_size: int) -> None:

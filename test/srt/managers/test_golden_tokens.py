@@ -171,6 +171,7 @@ def test_a_few_prompts_from_device_host_disk_and_a_mix(real: RealModel, tmp_path
     engine.close()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("write_policy", ["write_through", "auto"])
 def test_a_page_has_the_same_perplexity_with_reuse(real: RealModel, tmp_path: Path, write_policy: str) -> None:
     (page,) = (each for each in real.golden.pages if each.name == "tea")

@@ -14,6 +14,7 @@ from sglang.simulator.simulation import RequestTimes
 HELD = {"bubble_filling": True, "holds_batches": True}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("loader_first", [True, False])
 def test_a_batch_waits_for_its_loads_as_a_whole_while_others_decode(loader_first: bool) -> None:
     """A prompt of 20 new tokens is in one batch with another one that loads for half a second. Decided per request,
@@ -88,6 +89,7 @@ def test_a_batch_that_lost_a_preload_is_not_held_again() -> None:
     assert 0.5 < times["cold"].ttft < 0.6
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_held_batches_in_a_small_pool(seed: int) -> None:
     print(f"seed {seed}")

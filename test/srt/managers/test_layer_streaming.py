@@ -47,6 +47,7 @@ def counters(engine: LocalEngine) -> dict[str, int]:
     return engine.scheduler.state()["counters"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_a_prompt_that_is_longer_than_the_device(model: Model, page_size: int):
     engine = streaming(model, page_size)
@@ -78,6 +79,7 @@ def test_a_host_that_is_smaller_than_what_was_computed_in_one_run(model: Model, 
     check_memory(model, engine)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("num_buffers", "buffer_tokens"), [(1, 4), (2, 400), (3, 12)])
 def test_whole_layers_and_pieces_of_them(model: Model, num_buffers: int, buffer_tokens: int):
     engine = streaming(model, layer_stream=LayerStreamConfig(num_buffers, buffer_tokens // 4))
@@ -294,6 +296,7 @@ def test_others_run_beside_it(model: Model):
     check_memory(model, engine)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_tokens", [30, 60, 90])
 def test_who_comes_while_it_decodes_need_not_wait_for_its_end(model: Model, num_tokens: int):
     """It has filled the device again after its prompt, and gives that up for a short request."""
@@ -380,6 +383,7 @@ def test_a_request_that_would_be_too_slow_is_refused(model: Model):
     check_memory(model, engine)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("write_policy", ["write_back", "write_through_selective"])
 def test_policies_that_write_late(model: Model, write_policy: str):
     engine = streaming(model, write_policy=write_policy)

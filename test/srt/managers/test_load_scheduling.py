@@ -591,6 +591,7 @@ def test_lpm_takes_the_longest_cached_prefix_first() -> None:
 ALL = {"bubble_filling": True, "load_or_recompute": True, "deferral_threshold": 100, "load_ratio": "auto"}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("insert_at", ["launch", "completion"])
 @pytest.mark.parametrize("pool", [150, 1000])
 def test_a_load_behind_an_endless_stream_of_device_hits_is_not_forgotten(pool: int, insert_at: str) -> None:
@@ -611,6 +612,7 @@ def test_a_load_behind_an_endless_stream_of_device_hits_is_not_forgotten(pool: i
     assert sum(t.tokens[0] > first for t in times.values()) > 50, "the stream has ended"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_all_together_in_a_small_pool(seed: int) -> None:
     """Every request ends, whatever fails; counters say that each mechanism was at work."""

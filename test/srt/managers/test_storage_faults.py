@@ -278,6 +278,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], int, int]] = {
 }
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("when", ["while it runs", "between two starts"])
 @pytest.mark.parametrize("what", DAMAGE)
 def test_damage_on_disk(
@@ -394,6 +395,7 @@ WRITE_FAULTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("what", WRITE_FAULTS)
 def test_storing_fails(
     files: Files, model: Model, what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -554,6 +556,7 @@ def plugin_with(model: Model, *texts: np.ndarray, v1: bool = False) -> Plugin:
     return plugin
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("v1", [False, True], ids=["generic", "v1"])
 @pytest.mark.parametrize("method", ["batch_exists", "batch_get", "batch_set"])
 @pytest.mark.parametrize("error", [RuntimeError("refused"), SystemExit(1)], ids=repr)
@@ -859,6 +862,7 @@ def test_the_same_weights_elsewhere_share(model: Model, tmp_path: Path) -> None:
 # -- a host pool that is too small --------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", ["best_effort", "wait_complete", "timeout"])
 @pytest.mark.parametrize("method", ["get", "set"])
 def test_a_host_pool_that_storage_holds_entirely(files: Files, model: Model, method: str, policy: str) -> None:
@@ -1003,6 +1007,7 @@ def test_kill_9_while_it_stores(files: Files, model: Model, forker: subprocess.P
 # -- everything at once -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_random_requests_over_files_with_tiny_pools(model: Model, tmp_path: Path, page_size: int) -> None:
     """Retractions, aborts, evictions on all tiers, damage and errors while the disk is read and written."""

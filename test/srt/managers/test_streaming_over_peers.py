@@ -103,6 +103,7 @@ class Borrowing:
         return sorted(set((np.concatenate(frames) // SLAB).tolist())) if frames else []
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "write_policy",
     ["auto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("write_through", "write_back"))],
@@ -177,6 +178,7 @@ def recalled_at(rig: Borrowing, mode: LaunchMode, count: int, slabs: int) -> obj
     return look
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("write_policy", ["auto", "write_back"])
 @pytest.mark.parametrize("mode", [LaunchMode.EXTEND, LaunchMode.DECODE])
 def test_what_a_recalled_slab_had_goes_to_the_host(model: Model, mode: LaunchMode, write_policy: str) -> None:
@@ -194,6 +196,7 @@ def test_what_a_recalled_slab_had_goes_to_the_host(model: Model, mode: LaunchMod
     check_memory(model, rig.engine)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", [LaunchMode.EXTEND, LaunchMode.DECODE])
 def test_or_to_another_slab(model: Model, mode: LaunchMode) -> None:
     rig = Borrowing(model, 16, host=1, write_policy="write_back")
@@ -227,6 +230,7 @@ def test_what_no_tier_has_room_for_is_computed_again(model: Model, swap: int) ->
     check_memory(model, rig.engine)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("link", [P2H, P2P])
 def test_a_failed_move_has_the_request_compute_again(model: Model, link: str) -> None:
     rig = Borrowing(model, 20, host=60 if link == P2H else 1, write_policy="write_back")
@@ -362,6 +366,7 @@ class Beside:
         self._note(decision)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_tokens", [10, 40])
 def test_a_short_request_waits_for_one_chunk_of_a_long_prompt(model: Model, num_tokens: int) -> None:
     """It comes while a chunk is computed. A prompt of several chunks waits once."""
@@ -431,6 +436,7 @@ def test_what_goes_to_the_host_for_want_of_peers_is_asked_for(model: Model) -> N
     check_memory(model, rig.engine)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("lends_again", [True, False])
 # The last has room for a while.
 @pytest.mark.parametrize(

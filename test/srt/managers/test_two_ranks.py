@@ -42,6 +42,7 @@ def hf(tmp_path_factory):
     return model
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "fail_rates",
     [(0.0, 0.5), (0.5, 0.0), pytest.param((0.4, 0.4), marks=pytest.mark.slow)],

@@ -82,6 +82,7 @@ OPTIONS = {
 SLOW_OPTIONS = ("pages", "few pages", "write back", "no host")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW_OPTIONS else ()) for n in OPTIONS]
 )
@@ -94,6 +95,7 @@ def test_tokens_are_those_of_the_cpu(config, name, seed):
     assert found == rounds(LocalEngine(config, **options), seed)
 
 
+@pytest.mark.slow
 def test_what_is_streamed_is_what_the_device_would_have(config):
     prompt = [np.random.default_rng(1).integers(3, VOCAB, 300)]
     options = {

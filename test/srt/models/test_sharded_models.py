@@ -67,6 +67,7 @@ def on_all_ranks(size, work):
         return list(pool.map(work, thread_groups(size)))
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("size", [2, 4, 12])
 def test_logits_equal_one_ranks(path, size):
     config = ModelConfig.from_pretrained(path)

@@ -133,6 +133,7 @@ def test_what_was_stored_comes_back(rig: ProxyRig, codec: Any):
     assert one.store.exists(one.keys(SOME)) == 0
 
 
+@pytest.mark.sampled(1)
 def test_pieces_of_another_rank_are_not_taken(rig: ProxyRig):
     """A client of the store gives one rank the pieces of another, which have the names of its blocks."""
     ranks = [rig.engine(mac_key=b"k" * 32, namespace=f"rank {i} of 2") for i in range(2)]
@@ -150,6 +151,7 @@ def test_pieces_of_another_rank_are_not_taken(rig: ProxyRig):
     assert [rank.get(SOME) for rank in ranks] == [0, 0]
 
 
+@pytest.mark.sampled(1)
 @over_tcp
 def test_blocks_of_another_secret_are_not_taken(rig: ProxyRig):
     """Not even under the names of one's own: a client of the store has put them there."""
@@ -195,6 +197,7 @@ def test_a_write_of_what_is_there_moves_nothing(rig: ProxyRig):
 # -- what fails -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 def test_a_read_that_is_given_up_ends(rig: ProxyRig):
     one = rig.engine()
     assert one.put(SOME) == 4
@@ -209,6 +212,7 @@ def test_a_read_that_is_given_up_ends(rig: ProxyRig):
     assert one.get(range(1)) == 1 and one.came(range(1))
 
 
+@pytest.mark.sampled(1)
 def test_a_proxy_that_is_killed_in_the_middle(rig: ProxyRig):
     slow_store(rig)
     one = rig.engine()
@@ -225,6 +229,7 @@ def test_a_proxy_that_is_killed_in_the_middle(rig: ProxyRig):
     assert one.get(range(8)) == 8 and one.came(range(8))
 
 
+@pytest.mark.sampled(1)
 def test_a_proxy_that_is_restarted_is_asked_again(rig: ProxyRig):
     slow_store(rig)
     one = rig.engine()
@@ -242,6 +247,7 @@ def test_a_proxy_that_is_restarted_is_asked_again(rig: ProxyRig):
     assert counts == [8] and one.came(range(8)) and given_up == [0]
 
 
+@pytest.mark.sampled(1)
 @over_tcp
 def test_a_proxy_that_hangs_keeps_no_pages(rig: ProxyRig, clock: LaterClock):
     one = rig.engine()
@@ -274,6 +280,7 @@ def test_a_relay_that_dies_is_replaced(rig: ProxyRig):
     assert one.store.stats()["proxy_sessions"] == 2
 
 
+@pytest.mark.sampled(1)
 def test_an_engine_has_one_session_and_the_newest_counts(rig: ProxyRig):
     """Its older connection may be dead without a sign."""
     one = rig.engine()
@@ -292,6 +299,7 @@ def test_an_engine_has_one_session_and_the_newest_counts(rig: ProxyRig):
         place.close()
 
 
+@pytest.mark.sampled(1)
 @over_tcp
 def test_who_has_another_key_version_or_layout_is_told(rig: ProxyRig, monkeypatch: pytest.MonkeyPatch):
     wrong = rig.folder / "wrong"
@@ -309,6 +317,7 @@ def test_who_has_another_key_version_or_layout_is_told(rig: ProxyRig, monkeypatc
         rig.engine(codec={"codec": "binned", "bins": [[10, 32]]})
 
 
+@pytest.mark.sampled(1)
 @over_tcp
 def test_a_stranger_does_not_hold_anything(rig: ProxyRig):
     one = rig.engine()

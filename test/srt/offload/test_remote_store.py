@@ -59,6 +59,7 @@ def proxy_pid(one: Remote) -> int:
     return place.pid
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "config",
     [
@@ -141,6 +142,7 @@ def test_stats_move(remote):
 # -- the proxy fails ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("data_plane", ["threads", "process"])
 def test_a_proxy_that_is_killed_in_the_middle_is_replaced(remote, data_plane):
     slow = {"engine": "emulated", "rates_gbps": {"receive": 0.05}}
@@ -171,6 +173,7 @@ def clock(monkeypatch):
     return one
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("what", ["proxy", "proxy with a program", "program"])
 def test_a_proxy_that_hangs_is_killed_and_replaced(remote, clock, what):
     one = remote(**PROCESS, hang_timeout_s=1000.0, proxy={"data_plane": "threads" if what == "proxy" else "process"})

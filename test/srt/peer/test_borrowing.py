@@ -189,6 +189,7 @@ def test_values_add_up_whatever_the_order_of_slabs(seed: int):
 # -- with pools --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
 def test_slabs_that_are_chosen_while_requests_run_change_no_answer(seed: int, num_ranks: int):

@@ -25,6 +25,7 @@ def masked_reference(q, k, v, attention):
     return torch.einsum("hqk,khd->qhd", scores / (scores.sum(-1, keepdim=True) + sinks), v)
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("block", [128, 7])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(

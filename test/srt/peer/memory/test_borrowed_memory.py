@@ -203,6 +203,7 @@ def test_pages_that_the_device_evicts_are_loaded_from_the_lender(
     borrower.close()
 
 
+@pytest.mark.slow
 @ALL_KINDS
 def test_recalled_slabs_are_given_back_empty_and_answers_stay(
     model_config: ModelConfig, lender: LentMemory, tmp_path: Path

@@ -255,12 +255,14 @@ def test_what_is_mapped_is_of_the_agreed_size(driver: FakeCudaDriver):
         slabs.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("bad", [(0, SLAB, SLAB), (1, 4096, 4096), (1, SLAB, SLAB + 4096), (2, SLAB, PIECE)])
 def test_sizes_that_cannot_be_mapped(driver: FakeCudaDriver, bad: tuple[int, int, int]):
     with pytest.raises(ValueError, match=f"multiples of {PIECE}"):
         make(driver, *bad)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name", ["cuMemCreate", "cuMemExportToShareableHandle", "cuMemMap", "cuMemSetAccess", "cuMemsetD8Async"]
 )
@@ -275,6 +277,7 @@ def test_a_slab_that_cannot_be_had_leaves_nothing(driver: FakeCudaDriver, name: 
     slabs.close()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["cuMemImportFromShareableHandle", "cuMemMap", "cuMemSetAccess"])
 def test_a_slab_that_cannot_be_mapped_leaves_nothing(driver: FakeCudaDriver, name: str):
     lender, borrower = owned(driver, 1), make(driver, 1)
@@ -287,6 +290,7 @@ def test_a_slab_that_cannot_be_mapped_leaves_nothing(driver: FakeCudaDriver, nam
         slabs.close()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["cuMemAddressReserve", "cuStreamCreate", "cuMemGetAllocationGranularity"])
 def test_a_range_that_cannot_be_had_leaves_nothing(driver: FakeCudaDriver, name: str):
     driver.fake.fail = name

@@ -150,6 +150,7 @@ def test_a_slab_that_cannot_be_mapped_leaks_nothing(monkeypatch: pytest.MonkeyPa
     assert num_fds() == before and not slabs.is_mapped(0)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("explicitly", [True, False])
 def test_nothing_is_left(explicitly: bool):
     """Address space and descriptors, with close and without; a view keeps the addresses, and only those."""

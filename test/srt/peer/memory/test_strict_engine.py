@@ -111,6 +111,7 @@ class StrictEngine:
         self.memory.close()
 
 
+@pytest.mark.sampled(1)
 @PAGE_SIZES
 def test_a_lender_that_stops_is_waited_for_once_and_used_again(
     model_config: ModelConfig, lender: Lender, page_size: int, monkeypatch: pytest.MonkeyPatch
@@ -176,6 +177,7 @@ class StreamedTiers:
             then()
 
 
+@pytest.mark.sampled(1)
 @PAGE_SIZES
 def test_strict_slabs_are_streamed(model_config: ModelConfig, lender: Lender, page_size: int) -> None:
     short, long = long_prompts()
@@ -194,6 +196,7 @@ def test_strict_slabs_are_streamed(model_config: ModelConfig, lender: Lender, pa
     engine.close()
 
 
+@pytest.mark.sampled(2)
 @PAGE_SIZES
 @pytest.mark.parametrize("ends", ["stops", "dies", "reclaims"])
 def test_a_lender_that_ends_in_the_middle_of_a_streamed_request(

@@ -465,6 +465,7 @@ def test_a_block_that_comes_right_ends_the_rest_of_all_others_in_an_outage():
     assert store.exists(bad) == blocks.load(store, bad) == 1
 
 
+@pytest.mark.sampled(1)
 @both
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_a_block_that_never_comes_right_is_read_less_and_less_often(is_lost, v1):

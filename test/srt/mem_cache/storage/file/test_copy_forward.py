@@ -271,6 +271,7 @@ def arm(process: Process, part: str, name: str, is_after: bool) -> None:
     process.store._writer._copy_some = copy  # type: ignore[method-assign]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("step", STEPS)
 def test_a_process_killed_while_it_copies_loses_nothing(start, tmp_path: Path, step: str):
     a, b = start(), start()
@@ -295,6 +296,7 @@ def test_a_process_killed_while_it_copies_loses_nothing(start, tmp_path: Path, s
         assert process.stat("copied_blocks") > 0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", range(4))
 def test_random_calls_of_several_that_are_killed_while_they_copy(start, tmp_path: Path, seed: int):
     print(f"seed {seed}")

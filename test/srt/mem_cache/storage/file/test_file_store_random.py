@@ -138,6 +138,7 @@ class Sharer(World):
         )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(200, 208))
 def test_several_beside_one_dict(tmp_path: Path, seed: int):
     """What one has stored the others have, at once; each page size."""
@@ -208,6 +209,7 @@ def damage(world: World) -> None:
             file.truncate(size)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("seed", range(100, 116))
 def test_whatever_happens_to_the_disk_what_comes_back_is_right(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
