@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import sys
 from pathlib import Path
 
@@ -101,6 +102,27 @@ async def test_results_are_kept_and_shared(checker: GrammarChecker, folder: Path
     for _ in range(2):
         assert await why_not(checker, "bad") == (400, "bad is bad")
     assert checked(folder) == ["good", "bad"]
+
+
+@run
+async def test_a_process_starts_beside_a_thousand_clients(
+    checker: GrammarChecker, folder: Path, _: pytest.MonkeyPatch
+):
+    """Each has a descriptor, and the server has raised its limit."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if before[1] != resource.RLIM_INFINITY and before[1] < 2048:
+        pytest.skip("this machine allows fewer descriptors")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(before[0], 2048), before[1]))
+    clients: list[int] = []
+    try:
+        while not clients or clients[-1] < 1024:
+            clients.append(os.open(os.devnull, os.O_RDONLY))
+        await checker.check(spec("good"))
+    finally:
+        for descriptor in clients:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert checked(folder) == ["good"]
 
 
 @run

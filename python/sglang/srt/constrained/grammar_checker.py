@@ -187,7 +187,10 @@ class _Lane:
     def _read(self, process: subprocess.Popen[bytes], timeout_s: float) -> CheckResult:
         """Raises EOFError where the process has ended, RequestError where it is silent."""
         assert process.stdout is not None
-        if not select.select([process.stdout], [], [], timeout_s)[0]:
+        # Not select, which refuses descriptors from 1024 on: a server has as many clients.
+        poll = select.poll()
+        poll.register(process.stdout, select.POLLIN)
+        if not poll.poll(1000 * timeout_s):
             self._give_up()
             raise RequestError("no grammar can be compiled now, because the machine is too busy: try later", 503)
         data = read_frame(process.stdout)

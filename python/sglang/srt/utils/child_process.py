@@ -194,7 +194,9 @@ def die_with_parent(parent_pid: int, remove_directory: str = "") -> None:
 
 def _watch_parent(parent_pid: int, remove_directory: str) -> None:
     try:
-        select.select([os.pidfd_open(parent_pid)], [], [])
+        poll = select.poll()
+        poll.register(os.pidfd_open(parent_pid), select.POLLIN)
+        poll.poll()
     except (AttributeError, OSError):  # not on this system, or it is dead already
         pass
     while os.getppid() == parent_pid:
