@@ -24,7 +24,7 @@ from sglang.srt.managers.startup import device as device_setup
 from sglang.srt.managers.startup import sizes as startup_sizes
 from sglang.srt.utils.child_process import StartupError, log_uncaught
 from sglang.srt.utils.memory import available_memory
-from support.server_fixture import PATIENCE_S, Server, wait_until
+from support.server_fixture import NO_TLS, PATIENCE_S, Server, wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -52,7 +52,9 @@ class Stream(threading.Thread):
 
     def run(self) -> None:
         try:
-            with httpx.stream("POST", self.server.url + "/generate", json=self.body, timeout=PATIENCE_S) as response:
+            with httpx.stream(
+                "POST", self.server.url + "/generate", json=self.body, timeout=PATIENCE_S, verify=NO_TLS
+            ) as response:
                 for line in response.iter_lines():
                     self.done = line == "data: [DONE]" or (self.done and not line)
                     if line.startswith("data: {"):
@@ -261,7 +263,7 @@ def test_two_ranks_free_what_clients_leave_and_stop_at_the_second_signal():
     with Server("--tp-size", "2", "--hicache", "--max-total-tokens", "2048") as server:
         body = {"text": "so long", "sampling_params": {"max_new_tokens": 400, "n": 3, "ignore_eos": True}}
         with httpx.stream(
-            "POST", server.url + "/generate", json={**body, "stream": True}, timeout=PATIENCE_S
+            "POST", server.url + "/generate", json={**body, "stream": True}, timeout=PATIENCE_S, verify=NO_TLS
         ) as response:
             pieces = response.iter_raw()
             next(pieces)

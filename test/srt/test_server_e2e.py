@@ -11,7 +11,7 @@ import openai
 import pytest
 
 import sglang
-from support.server_fixture import PATIENCE_S, Server, wait_until
+from support.server_fixture import NO_TLS, PATIENCE_S, Server, wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -122,7 +122,7 @@ def running(server: Server) -> int:
 
 def test_a_client_that_leaves_frees_its_memory(server):
     body = {"input_ids": prompt(9, 50), "sampling_params": {**GREEDY, "max_new_tokens": 900}, "stream": True}
-    with httpx.stream("POST", server.url + "/generate", json=body, timeout=PATIENCE_S) as response:
+    with httpx.stream("POST", server.url + "/generate", json=body, timeout=PATIENCE_S, verify=NO_TLS) as response:
         pieces = response.iter_raw()
         next(pieces)
     wait_until(lambda: running(server) == 0)

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from support.server_fixture import PATIENCE_S, Server, wait_until
+from support.server_fixture import NO_TLS, PATIENCE_S, Server, wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -55,7 +55,7 @@ def details(reply: dict) -> dict[str, int]:
 
 
 def admin(server: Server, method: str, path: str = "/hicache/storage-backend", body: object = None) -> httpx.Response:
-    return httpx.request(method, server.url + path, json=body, headers=ROOT, timeout=PATIENCE_S)
+    return httpx.request(method, server.url + path, json=body, headers=ROOT, timeout=PATIENCE_S, verify=NO_TLS)
 
 
 def kill(server: Server) -> None:

@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from support.all_tiers import Lender, borrowed_tokens
-from support.server_fixture import PATIENCE_S, Server, wait_until
+from support.server_fixture import NO_TLS, PATIENCE_S, Server, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -94,7 +94,7 @@ class LongRequest:
     def _read(self) -> None:
         try:
             with httpx.stream(
-                "POST", self._server.url + "/generate", json=self._wanted, timeout=PATIENCE_S
+                "POST", self._server.url + "/generate", json=self._wanted, timeout=PATIENCE_S, verify=NO_TLS
             ) as response:
                 if response.status_code != 200:
                     self.error = response.read().decode() + f" status {response.status_code}"

@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 
 from support.doc_pages import ROOT, Block
-from support.server_fixture import PATIENCE_S, free_port
+from support.server_fixture import NO_TLS, PATIENCE_S, free_port
 
 _SERVERS = re.compile(r"-m sglang\.(launch_server|router)\b")
 _PORTS = re.compile(r"\b(30000|30001|8000)\b")
@@ -142,7 +142,7 @@ def _bash(text: str) -> list[str]:
 def _is_up(port: str) -> bool:
     answer: Any = None
     try:
-        answer = httpx.get(f"http://127.0.0.1:{port}/health", timeout=PATIENCE_S)
+        answer = httpx.get(f"http://127.0.0.1:{port}/health", timeout=PATIENCE_S, verify=NO_TLS)
     except httpx.TransportError:
         return False
     return answer.status_code == 200

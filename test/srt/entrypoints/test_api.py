@@ -23,7 +23,7 @@ from sglang.srt.sampling.logprob_types import TokenLogprob
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.token_texts import TokenTexts
 from support.one_word import OneWord
-from support.server_fixture import PATIENCE_S, wait_until
+from support.server_fixture import NO_TLS, PATIENCE_S, wait_until
 
 TEXT = "Grüße 你好 🎉 to all"
 
@@ -40,7 +40,8 @@ def tokenizer():
 
 @pytest.fixture
 def client(server):
-    return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+    http_client = openai.DefaultHttpxClient(verify=NO_TLS)
+    return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, http_client=http_client)
 
 
 # Several answers
@@ -361,7 +362,7 @@ def test_keys_are_shown_nowhere(keyed_server):
     with pytest.raises(openai.AuthenticationError):
         client.models.list()
     info = httpx.get(
-        server.url + "/get_server_info", headers={"Authorization": "Bearer user"}, timeout=PATIENCE_S
+        server.url + "/get_server_info", headers={"Authorization": "Bearer user"}, timeout=PATIENCE_S, verify=NO_TLS
     ).json()
     assert info["api_key"] is None and info["admin_api_key"] is None
     assert not any("root" in word for child in server.children for word in child.cmdline() if "{" in word)
@@ -422,7 +423,7 @@ def test_junk_gets_an_answer_and_disturbs_nothing(server):
         if fields.get("max_tokens", 2) is None or fields.get("abort_all"):
             continue  # a whole context of answer; everybody's end
         bodies.append((path, fields))
-    with httpx.Client(timeout=PATIENCE_S) as http, concurrent.futures.ThreadPoolExecutor(4) as pool:
+    with httpx.Client(timeout=PATIENCE_S, verify=NO_TLS) as http, concurrent.futures.ThreadPoolExecutor(4) as pool:
         list(pool.map(ask, bodies))
     wait_until(lambda: server.state()["queues"]["running"] == 0)
     assert server.get("/health_generate").status_code == 200

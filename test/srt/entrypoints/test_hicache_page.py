@@ -21,7 +21,7 @@ from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory
 from sglang.srt.peer.memory.cuda_slabs import SlabsConfig
 from sglang.srt.peer.memory.lent_memory import LentMemory
 from support.fake_pages import BLOCK_TOKENS, FakePages
-from support.server_fixture import PATIENCE_S, Server, wait_until
+from support.server_fixture import NO_TLS, PATIENCE_S, Server, wait_until
 
 ROOT = Path(__file__).parents[3]
 SRT = ROOT / "python" / "sglang" / "srt"
@@ -167,7 +167,7 @@ def test_the_page_is_open_where_the_state_is_not(keyed_server):
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     assert keyed_server.get("/hicache/state").status_code == keyed_server.get("/hicache/").status_code == 401
     key = {"Authorization": "Bearer user"}
-    state = httpx.get(keyed_server.url + "/hicache/state", headers=key, timeout=PATIENCE_S).json()
+    state = httpx.get(keyed_server.url + "/hicache/state", headers=key, timeout=PATIENCE_S, verify=NO_TLS).json()
     assert state["model_name"] == "embedded"
     policy = page.headers["content-security-policy"]
     assert policy.startswith("default-src 'none'; script-src 'sha256-") and "unsafe" not in policy

@@ -25,7 +25,7 @@ from sglang.srt.entrypoints.http_routes import make_app
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.errors import RequestError
 from support.one_word import OneWord
-from support.server_fixture import PATIENCE_S, wait_until
+from support.server_fixture import NO_TLS, PATIENCE_S, wait_until
 
 
 async def size(request: Request):
@@ -115,7 +115,7 @@ class Running:
         wait_until(lambda: [c.conn.trailing_data[0] for c in self.connections()] == [data])
 
     def assert_alive(self):
-        assert httpx.post(self.url + "/size", content=b"12345", timeout=PATIENCE_S).text == "5"
+        assert httpx.post(self.url + "/size", content=b"12345", timeout=PATIENCE_S, verify=NO_TLS).text == "5"
 
 
 @pytest.fixture
@@ -147,13 +147,17 @@ def chunks(num: int):
 
 
 def test_bodies_up_to_the_limit(running):
-    assert httpx.post(running.url + "/size", content=b" " * (1 << 20), timeout=PATIENCE_S).text == str(1 << 20)
-    assert httpx.post(running.url + "/size", content=chunks(16), timeout=PATIENCE_S).text == str(1 << 20)
+    assert httpx.post(running.url + "/size", content=b" " * (1 << 20), timeout=PATIENCE_S, verify=NO_TLS).text == str(
+        1 << 20
+    )
+    assert httpx.post(running.url + "/size", content=chunks(16), timeout=PATIENCE_S, verify=NO_TLS).text == str(
+        1 << 20
+    )
 
 
 @pytest.mark.parametrize("content", [b" " * ((1 << 20) + 1), chunks(64)], ids=["announced", "chunked"])
 def test_a_body_over_the_limit_is_a_413(running, content):
-    response = httpx.post(running.url + "/size", content=content, timeout=PATIENCE_S)
+    response = httpx.post(running.url + "/size", content=content, timeout=PATIENCE_S, verify=NO_TLS)
     assert response.status_code == 413
     assert response.json()["type"] == "RequestTooLargeError" and "1 MiB" in response.json()["message"]
 
@@ -169,7 +173,9 @@ def test_bodies_that_come_in_share_a_limit(running, monkeypatch):
     with running.connect() as one:
         one.sendall(b"POST /size HTTP/1.1\r\nhost: x\r\ncontent-length: 90001\r\n\r\n" + b" " * 90_000)
         wait_until(lambda: running.front.incoming_bytes == 90_000)
-        assert httpx.post(running.url + "/size", content=chunks(2), timeout=PATIENCE_S).status_code == 503
+        assert (
+            httpx.post(running.url + "/size", content=chunks(2), timeout=PATIENCE_S, verify=NO_TLS).status_code == 503
+        )
         one.sendall(b" ")
         assert one.recv(15) == b"HTTP/1.1 200 OK"
 
@@ -369,7 +375,7 @@ def test_a_head_over_the_limit_is_refused_however_it_arrives(beyond, piece):
 
 
 def test_a_bug_is_logged_once_and_from_our_first_line_on(running, caplog):
-    assert httpx.get(running.url + "/bug", timeout=PATIENCE_S).json()["code"] == 500
+    assert httpx.get(running.url + "/bug", timeout=PATIENCE_S, verify=NO_TLS).json()["code"] == 500
     wait_until(lambda: caplog.records)
     (record,) = caplog.records
     assert record.getMessage() == "GET /bug failed"

@@ -15,7 +15,7 @@ import httpx
 import openai
 import pytest
 
-from support.server_fixture import PATIENCE_S, Server, wait_until
+from support.server_fixture import NO_TLS, PATIENCE_S, Server, wait_until
 
 
 @pytest.fixture
@@ -32,7 +32,8 @@ def slow():
 
 @pytest.fixture
 def client(server):
-    return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+    http_client = openai.DefaultHttpxClient(verify=NO_TLS)
+    return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, http_client=http_client)
 
 
 # Answers
@@ -345,7 +346,9 @@ def test_the_turns_of_a_conversation_are_tokenised_once(server):
 
 def test_flush_cache(server, slow):
     assert server.post("/flush_cache").status_code == 200
-    with httpx.stream("POST", slow.url + "/generate", json=long_request(), timeout=PATIENCE_S) as response:
+    with httpx.stream(
+        "POST", slow.url + "/generate", json=long_request(), timeout=PATIENCE_S, verify=NO_TLS
+    ) as response:
         await_first(response)
         assert slow.post("/flush_cache").status_code == 400
 
@@ -365,7 +368,9 @@ def await_first(response):
 
 def test_a_client_that_leaves_in_mid_stream_frees_its_request(slow):
     before = slow.state()["counters"]["aborted"]
-    with httpx.stream("POST", slow.url + "/generate", json=long_request(), timeout=PATIENCE_S) as response:
+    with httpx.stream(
+        "POST", slow.url + "/generate", json=long_request(), timeout=PATIENCE_S, verify=NO_TLS
+    ) as response:
         await_first(response)
         assert slow.state()["queues"]["running"] == 1
     wait_until(lambda: slow.state()["queues"]["running"] == 0)
@@ -408,7 +413,9 @@ def test_leaving_one_stream_disturbs_no_other(slow):
 
     thread = threading.Thread(target=other)
     thread.start()
-    with httpx.stream("POST", slow.url + "/generate", json=long_request(), timeout=PATIENCE_S) as response:
+    with httpx.stream(
+        "POST", slow.url + "/generate", json=long_request(), timeout=PATIENCE_S, verify=NO_TLS
+    ) as response:
         await_first(response)
     thread.join()
     assert results[0]["meta_info"]["completion_tokens"] == 40

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from support.scripted_server import CALLS, FIRST, SECOND, Scripted
-from support.server_fixture import Server
+from support.server_fixture import NO_TLS, Server
 from support.tool_texts import WEATHER_SCHEMA
 
 TOOLS = [
@@ -24,7 +24,7 @@ USER = [{"role": "user", "content": "Weather?"}]
 def post(server: Scripted | Server, path: str = "/v1/messages", headers: Any = None, **fields: Any) -> httpx.Response:
     url = (server.server if isinstance(server, Scripted) else server).url
     body = {"model": "default", "max_tokens": 400, "messages": USER, **fields}
-    return httpx.post(url + path, json=body, headers=headers, timeout=60)
+    return httpx.post(url + path, json=body, headers=headers, timeout=60, verify=NO_TLS)
 
 
 def test_a_whole_message(scripted: Scripted) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from support.server_fixture import PATIENCE_S, Server
+from support.server_fixture import NO_TLS, PATIENCE_S, Server
 
 ROOT = {"Authorization": "Bearer root"}
 PATH = "/hicache/storage-backend"
@@ -19,7 +19,7 @@ def server():
 
 
 def ask(server: Server, method: str, path: str = PATH, body: object = None, headers: dict | None = ROOT):
-    return httpx.request(method, server.url + path, json=body, headers=headers, timeout=PATIENCE_S)
+    return httpx.request(method, server.url + path, json=body, headers=headers, timeout=PATIENCE_S, verify=NO_TLS)
 
 
 def attached(server: Server) -> dict:
@@ -91,7 +91,11 @@ def test_a_body_that_says_something_else(server, body):
 
 def test_half_a_character_is_refused_and_harms_nobody(server):
     reply = httpx.put(
-        server.url + PATH, content=b'{"hicache_storage_backend": "\\ud800"}', headers=ROOT, timeout=PATIENCE_S
+        server.url + PATH,
+        content=b'{"hicache_storage_backend": "\\ud800"}',
+        headers=ROOT,
+        timeout=PATIENCE_S,
+        verify=NO_TLS,
     )
     assert reply.status_code == 400
     assert server.get("/health").status_code == 200
