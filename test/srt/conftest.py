@@ -10,9 +10,10 @@ from collections.abc import Iterator
 import pytest
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")
 def frozen_imports() -> None:
-    """What all tests have imported by now is no garbage, and much: each collection would look at it."""
+    """What tests have imported by now is no garbage, and much: each collection would look at it. Before each module,
+    because modules import more, and tests that look for leaks collect often."""
     gc.collect()
     gc.freeze()
 
