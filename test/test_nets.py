@@ -42,7 +42,10 @@ def quiet() -> Iterator[None]:
 LONG = (100, 102, 103, 104, 105, 106, 107, 109, 111, 114)
 # Configurations that take longer than the others, and are of use for what these do not catch. Those above 5000 are of
 # mixes that run below.
-LONG_CONFIGURATIONS = (1, 3, 4, 5, 6, 7, 8, 11, 12, 15, 17, 20, 22, 237, 313, 504, 507, 522, 5001, 5004, 6000, 9000)
+LONG_CONFIGURATIONS = (
+    *(1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 15, 17, 20, 22, 45, 237, 313),
+    *(402, 504, 507, 522, 708, 5001, 5004, 6000, 9000),
+)
 # Mixes that run by default. Together they have all parts, and all events of EVENTS_OF_MIXES.
 SHORT_MIXES = (
     ("peer",),
