@@ -24,14 +24,15 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-# Marks of what does not run by default, or not on every machine.
-_NOT_BY_DEFAULT = ("slow", "gpu", "clients", "skip", "skipif")
+# Marks of what does not run by default.
+_NOT_BY_DEFAULT = ("slow", "gpu", "clients")
+_SKIPS = ("skip", "skipif")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """`sampled(n)`: all but n of a test's cases become slow. Their names decide which: every run and every process
-    chooses the same."""
+    chooses the same. What may be skipped is chosen last."""
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("sampled") and not any(map(item.get_closest_marker, _NOT_BY_DEFAULT)):
@@ -39,7 +40,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for of_test in cases.values():
         marker = of_test[0].get_closest_marker("sampled")
         assert marker is not None
-        for item in sorted(of_test, key=lambda item: zlib.crc32(item.nodeid.encode()))[marker.args[0] :]:
+        of_test.sort(key=lambda item: (any(map(item.get_closest_marker, _SKIPS)), zlib.crc32(item.nodeid.encode())))
+        for item in of_test[marker.args[0] :]:
             item.add_marker("slow")
 
 

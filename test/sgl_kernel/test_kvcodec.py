@@ -280,6 +280,7 @@ def test_streams_that_are_damaged_are_refused_as_zlib_does(seed: int):
     assert 30 < refused < 270
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_two_processes_may_compile_at_once(tmp_path):
     code = "import sys, pathlib; from sgl_kernel.kvcodec import native\n"

@@ -308,6 +308,7 @@ def test_what_storage_has_is_fetched_and_the_rest_computed() -> None:
     assert times["b"].cached_tokens_details["device"] == 50 and times["b"].cached_tokens_details["disk"] == 0
 
 
+@pytest.mark.slow
 def test_no_request_waits_for_answers_that_are_not_worth_it() -> None:
     """A question takes 5 ms, computing 40 tokens 40 ms. While storage has nothing that is asked for, requests start
     at once; the answers still come, and when they are worth it again, requests wait for them."""

@@ -143,6 +143,7 @@ def test_a_second_signal_ends_requests_at_once(numbers):
         assert waiting.reply().status_code == 503
 
 
+@pytest.mark.slow
 def test_a_client_that_reads_nothing_does_not_hold_up_the_end():
     with Server(fake=SLOW, drain_s=600) as server:
         params = {"max_new_tokens": 3000, "ignore_eos": True}

@@ -72,6 +72,7 @@ def test_what_a_sensitivity_table_changes_matters(outcome: Outcome, change: dict
     assert sign * (changed.requests_per_s - outcome.requests_per_s) > 0
 
 
+@pytest.mark.slow
 def test_in_flight_and_batch_tokens_reach_the_run(outcome: Outcome) -> None:
     """5 % of the queries: 6 of 128, and 50 of 1,000."""
     assert simulate(replace(SMALL, in_flight=1000)).mean_ttft_s > 2 * outcome.mean_ttft_s
@@ -93,6 +94,7 @@ def test_runs_are_remembered(monkeypatch: pytest.MonkeyPatch, outcome: Outcome) 
     assert points(settings, runs(settings))[1]["system"] == "Strata"
 
 
+@pytest.mark.slow
 def test_processes_give_what_one_gives(outcome: Outcome) -> None:
     first, _ = Runs(jobs=2, quiet=True)([SMALL, replace(SMALL, system="Strata")])
     assert first == outcome

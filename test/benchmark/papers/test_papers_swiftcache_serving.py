@@ -187,6 +187,7 @@ def test_the_row_of_the_paper_streams_and_stores_at_once(found: dict[str, Servin
     assert len(swift.stores_s) >= 12 and swift.stores_s.max() < 0.01 < ours.stores_s.max()
 
 
+@pytest.mark.slow
 def test_the_link_to_the_host_has_sharers_and_that_to_peers_none(found: dict[str, ServingOutcome]) -> None:
     shared = {name: simulate(replace(SMALL, system=name, sharers=4)) for name in ("SwiftCache", "vLLM (LMCache)")}
     assert shared["SwiftCache"] == found["SwiftCache"]

@@ -40,6 +40,7 @@ def test_what_fits_costs_nothing() -> None:
     assert replace(streamed, ttft_s=whole.ttft_s) == whole
 
 
+@pytest.mark.slow
 def test_short_chunks_do_not_hide_the_link() -> None:
     """A chunk has to have some 550 tokens for that."""
     ratios = []

@@ -107,6 +107,7 @@ def test_the_engine_never_does_better_than_hindsight(policy: str, seed: int) -> 
     assert 0 < found <= page * hindsight_hits(trace, machine.sum_tokens // page)
 
 
+@pytest.mark.slow
 def test_memory_and_a_full_disk_add_up() -> None:
     """All tiers together hold the documents. What leaves memory is stored whole, its front too, and the disk gives
     up what memory has read."""

@@ -54,6 +54,7 @@ def test_loogle_runs_to_its_end(order: Order) -> None:
     assert sum(outcome.hit_tokens.values()) > 0.7 * outcome.prompt_tokens
 
 
+@pytest.mark.slow
 def test_conversations_hit_their_own_history() -> None:
     reviews = simulate(REVIEWMT.scaled(lengths=0.05, counts=0.1).generate(1, rate=5.0))
     assert sum(reviews.hit_tokens.values()) > 0.75 * reviews.prompt_tokens

@@ -83,6 +83,7 @@ def test_a_link_that_is_slow_now_and_then_leaves_no_device_idle() -> None:
     assert with_host[0] < 1.1 * alone[0] and with_host[1] < 1.2 * alone[1]
 
 
+@pytest.mark.slow
 def test_loads_that_are_far_slower_than_backups_are_tried_seldom() -> None:
     """A load of 512 tokens takes 0.5 s, which launches wait for, and computing them 0.05 s."""
     texts = unique(12)

@@ -149,6 +149,7 @@ def logprobs_of(answer: Generation) -> list[float]:
 # -- in make test ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_few_prompts_from_device_host_disk_and_a_mix(real: RealModel, tmp_path: Path) -> None:
     few = real.named(*FEW)
     engine = RealEngine(real, 1024, 1024, disk(tmp_path), chunked_prefill_size=96)

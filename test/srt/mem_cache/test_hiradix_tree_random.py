@@ -643,8 +643,9 @@ def drive(seed: int, page_size: int, num_operations: int = 3500) -> Driver:
     return driver
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("page_size", [1, 2, 16])
+@pytest.mark.parametrize(
+    "page_size", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(16, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 5))])
 def test_random_operations_against_a_dictionary(seed: int, page_size: int):
     driver = drive(seed, page_size)

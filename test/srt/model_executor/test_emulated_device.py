@@ -114,6 +114,7 @@ def test_what_is_streamed_is_what_the_device_would_have(config):
     engine.close()
 
 
+@pytest.mark.slow
 def test_a_drawn_token_is_the_cpus(config, monkeypatch):
     # The emulated device computes with torch, and log-probabilities are compared bit by bit.
     monkeypatch.setattr(LIBRARY, "_is_available", False)
