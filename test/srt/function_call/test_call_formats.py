@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -92,9 +93,43 @@ def test_what_the_grammar_allows_is_calls_alone(name: str, single: bool) -> None
             arguments = json.loads(call.parameters)
             assert call.name in ("get_weather", "g"), text
             if call.name == "get_weather":
-                assert isinstance(arguments["city"], str) and set(arguments) <= set(SCHEMA["properties"]), text
+                assert isinstance(arguments["city"], str) and len(arguments["city"]) <= 4, text
+                assert set(arguments) <= set(SCHEMA["properties"]), text
                 assert isinstance(arguments.get("days", 1), int) and arguments.get("unit", "C") in ("C", "F")
                 assert isinstance(arguments.get("place", {"x": True})["x"], bool)
+
+
+SHORT = {"type": "string", "maxLength": 4}
+ENDS_WITH_SPACE = ["a\nb", " lead", "trail\n"]
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_right"),
+    [
+        (SHORT, lambda value: len(value) <= 4),
+        ({"type": "string", "minLength": 3, "maxLength": 5}, lambda value: 3 <= len(value) <= 5),
+        ({"type": "string", "pattern": "^[a-z]{3}$"}, lambda value: value.isalpha() and len(value) == 3),
+        ({"enum": ENDS_WITH_SPACE}, lambda value: value in ENDS_WITH_SPACE),
+        ({"const": "x y"}, lambda value: value == "x y"),
+        ({"enum": ["1", 1]}, lambda value: value in ("1", 1)),
+        ({"anyOf": [SHORT, {"type": "null"}]}, lambda value: value is None or len(value) <= 4),
+        ({"$ref": "#/$defs/short"}, lambda value: len(value) <= 4),
+        ({"type": "object", "properties": {"x": SHORT}, "required": ["x"]}, lambda value: len(value["x"]) <= 4),
+    ],
+)
+def test_white_space_around_the_strings_of_elements_is_none_of_them(
+    schema: dict[str, Any], is_right: Callable[[Any], bool]
+) -> None:
+    """Their grammar allows it, where JSON has quotes."""
+    print(f"seed {SEED}")
+    parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"], "$defs": {"short": SHORT}}
+    tools = (Tool("f", parameters | {"additionalProperties": False}, strict=True),)
+    detector, template = FORMATS["qwen3-coder"]
+    form = detector.call_format(tools, template, single=True)
+    assert form is not None
+    for text in random_answers(compiled(form), random.Random(SEED), 20):
+        (call,) = FunctionCallParser(detector, tools).parse_non_stream(text).calls
+        assert is_right(json.loads(call.parameters)["a"]), repr(text)
 
 
 def answer(name: str, arguments: str, function: str = "get_weather") -> str:

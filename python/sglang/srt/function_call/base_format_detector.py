@@ -79,9 +79,10 @@ class BaseFormatDetector(ABC):
         self.output.text(marker)
 
 
-def schema_tag(begin: str, tool: Tool, end: str, style: str = "json") -> dict[str, Any]:
-    """xgrammar's tag of one call: its arguments, by their schema, between fixed texts."""
-    content = {"type": "json_schema", "json_schema": dict(tool.parameters), "style": style}
+def schema_tag(begin: str, tool: Tool, end: str, **more: Any) -> dict[str, Any]:
+    """xgrammar's tag of one call: its arguments, by their schema, between fixed texts. more: of the `json_schema`
+    format."""
+    content = {"type": "json_schema", "json_schema": dict(tool.parameters), "style": "json", **more}
     return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 

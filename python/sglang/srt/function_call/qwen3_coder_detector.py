@@ -12,9 +12,10 @@ Source: the chat template of Qwen/Qwen3-Coder-30B-A3B-Instruct, which writes one
 tables and lists as JSON, and other values as Python's str() does (True, None).
 
 The tool's schema decides what a value is: it becomes a number, a truth value, null, a table or a list where the
-schema allows that and the text is one, and a string otherwise. Strings are passed on as they come. A value ends at
-the `</parameter>` behind which another element comes: a value may hold the same text itself. The models sometimes
-leave out `<tool_call>`; then the function must be one of the tools.
+schema allows that and the text is one, and a string otherwise. Strings are passed on as they come, unless the schema
+restricts them: a grammar puts white space around those, which is none of the value. A value ends at the
+`</parameter>` behind which another element comes: a value may hold the same text itself. The models sometimes leave
+out `<tool_call>`; then the function must be one of the tools.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import math
 import re
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from sglang.srt.function_call.base_format_detector import (
@@ -120,8 +122,8 @@ class Qwen3CoderDetector(BaseFormatDetector):
         yield from self.reader.take("\n")
         schema = tool.property_schema(key) if tool else None
         kinds = allowed_kinds(schema, tool.resolved) if tool else frozenset()
-        choices = _choices(tool.resolved(schema)) if tool else []
-        if kinds <= {"string"} and not choices:
+        fits = _Restriction.of(schema, tool.resolved) if tool else None
+        if kinds <= {"string"} and fits is None:
             self.output.arguments('"')
             complete = yield from self._text(lambda text: self.output.arguments(_dumps(text)[1:-1]))
             self.output.arguments('"' if complete else "")
@@ -129,7 +131,7 @@ class Qwen3CoderDetector(BaseFormatDetector):
         texts: list[str] = []
         complete = yield from self._text(texts.append)
         text = "".join(texts)
-        self.output.arguments(_dumps(converted(text, kinds, choices)) if complete else text)
+        self.output.arguments(_dumps(converted(text, kinds, fits)) if complete else text)
         return complete
 
     def _text(self, out: Callable[[str], None]) -> Steps[bool]:
@@ -177,8 +179,8 @@ class Qwen3CoderDetector(BaseFormatDetector):
 
 def _tag(tool: Tool) -> dict[str, Any]:
     begin = f"{_BEGIN}\n{_FUNCTION}{tool.name}>\n"
-    # The grammar of the arguments has white space at its end.
-    return schema_tag(begin, tool, f"{_FUNCTION_END}\n{_END}", "qwen_xml")
+    # The grammar of the arguments has white space at its end. One line break at each place is what models write.
+    return schema_tag(begin, tool, f"{_FUNCTION_END}\n{_END}", style="qwen_xml", max_whitespace_cnt=1)
 
 
 def _dumps(value: Any) -> str:
@@ -227,11 +229,57 @@ def _choices(schema: Any) -> list[Any]:
     return found if isinstance(found, list) else []
 
 
-def converted(text: str, kinds: frozenset[str], choices: Sequence[Any] = ()) -> Any:
-    """The value that a text stands for, of one of the kinds; the text itself if it stands for none. choices: the only
-    values, if the schema lists them; white space around a string of them is not meant."""
-    if text.strip() in choices:
-        return text.strip()
+@dataclass(frozen=True)
+class _Restriction:
+    """What a schema demands of a string. choices: the only values, if it lists them."""
+
+    choices: tuple[str, ...] = ()
+    min_len: int = 0
+    max_len: float = math.inf
+
+    @classmethod
+    def of(cls, schema: Any, resolved: Callable[[Any], Any]) -> _Restriction | None:
+        """None: it demands nothing. Of several branches, the first that is about strings and demands something."""
+        schemas = deque([schema])
+        for _ in range(_MAX_SCHEMAS):
+            if not schemas:
+                return None
+            one = schemas.popleft()
+            one = resolved(one) if isinstance(one, Mapping) and "$ref" in one else one
+            if not isinstance(one, Mapping):
+                continue
+            if choices := tuple(each for each in _choices(one) if isinstance(each, str)):
+                return cls(choices)
+            if one.keys() & {"minLength", "maxLength", "pattern", "format"} and "string" in _listed(
+                one.get("type", "string")
+            ):
+                lengths = [one.get(key) for key in ("minLength", "maxLength")]
+                least, most = (each if isinstance(each, int) else None for each in lengths)
+                return cls((), least or 0, math.inf if most is None else most)
+            for key in ("anyOf", "oneOf", "allOf"):
+                branches = one.get(key)
+                schemas += branches if isinstance(branches, list) else ()
+        return None
+
+    def meant(self, text: str) -> str:
+        """The string in a text that has white space around it; the text itself if none is seen."""
+        if self.choices:
+            alike = [choice for choice in self.choices if choice.strip() == text.strip()]
+            return max([choice for choice in alike if choice in text], key=len, default=alike[0] if alike else text)
+        bare = text.strip()
+        # White space belongs to it where it is too short without.
+        start = text.find(bare)
+        while len(bare) < self.min_len and len(bare) < len(text):
+            start = max(0, start - 1)
+            bare = text[start : start + len(bare) + 1]
+        return bare if len(bare) <= self.max_len else text
+
+
+def converted(text: str, kinds: frozenset[str], restriction: _Restriction | None = None) -> Any:
+    """The value that a text stands for, of one of the kinds; the text itself if it stands for none. restriction: of
+    strings, around which white space is not meant then."""
+    if restriction is not None and text.strip() in map(str.strip, restriction.choices):
+        return restriction.meant(text)
     for parse in (json.loads, ast.literal_eval):
         try:
             value = parse(text.strip())
@@ -241,12 +289,12 @@ def converted(text: str, kinds: frozenset[str], choices: Sequence[Any] = ()) -> 
             continue  # no number of JSON
         kind = _kind(value)
         if kind == "string":  # in quotes, which belong to the text
-            return text
+            break
         if kind in kinds or (kind == "integer" and "number" in kinds):
             return value if _is_json(value) else text
         if kind == "number" and "integer" in kinds and value == int(value):
             return int(value)
-    return text
+    return restriction.meant(text) if restriction is not None else text
 
 
 def _is_json(value: Any) -> bool:
