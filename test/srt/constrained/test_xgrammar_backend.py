@@ -110,6 +110,8 @@ def test_a_schema_in_a_structural_tag_allows_what_it_allows_alone(
         ("structural_tag", [], "structural_tag is not usable"),
         ("structural_tag", {"structures": [{"begin": "a"}], "triggers": []}, "'schema' is missing"),
         ("structural_tag", {"structures": 3}, "structural_tag is not usable"),
+        ("structural_tag", {"structures": 5, "triggers": []}, "structures and triggers are lists"),
+        ("json_schema", '{"type": "integer", "minimum": -1' + "0" * 400 + "}", "64 bits at most"),
     ],
 )
 def test_what_is_wrong_is_told(vocabulary: str, kind: str, source: Any, message: str):

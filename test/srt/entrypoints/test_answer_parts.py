@@ -82,6 +82,14 @@ def test_reasoning_text_and_calls_of_one_answer(size: int) -> None:
     assert read(whole, text, size)[:3] == ("", "<think>\nCall\n</think>\n\n", [["f", '{"a": 1}']])
 
 
+@pytest.mark.parametrize("size", [1, 1000])
+def test_a_forced_call_that_is_cut_off_leaves_no_content(size: int) -> None:
+    form = AnswerFormat.of(PLAIN, tools("required"), "…")
+    text = '[{"name": "f", "parameters": {"a": 1}}, {"na'
+    assert read(form, text, size, "length")[:3] == ("", "", [["f", '{"a": 1}']])
+    assert read(form, '[{"na', size, "length")[:3] == ("", "", [])
+
+
 def test_an_answer_without_reasoning_has_no_reasoning_tokens() -> None:
     assert read(AnswerFormat.of(QWEN, ToolRequest(), "…"), f"No. {CALL}", 2)[:2] == ("", f"No. {CALL}")
     assert read(AnswerFormat.of(QWEN, ToolRequest(), "…"), "No.", 2)[3].reasoning_tokens == 0

@@ -157,6 +157,8 @@ def test_tokens_are_counted_as_they_are_computed(scripted: Scripted) -> None:
         ({"tools": [{"name": "a b", "input_schema": {}}]}, 400, "tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "some"}}, 400, "tool_choice"),
         ({"mcp_servers": [{}]}, 400, "mcp_servers"),
+        ({"output_format": {"type": "json_schema", "schema": {}}}, 400, "output_format"),
+        ({"thinking": {"type": "much"}}, 400, "thinking.type must be one of enabled, adaptive, disabled"),
         ({"temperature": -1}, 400, "temperature"),
         ({"model": "other"}, 404, "other"),
     ],

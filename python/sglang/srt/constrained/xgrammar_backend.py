@@ -122,14 +122,17 @@ def _structural_tag(source: str) -> Any:
     tag = msgspec.json.decode(source)
     if not (isinstance(tag, dict) and "structures" in tag):
         return tag
+    structures, triggers = tag["structures"], tag["triggers"]
+    if not isinstance(structures, list) or not isinstance(triggers, list):
+        raise ValueError("structures and triggers are lists")
     structures = [
-        xgrammar.StructuralTagItem(begin=each["begin"], schema=each["schema"], end=each["end"])
-        for each in tag["structures"]
+        xgrammar.StructuralTagItem(begin=each["begin"], schema=each["schema"], end=each["end"]) for each in structures
     ]
-    return xgrammar.StructuralTag.from_legacy_structural_tag(structures, tag["triggers"]).model_dump()
+    return xgrammar.StructuralTag.from_legacy_structural_tag(structures, triggers).model_dump()
 
 
 def _reason(error: Exception) -> str:
     if isinstance(error, KeyError):
         return f"{error} is missing"
-    return " ".join(_PLACE.sub("", str(error)).split())[:500] or type(error).__name__
+    found = " ".join(_PLACE.sub("", str(error)).split())[:500]
+    return found or "xgrammar gives no reason; numbers may have 64 bits at most"

@@ -148,6 +148,7 @@ class AnswerParser:
 
     def __init__(self, form: AnswerFormat, texts: TokenTexts) -> None:
         self._separate = form.separate_reasoning
+        self._has_content = not form.tools.is_forced
         self._calls = form.call_parser()
         self._reasoning: ReasoningParser | None = None
         self._tokens: _ReasoningTokens | None = None
@@ -169,7 +170,8 @@ class AnswerParser:
         calls: tuple[CallDelta, ...] = ()
         if self._calls is not None:
             found = self._calls.parse_stream_chunk(text, final)
-            text = found.normal_text
+            # Where an answer has to be calls, what is left of one that was cut off is no content.
+            text = found.normal_text if self._has_content else ""
             calls = tuple(
                 CallDelta(
                     item.tool_index,

@@ -14,7 +14,10 @@ PATHS = ("/v1/messages", "/v1/messages/count_tokens")
 UNSUPPORTED_MESSAGES: dict[str, tuple[Any, ...]] = {
     "container": (),
     "mcp_servers": ([],),
+    "output_format": (),
 }
+# Of `thinking`.
+_THINKING = ("enabled", "adaptive", "disabled")
 
 _ERROR_TYPES = {
     400: "invalid_request_error",
@@ -55,6 +58,8 @@ class MessagesRequest(EngineFields, frozen=True, kw_only=True):
         for at, message in enumerate(self.messages):
             messages += _chat_messages(message, f"messages[{at}]")
         choice = self.tool_choice or {}
+        if self.thinking is not None and self.thinking.get("type") not in _THINKING:
+            raise RequestError(f"thinking.type must be one of {', '.join(_THINKING)}", param="thinking")
         return ChatCompletionRequest(
             messages=messages,
             max_tokens=self.max_tokens,
