@@ -40,10 +40,10 @@ NOT_RUN = {
     "takes minutes": 1,
 }
 API = DOCS / "reference" / "api.md"
-# When the commands of a page run, if not in `make test-all`: those of one short page in `make test`.
-WHEN_RUN: dict[Path, Any] = {DOCS / "reference" / "state.md": (), DOCS / "guides" / "clients.md": pytest.mark.clients}
-MAX_USER_WORDS = 28_300
-MAX_CONTRIBUTOR_WORDS = 15_450
+# When the commands of a page run, if not in `make test-all`: the API's in `make test`.
+WHEN_RUN: dict[Path, Any] = {API: (), DOCS / "guides" / "clients.md": pytest.mark.clients}
+MAX_USER_WORDS = 28_800
+MAX_CONTRIBUTOR_WORDS = 15_550
 
 
 def runnable(page: Path) -> list:

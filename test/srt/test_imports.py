@@ -33,6 +33,7 @@ PURE = [
     "sglang.srt.mem_cache.block_names",
     "sglang.srt.mem_cache.eviction",
     "sglang.srt.mem_cache.frame_table",
+    "sglang.srt.mem_cache.events",
     "sglang.srt.mem_cache.hiradix_tree",
     "sglang.srt.mem_cache.node",
     "sglang.srt.mem_cache.radix",
@@ -247,6 +248,7 @@ OWNED = {
     **dict.fromkeys(
         Node.__slots__, ("node.py", "radix.py", "hiradix_tree.py", "block_names.py", "transient_nodes.py")
     ),
+    "page_digests": ("events.py",),
     **dict.fromkeys(("pins", "counts", "owner"), ("frame_table.py",)),
 }
 # What variables with nodes in them are called.

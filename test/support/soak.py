@@ -82,13 +82,14 @@ from support.faults import (
 )
 from support.hash_model import DIM, HEADS, HashModel
 from support.kv_oracle import PagedMemory, check_kv, check_stored
+from support.kv_subscriber import WatchedByRouter
 from support.memory_store import MemoryStore, OverlappingMemoryStore
 from support.residency_events import ResidencyEvents
 from support.stream_emulator import StreamEmulator
 
 EOS = 0
 # What watches a run. Tokens, liveness, equal decisions and the code's own assertions are always on.
-ALL_NETS = frozenset({"invariants", "poison", "oracle"})
+ALL_NETS = frozenset({"invariants", "poison", "oracle", "events"})
 
 
 class WrongTokensError(AssertionError):
@@ -569,6 +570,7 @@ class Soak:
         self.num_finished = 0
         self.num_ticks = 0
         self.events = ResidencyEvents(self.ranks[0].core.scheduler.cache)
+        self.router = WatchedByRouter(self.ranks[0].core.scheduler.cache, self.ranks[0].stores)
         self._next_rid = 0
         self._is_stopping = False
 
@@ -633,6 +635,8 @@ class Soak:
             scheduler.check_invariants()
             _check_wake_up(scheduler, now)
         self.events.note_late_links()
+        if "events" in self.nets:
+            self.router.take_events()
         self._take_outputs(decisions[0])
         if decisions[0].step % self.config.oracle_every == 0:
             self._ask_oracle()
@@ -720,6 +724,8 @@ class Soak:
         assert allowed[reason.status_code], f"{rid} ended with {reason}"
 
     def _ask_oracle(self) -> None:
+        if "events" in self.nets:
+            self.router.check()
         if "oracle" not in self.nets:
             return
         for rank in self.ranks:

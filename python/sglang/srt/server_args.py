@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from sglang.srt.disaggregation.kv_events import KVEventsConfig
 from sglang.srt.function_call.function_call_parser import TOOL_CALL_PARSERS
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.managers.schedule_policy import PRIORITIES, QUEUE_POLICIES
@@ -413,6 +414,13 @@ class ServerArgs:
     otlp_traces_endpoint: str = arg(
         OBSERVABILITY, "http://localhost:4318/v1/traces", "where --enable-trace sends traces, as OTLP over HTTP"
     )
+    kv_events_config: str | None = arg(
+        OBSERVABILITY,
+        None,
+        "a JSON object: publish what of which prompt is on which tier, for routers, as in "
+        '{"publisher": "zmq", "endpoint": "tcp://127.0.0.1:5557"}',
+        unset="nothing is published",
+    )
     enable_metrics: bool = arg(
         OBSERVABILITY, False, "has no effect, exists for upstream's command lines: /metrics always answers"
     )
@@ -501,6 +509,10 @@ class ServerArgs:
             "otlp_traces_endpoint",
             "a URL such as http://localhost:4318/v1/traces (OTLP over HTTP, not gRPC)",
         )
+        try:
+            self.kv_events  # noqa: B018
+        except ValueError as error:
+            raise ValueError(f"--kv-events-config: {error}") from None
         self._check_priorities(require)
         if self.record_steps is not None and self.crash_dump_folder is not None:
             raise ValueError("--record-steps has what --crash-dump-folder would keep: use one of the two")
@@ -599,6 +611,10 @@ class ServerArgs:
     def rate_limits(self) -> dict[str, float]:
         """Link name -> bytes per second, for links that are limited."""
         return parse_rate_limits(self.hicache_rate_limit)
+
+    @property
+    def kv_events(self) -> KVEventsConfig:
+        return KVEventsConfig.from_cli(self.kv_events_config) if self.kv_events_config else KVEventsConfig()
 
     @property
     def load_ratio(self) -> float | str:

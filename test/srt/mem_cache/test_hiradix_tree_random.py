@@ -16,18 +16,31 @@ from itertools import product
 import numpy as np
 import pytest
 
+from sglang.srt.disaggregation.kv_events import MEDIA
 from sglang.srt.mem_cache.block_keys import BlockKeys
+from sglang.srt.mem_cache.events import KVCacheEventRecorder
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
 from sglang.srt.mem_cache.node import Dropped, FilledRun, Node, Receipt
+from sglang.srt.mem_cache.page_hashes import PageHashes
 from sglang.srt.mem_cache.placement import class_of_copy
-from sglang.srt.mem_cache.transfer import BACKUP_LINKS, FETCH, FRAME_TIERS, LOAD_LINKS, P2D, Ticket, Tier
+from sglang.srt.mem_cache.transfer import (
+    BACKUP_LINKS,
+    FETCH,
+    FRAME_TIERS,
+    LOAD_LINKS,
+    P2D,
+    TIER_NAMES,
+    Ticket,
+    Tier,
+)
 from sglang.srt.mem_cache.tree_checks import check_soft_pins
 from sglang.srt.utils.time_units import NO_LAUNCH
+from support.kv_subscriber import KvSubscriber
 from support.tree_mutations import TREE_MUTATIONS
 
 DEVICE, PEER, HOST = Tier.DEVICE, Tier.PEER, Tier.HOST
 MAX_PAGES = 7
-NAMESPACES = ("", "", "", "tenant")
+NAMESPACES = ("", "", "", '["salt",""]', '["","key"]')
 
 Key = tuple[str, tuple[int, ...]]
 # Most nodes begin or end within a block.
@@ -99,6 +112,10 @@ class Driver:
         self.seqs = Counter[str]()
         self.next_frame = {DEVICE: 0, HOST: 1_000_000, PEER: 2_000_000}
         self.seen: Counter[str] = Counter()
+        self.recorder = KVCacheEventRecorder(page_size)
+        self.tree.pages = self.recorder
+        self.subscriber = KvSubscriber()
+        self.hashes: dict[Key, int] = {}
 
     # -- what the model knows ---------------------------------------------------------------------------------------
 
@@ -595,7 +612,26 @@ class Driver:
                 ns, kinds = self.key_of(node)
                 chain = self.names.of_prompt(ns, self.tokens(kinds))[node.start // self.page // 2 :]
                 assert np.array_equal(node.block_keys, chain), f"{node} has names of other blocks"
+        self.check_events()
         assert set(tree.roots) == {k[0] for k in self.model} | {key[0] for _, key, _ in self.receipts}
+
+    def check_events(self) -> None:
+        """A subscriber has exactly the pages that are ready, on each tier."""
+        self.subscriber.apply(self.recorder.take())
+        for tier in FRAME_TIERS:
+            ready = {key for key, page in self.model.items() if page.is_ready_on(tier)}
+            assert self.subscriber.blocks.get(MEDIA[TIER_NAMES[tier]], set()) == {self.hash_of(key) for key in ready}
+
+    def hash_of(self, key: Key) -> int:
+        if key not in self.hashes:
+            ns, kinds = key
+            salt, extra_key = {"": ("", ""), NAMESPACES[3]: ("salt", ""), NAMESPACES[4]: ("", "key")}[ns]
+            names = PageHashes(self.page, salt or None, extra_key or None, "default")
+            self.hashes[key] = names.published(names.chain(names.first, self.tokens(kinds)))[-1]
+            assert self.subscriber.prompts.get(self.hashes[key], tuple(self.tokens(kinds))) == tuple(
+                self.tokens(kinds)
+            )
+        return self.hashes[key]
 
 
 OPERATIONS = {

@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
+from sglang.srt.mem_cache.namespaces import namespace_of
 from sglang.srt.sampling.sampling_params import GrammarSpec, SamplingParams
 from sglang.srt.utils.errors import RequestError
 
@@ -429,6 +430,4 @@ def namespace(cache_salt: str | None, extra_key: str | None) -> str:
     """The namespace that separates the cached prefixes of requests. No two pairs give the same string."""
     check_name(cache_salt, "cache_salt")
     check_name(extra_key, "extra_key")
-    if not cache_salt and not extra_key:
-        return ""
-    return msgspec.json.encode([cache_salt or "", extra_key or ""]).decode()
+    return namespace_of(cache_salt or "", extra_key or "")

@@ -106,6 +106,7 @@ class BlockWriter:
         self.storing_pages -= len(op.frames)
         self.breaker.end(succeeded=count > 0)
         self.touches.note_stored(count)
+        self.tree.pages.stored(ticket, count, op.skips)
         block_tokens = len(op.frames) * self.tree.page_size // len(op.keys)
         self.counters["backuped_tokens"] += count * block_tokens
         self.counters["storage_backup_failed_tokens"] += (len(op.keys) - count) * block_tokens
@@ -193,9 +194,10 @@ class BlockWriter:
             lacking = lacking[: max(0, room)]
         for i in range(0, len(lacking), self.limits.blocks_per_op):
             blocks = lacking[i : i + self.limits.blocks_per_op]
-            self.ledger.begin_storage_op(
+            ticket = self.ledger.begin_storage_op(
                 STORE, StorageAction.SET, keys[blocks], frames[blocks].ravel(), skips=self.skips
             )
+            tree.pages.storing(ticket, path[top:], keys[blocks], begin + blocks * size)
             self.storing_pages += frames[blocks].size
         tree.names.mark_stored(path[first:], lacking)
         if len(lacking):

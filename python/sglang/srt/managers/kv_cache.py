@@ -36,6 +36,7 @@ from sglang.srt.mem_cache.block_keys import NO_KEYS, is_alone
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
 from sglang.srt.mem_cache.node import MatchResult, Node, Receipt
+from sglang.srt.mem_cache.page_watcher import PageWatcher
 from sglang.srt.mem_cache.placement import pages_ahead
 from sglang.srt.mem_cache.recent_takes import RecentTakes
 from sglang.srt.mem_cache.slab_ledger import SlabLedger, SlabReport
@@ -98,6 +99,12 @@ class KVCache:
         self._link_done = dict.fromkeys(LINKS, 0)
         self._link_bytes = dict.fromkeys(LINKS, 0)
         self._next_hold = 0
+
+    def watch_pages(self, watcher: PageWatcher) -> None:
+        """Tell it what comes to tiers and leaves them, from now on; nothing is cached yet."""
+        self.tree.pages = watcher
+        if self.storage.setup is not None:
+            watcher.opened(self.storage.tiers, self.storage.setup.block_tokens)
 
     # -- what is there ------------------------------------------------------------------------------------------
 

@@ -22,6 +22,8 @@ import zmq
 from sglang.srt.constrained.grammar_cache import GrammarCache
 from sglang.srt.constrained.grammar_manager import GrammarManager
 from sglang.srt.constrained.xgrammar_backend import VOCABULARY_FILE
+from sglang.srt.disaggregation.event_publisher import ZmqEventPublisher
+from sglang.srt.disaggregation.kv_events import KVEventsConfig
 from sglang.srt.distributed.parallel_state import init_tensor_parallel
 from sglang.srt.managers.crash_folder import replay_hint
 from sglang.srt.managers.crash_record import CrashRecord
@@ -47,6 +49,7 @@ from sglang.srt.managers.io_struct import (
     detokenize_req,
     encode,
 )
+from sglang.srt.managers.kv_events_publisher import SchedulerKvEventsPublisher
 from sglang.srt.managers.progress import Progress
 from sglang.srt.managers.rank_sync import RankSync, Tick
 from sglang.srt.managers.schedule_batch import BatchDecision, StorageRequest
@@ -66,7 +69,7 @@ from sglang.srt.mem_cache.transfer import (
 from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory
 from sglang.srt.peer.memory.lent_memory import LentMemory
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.utils.child_process import ChildArgs, open_pull, open_push, run_child
+from sglang.srt.utils.child_process import ChildArgs, StartupError, open_pull, open_push, run_child
 from sglang.srt.utils.clock import monotonic
 from sglang.srt.utils.startup_progress import StartupProgress
 
@@ -102,6 +105,7 @@ class SchedulerProcess:
         sender: zmq.Socket,
         wake_fd: int,
         grammars: GrammarManager,
+        kv_events: SchedulerKvEventsPublisher | None = None,
     ) -> None:
         self.core = core
         self.storage = storage
@@ -110,6 +114,7 @@ class SchedulerProcess:
         self.sender = sender
         self.wake_fd = wake_fd
         self.grammars = grammars
+        self.kv_events = kv_events
         self._poller = zmq.Poller()
         self._poller.register(receiver, zmq.POLLIN)
         self._poller.register(wake_fd, zmq.POLLIN)
@@ -157,6 +162,8 @@ class SchedulerProcess:
                 )
                 progress = self.sync.lead(tick, progress)
                 self._send(_step(self.core, tick, progress))
+                if self.kv_events is not None:
+                    self.kv_events.publish_kv_events()
                 if tick.switches:
                     logger.warning("an administrator switched tiers: %s", self.core.scheduler.cache.shown_switches())
                 self._busy_since_check = True
@@ -404,15 +411,35 @@ def start(child: ChildArgs, on_exit: ExitStack) -> Callable[[], None]:
     notify = lambda: os.eventfd_write(wake_fd, 1)  # noqa: E731
     cache = GrammarCache(directory / VOCABULARY_FILE, args.constrained_json_max_whitespace_cnt)
     core, storage = build_core(args, RankSetup(group, notify, directory, on_exit, cache, device, progress))
-    process = SchedulerProcess(core, storage, sync, receiver, sender, wake_fd, GrammarManager(cache, notify))
+    kv_events = _open_kv_events(args, core, storage, on_exit)
+    grammars = GrammarManager(cache, notify)
+    process = SchedulerProcess(core, storage, sync, receiver, sender, wake_fd, grammars, kv_events)
     gc.collect()
     gc.freeze()
     accelerator = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    sender.send(encode(ready_message(core.scheduler, accelerator)))
+    sender.send(encode(ready_message(core.scheduler, accelerator, args.kv_events)))
     return process.serve
 
 
-def ready_message(scheduler: Scheduler, accelerator: str | None = None) -> SchedulerReady:
+def _open_kv_events(
+    args: ServerArgs, core: EngineCore, storage: Storage | None, on_exit: ExitStack
+) -> SchedulerKvEventsPublisher | None:
+    """Raises StartupError."""
+    config = args.kv_events
+    if not config.is_on:
+        return None
+    try:
+        publisher = ZmqEventPublisher(config)
+    except ValueError as error:
+        raise StartupError(f"--kv-events-config: {error}") from error
+    on_exit.callback(publisher.close)
+    slot = storage.slot if storage is not None else None
+    return SchedulerKvEventsPublisher(core.scheduler.cache, publisher, config, slot)
+
+
+def ready_message(
+    scheduler: Scheduler, accelerator: str | None = None, kv_events: KVEventsConfig | None = None
+) -> SchedulerReady:
     """Nothing is borrowed yet. accelerator: the GPU's name."""
     config = scheduler.config
     return SchedulerReady(
@@ -425,6 +452,7 @@ def ready_message(scheduler: Scheduler, accelerator: str | None = None) -> Sched
             "max_running_requests": config.max_running_requests,
             "dp_size": 1,
             "accelerator": accelerator,
+            "kv_events": kv_events.describe(config.page_size) if kv_events is not None else None,
         },
     )
 

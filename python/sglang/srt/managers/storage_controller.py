@@ -153,6 +153,7 @@ class StorageController:
     def open(self, limits: StorageLimits | None, block_keys: BlockKeys | None, is_lossy: bool = False) -> None:
         """Storage was attached, emptied or detached: nothing that the tree knew of it holds any more."""
         self.tree.rename_blocks(block_keys)
+        self.tree.pages.opened(self.tiers if limits is not None else (), block_keys.block_tokens if block_keys else 0)
         device_tokens = self.controller.tables[Tier.DEVICE].num_pages * self.tree.page_size
         if block_keys is not None and block_keys.block_tokens > MAX_CUT_RATIO * device_tokens:
             # To evict up to a block more than is needed would cost too much.
@@ -469,6 +470,8 @@ class StorageController:
         far_from = next((self._prefetches[rid].far_from for rid in self._waiters.get(ticket, ())), 0)
         for place in (0, -1) if self.tiers else ():
             note_source([n for n in nodes if not place or n.end > far_from], self.tiers[place])
+        for place, tier in enumerate(self.tiers):
+            self.tree.pages.fetched([n for n in nodes if place == (n.end > far_from > 0)], tier)
         start, end = min((n.start for n in nodes), default=0), max((n.end for n in nodes), default=0)
         self.counters["prefetched_tokens"] += end - start
         self._save_computed(dropped)

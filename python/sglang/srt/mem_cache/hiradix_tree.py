@@ -50,6 +50,7 @@ from sglang.srt.mem_cache.node import (
     root_of,
 )
 from sglang.srt.mem_cache.page_counts import PageCounts, evictable_pages
+from sglang.srt.mem_cache.page_watcher import PageWatcher
 from sglang.srt.mem_cache.placement import LAST
 from sglang.srt.mem_cache.radix import PageKey, common_len, join_keys, page_key_of, put_above, trimmed
 from sglang.srt.mem_cache.transfer import FRAME_TIERS, Ticket, Tier
@@ -84,6 +85,8 @@ class HiRadixTree:
         # Called with each node that leaves its last tier, while it is still in the tree.
         self.lost: Callable[[Node, Tier], None] = lambda node, tier: None
         self._grown: Callable[[int | str, PageKey], None] = lambda parent, page: None
+        # Told what comes to tiers and leaves them.
+        self.pages = PageWatcher()
 
     def watch(self, changed: Callable[[Node], None], grown: Callable[[int | str, PageKey], None]) -> None:
         """Have every change told that could make a match come out differently. changed: a node got or lost a tier,
@@ -453,6 +456,8 @@ class HiRadixTree:
             node.tickets[tier] = None
             self._count_in(node, tier)
             self._offer_everywhere(node)
+        for node in sorted(nodes, key=lambda n: n.start):
+            self.pages.placed(node, tier)
         return nodes
 
     def retire(self, namespace: str) -> None:
@@ -585,6 +590,7 @@ class HiRadixTree:
             node.fences[tier] = max(n.fences[tier] for n in chain)
         node.be_made_of(chain)
         self.names.join(chain)
+        self.pages.joined(chain)
         node.start = top.start
         node.parent = top.parent
         top.parent.children[first_key] = node
@@ -641,6 +647,7 @@ class HiRadixTree:
         second_page = self.page_key(node.key, num_tokens)
         put_above(node, upper, self.page_key(upper.key, 0), second_page)
         self.names.split(upper, node)
+        self.pages.split(upper, node)
         node.key = trimmed(node.key[num_tokens:])
         node.start = upper.end
         upper.be_used_as(node)
@@ -671,6 +678,8 @@ class HiRadixTree:
         if tier == _DEVICE:
             node.parent.num_device_children += 1
         self._count_in(node, tier)
+        if ticket is None:
+            self.pages.placed(node, tier)
 
     def _count_out(self, node: Node, tier: int) -> None:
         """A node is about to change on a tier. What the device has of it decides what the others may give up."""
@@ -690,6 +699,7 @@ class HiRadixTree:
         self._changed(node)
         self._count_out(node, tier)
         if ticket is None:
+            self.pages.left(node, tier)
             fence = max(node.fences[tier], node.last_use) if tier == _DEVICE else node.last_stream
             dropped.cached.append((frames, fence))
         else:

@@ -35,6 +35,7 @@ class Node:
         "lock",
         "merged_into",
         "num_device_children",
+        "page_digests",
         "parent",
         "priority",
         "soft_pins",
@@ -93,6 +94,8 @@ class Node:
         self.block_keys: np.ndarray | None = None
         # (n,) bool, which blocks storage is believed to have.
         self.stored: np.ndarray | None = None
+        # (pages, 32) uint8, by which KV events name pages; None until one does.
+        self.page_digests: np.ndarray | None = None
         # What it has become a part of, since when it is not in the tree.
         self.merged_into: Node | None = None
 

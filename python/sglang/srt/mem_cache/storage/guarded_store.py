@@ -149,6 +149,10 @@ class GuardedStore:
         with self._changed:
             return next((i for i, key in enumerate(keys[:count]) if key in self._missed), count)
 
+    def has_missed(self, key: bytes) -> bool:
+        """Whether the block was not written, as the store failed or was left alone. From any thread."""
+        return key in self._missed
+
     @property
     def has_room(self) -> bool:
         return has_room(self.store)

@@ -21,6 +21,7 @@ import errno
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -123,6 +124,21 @@ class HiCacheFile:
         except BaseException:
             self.close()
             raise
+
+    # -- what is there --------------------------------------------------------------------------------------------
+
+    def __contains__(self, key: bytes) -> bool:
+        """Whether the block is stored, as this process knows it. From any thread."""
+        return key in self._index
+
+    def take_given_up(self) -> list[bytes]:
+        """Keys of blocks that were given up since the last call, by this process or another one, as far as this one
+        has seen it; since the first call. They may be stored again by now. From any thread."""
+        taken_out = self._index.taken_out
+        if taken_out is None:
+            self._index.taken_out = deque()
+            return []
+        return [taken_out.popleft() for _ in range(len(taken_out))]
 
     # -- the protocol BlockStore ----------------------------------------------------------------------------------
 

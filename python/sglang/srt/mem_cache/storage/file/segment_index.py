@@ -9,7 +9,7 @@ every call.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
@@ -107,6 +107,8 @@ class SegmentIndex:
         # Rises with every use of a segment.
         self.tick = 0
         self.next_number = 1
+        # Blocks that were taken out; None: that is not noted.
+        self.taken_out: deque[bytes] | None = None
         self._wall_ns = wall_ns
         self._last_ns = 0
         self._open_files: OrderedDict[int, Segment] = OrderedDict()
@@ -260,11 +262,16 @@ class SegmentIndex:
         key = segment.key(slot)
         if self.places.get(key) != segment.place(slot):
             return False
-        del self.places[key]
+        self._take_out(key)
         segment.live -= 1
         segment.uses[slot] = 0
         self._end_spare(segment, slot)
         return True
+
+    def _take_out(self, key: bytes) -> None:
+        del self.places[key]
+        if self.taken_out is not None:
+            self.taken_out.append(key)
 
     def forget_if(self, segment: Segment, slot: int, key: bytes, checksum: bytes) -> bool:
         """As `forget`, unless the slot holds something else by now."""
@@ -338,9 +345,10 @@ class SegmentIndex:
         """Forget a segment and its blocks. Returns the file to close, unless a read still uses it."""
         for slot in range(segment.used):
             key = segment.key(slot)
-            for where in (self.places, self.claims):
-                if where.get(key) == segment.place(slot):
-                    del where[key]
+            if self.places.get(key) == segment.place(slot):
+                self._take_out(key)
+            if self.claims.get(key) == segment.place(slot):
+                del self.claims[key]
         segment.uses[:] = 0
         segment.live = 0
         self.num_spare -= len(segment.spare)
