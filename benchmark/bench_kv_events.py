@@ -33,7 +33,7 @@ VOCAB = 128_000
 
 
 def run(page_size: int, watcher: PageWatcher, rng: np.random.Generator) -> dict[str, float]:
-    """Seconds of the processor: of a prefill launch, of what a decode step enters on average, and of giving all up."""
+    """Seconds of the processor: of a prefill launch, of what a decode step enters, and of giving all up."""
     tree = HiRadixTree(page_size)
     tree.pages = watcher
     encoder = msgspec.msgpack.Encoder()
