@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,6 +26,7 @@ LANGUAGES = [
     Language.of(*(f"{a}{b}{c}" for a in "xy" for b in ("", "ab", "abb") for c in "12")),
 ]
 # Its parse of n letters has as many trees as there are ways to nest n brackets.
+ENDLESS = GrammarSpec("ebnf", 'root ::= "a" root | "b"')
 AMBIGUOUS = GrammarSpec("ebnf", 'root ::= root root | "a" | ""')
 
 
@@ -37,15 +40,73 @@ def spec_of(grammar: GrammarSpec, *more_stop_ids: int) -> SampleSpec:
     return SampleSpec(params, tuple(sorted({EOS, *more_stop_ids})), num_prompt=3)
 
 
-def rows_of(cache: GrammarCache | None, num_threads: int = 1) -> GrammarRows:
-    return GrammarRows(VOCAB_SIZE, [EOS], cache, num_threads=num_threads)
+def rows_of(
+    cache: GrammarCache | None, num_threads: int = 1, clock: Callable[[], float] = lambda: 0.0
+) -> GrammarRows:
+    return GrammarRows(VOCAB_SIZE, [EOS], cache, num_threads=num_threads, clock=clock)
 
 
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """All masks behind a request's first are filled by threads."""
-    monkeypatch.setattr(grammar_rows, "SHARED_MASK_S", (1e-9, 10.0))
+    monkeypatch.setattr(grammar_rows, "THREADS_S", 1e-9)
+    monkeypatch.setattr(grammar_rows, "TOKEN_S", (10.0, 10.0))
     monkeypatch.setattr(grammar_rows, "EXCESS", 1e9)
+
+
+class Processor:
+    """Masks take the time that a test gives them, for each row of the mask. `launch` draws an "a" for all."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, cache: GrammarCache, num_threads: int = 1) -> None:
+        import xgrammar
+
+        self.now = 0.0
+        self.seconds = 0.0
+        self.costs: list[float] = []
+        self.rows = rows_of(cache, num_threads, lambda: self.now)
+        fill = xgrammar.GrammarMatcher.fill_next_token_bitmask
+        fill_all = xgrammar.BatchGrammarMatcher.batch_fill_next_token_bitmask
+
+        def counted(matcher: xgrammar.GrammarMatcher, mask: np.ndarray, at: int) -> bool:
+            self.seconds += self.costs[at]
+            return fill(matcher, mask, at)
+
+        def all_counted(
+            batch: xgrammar.BatchGrammarMatcher,
+            matchers: list[xgrammar.GrammarMatcher],
+            mask: np.ndarray,
+            places: list[int],
+        ) -> None:
+            self.seconds += sum(self.costs[at] for at in places)
+            fill_all(batch, matchers, mask, places)
+
+        monkeypatch.setattr(xgrammar.GrammarMatcher, "fill_next_token_bitmask", counted)
+        monkeypatch.setattr(xgrammar.BatchGrammarMatcher, "batch_fill_next_token_bitmask", all_counted)
+        read = lambda: self.seconds  # noqa: E731
+        monkeypatch.setattr(grammar_rows, "time", SimpleNamespace(thread_time=read, process_time=read))
+
+    def start(self, *costs: float) -> None:
+        """Requests with masks that take so long, in the slots from 0 on."""
+        self.costs = list(costs)
+        for slot in range(len(costs)):
+            self.restart(slot)
+
+    def restart(self, slot: int) -> None:
+        self.rows.start(slot, spec_of(ENDLESS), ids())
+
+    def launch(self) -> tuple[int, ...]:
+        slots = list(range(len(self.costs)))
+        mask = self.rows.mask(slots)
+        assert all(TEXTS.index("a") in allowed(mask, at) for at in slots)
+        return draw(self.rows, slots, [TEXTS.index("a")] * len(slots))
+
+    def launches_until(self, *slots: int) -> int:
+        """Until these fail, at once."""
+        for num in range(1, 1000):
+            if failed := self.launch():
+                assert failed == slots
+                return num
+        raise AssertionError("none failed")
 
 
 def allowed(mask: torch.Tensor, row: int) -> set[int]:
@@ -128,8 +189,8 @@ def test_a_request_without_grammar_in_a_slot_that_had_one(cache: GrammarCache):
 
 
 def test_an_ambiguous_grammar_ends_its_request_alone(cache: GrammarCache, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(grammar_rows, "ALLOWANCE_S", 0.02)
-    monkeypatch.setattr(grammar_rows, "ALLOWANCE_PER_TOKEN_S", 0.0)
+    monkeypatch.setattr(grammar_rows, "SHARED_S", 0.02)
+    monkeypatch.setattr(grammar_rows, "TOKEN_S", (0.0, 0.0))
     rows = rows_of(cache)
     rows.start(0, spec_of(AMBIGUOUS), ids())
     num_tokens = 0
@@ -144,48 +205,91 @@ def test_an_ambiguous_grammar_ends_its_request_alone(cache: GrammarCache, monkey
     assert len(allowed(rows.mask([0]), 0)) == VOCAB_SIZE
 
 
-@pytest.mark.usefixtures("shared")
-def test_an_ambiguous_grammar_that_hides_among_rows_that_share_threads(
-    cache: GrammarCache, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("num_rows, num_launches", [(1, 9), (2, 5), (4, 3)])
+def test_slow_rows_share_what_goes_beyond_their_credits(
+    cache: GrammarCache, monkeypatch: pytest.MonkeyPatch, num_rows: int, num_launches: int
 ):
-    monkeypatch.setattr(grammar_rows, "ALLOWANCE_S", 0.05)
-    monkeypatch.setattr(grammar_rows, "ALLOWANCE_PER_TOKEN_S", 0.0)
-    rows = rows_of(cache, 2)
-    endless = GrammarSpec("ebnf", 'root ::= "a" root | "b"')
-    for slot, grammar in enumerate([endless, AMBIGUOUS]):
-        rows.start(slot, spec_of(grammar), ids())
-    failed: tuple[int, ...] = ()
-    while not failed:
-        mask = rows.mask([0, 1])
-        assert all(TEXTS.index("a") in allowed(mask, at) for at in (0, 1))
-        failed = draw(rows, [0, 1], [TEXTS.index("a")] * 2)
-    assert 1 in failed
+    """A mask that takes 0.26 s lacks 0.24 s, of 2 s that all share."""
+    processor = Processor(monkeypatch, cache)
+    processor.start(*[0.26] * num_rows)
+    assert processor.launches_until(*range(num_rows)) == num_launches
 
 
-@pytest.mark.usefixtures("shared")
-def test_rows_are_counted_alone_after_masks_that_took_much_longer(
-    cache: GrammarCache, monkeypatch: pytest.MonkeyPatch
-):
-    import xgrammar
+def test_what_rows_share_comes_back_with_time(cache: GrammarCache, monkeypatch: pytest.MonkeyPatch):
+    processor = Processor(monkeypatch, cache)
+    processor.start(0.26)
+    for idle_s, num in ((0.0, 9), (0.0, 1), (2.0, 1), (3.0, 2), (1e9, 9)):
+        processor.now += idle_s
+        processor.restart(0)
+        assert processor.launches_until(0) == num
 
-    batches: list[int] = []
-    fill = xgrammar.BatchGrammarMatcher.batch_fill_next_token_bitmask
 
-    def counted(batch: xgrammar.BatchGrammarMatcher, matchers: list[xgrammar.GrammarMatcher], *more: object) -> None:
-        batches.append(len(matchers))
-        fill(batch, matchers, *more)  # type: ignore[arg-type]
+def test_a_long_cheap_answer_saves_little_up(cache: GrammarCache, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(grammar_rows, "SHARED_S", 0.5)
+    processor = Processor(monkeypatch, cache)
+    processor.start(0.001)
+    for _ in range(100):
+        assert processor.launch() == ()
+    processor.costs = [grammar_rows.CREDIT_S + 0.51]
+    assert processor.launch() == (0,)
 
-    monkeypatch.setattr(xgrammar.BatchGrammarMatcher, "batch_fill_next_token_bitmask", counted)
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_useful_rows_go_on_beside_slow_ones(cache: GrammarCache, monkeypatch: pytest.MonkeyPatch, num_threads: int):
+    """Slow ones come again as often as they fail. A launch takes what rows are credited, not what they would take."""
+    processor = Processor(monkeypatch, cache, num_threads)
+    processor.start(*[0.0022] * 16, *[0.3] * 16)
+    launches, restarts = 200, 0
+    for _ in range(launches):
+        failed = processor.launch()
+        assert all(slot >= 16 for slot in failed)
+        for slot in failed:
+            processor.restart(slot)
+        restarts += len(failed)
+    # A row that fails has taken a mask, which nothing interrupts.
+    credited = launches * 32 * grammar_rows.token_allowance_s(32)
+    assert restarts > 0
+    assert processor.seconds <= credited + grammar_rows.SHARED_S + (restarts + 16) * (0.3 + grammar_rows.START_S)
+
+
+def test_what_a_token_is_allowed():
+    allowances = [grammar_rows.token_allowance_s(num) for num in (0, 1, 5, 10, 20, 1000)]
+    assert allowances == [0.02, 0.02, 0.02, 0.01, 0.005, 0.005]
+
+
+def test_a_row_that_gets_slow_among_rows_that_share_threads(cache: GrammarCache, monkeypatch: pytest.MonkeyPatch):
+    """The others are not charged for it, though only the time of all is known, and nothing is left to share."""
+    monkeypatch.setattr(grammar_rows, "SHARED_S", 0.0)
+    processor = Processor(monkeypatch, cache, 2)
+    processor.start(0.001, 0.001, 0.001)
+    for _ in range(10):
+        assert processor.launch() == ()
+    processor.costs[2] = 5.0
+    assert processor.launch() == (), "who took it is not known"
+    assert processor.launches_until(2) == 1
+    processor.costs[2] = 0.0
+    for _ in range(100):
+        assert processor.launch() == (2,)
+
+
+def test_rows_are_counted_alone_for_longer_each_time(cache: GrammarCache, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(grammar_rows, "EXCESS", 0.0)
-    rows = rows_of(cache, 2)
-    for slot in range(3):
-        rows.start(slot, spec_of(LANGUAGES[0].grammar), ids())
-    for _ in range(2 + grammar_rows.NUM_ALONE):
-        assert batches in ([], [3])
-        rows.mask([0, 1, 2])
-    assert batches == [3]
-    rows.mask([0, 1, 2])
-    assert batches == [3, 3]
+    processor = Processor(monkeypatch, cache, 2)
+    processor.start(0.001, 0.001)
+    together = 0
+    fill_together = processor.rows._fill_together
+
+    def counted(*all_of_them):
+        nonlocal together
+        together += 1
+        return fill_together(*all_of_them)
+
+    monkeypatch.setattr(processor.rows, "_fill_together", counted)
+    found = []
+    for _ in range(1 + 1 + grammar_rows.NUM_ALONE + 1 + 2 * grammar_rows.NUM_ALONE + 1):
+        processor.launch()
+        found.append(together)
+    assert found == [0, *[1] * (1 + grammar_rows.NUM_ALONE), *[2] * (1 + 2 * grammar_rows.NUM_ALONE), 3]
 
 
 @pytest.mark.usefixtures("shared")

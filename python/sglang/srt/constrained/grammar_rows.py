@@ -10,8 +10,13 @@ and is reported, so that the scheduler ends it.
 The tokens of a launch are taken in only by the next mask. On a GPU the host then waits for them while the device
 computes that launch's logits.
 
-Each row's time is counted, since a grammar may be made to take long. xgrammar holds Python's lock meanwhile. Rows
-that take long, but not too long, are therefore filled together by its own threads, which tell only the time of all.
+A grammar may be made to take long, and all of its batch waits. The processor's time of a row is therefore counted:
+
+    the row's credit:    grows with each token, and pays first
+    what all rows share: grows with the clock, and pays what the credit does not; the row fails where it cannot
+
+xgrammar holds Python's lock meanwhile. Rows that take long, but no longer than a token is allowed, are therefore
+filled together by its own threads, which tell only the time of all.
 """
 
 from __future__ import annotations
@@ -33,15 +38,22 @@ from sglang.srt.utils.device import CPU
 if TYPE_CHECKING:
     import xgrammar
 
-# What one request may take of the stream's thread, in processor seconds: at once, and for each token. Most grammars
-# take some 20 us for each token, nested repetitions several ms. An ambiguous one takes longer with each token, and
-# all of its batch waits.
-ALLOWANCE_S = 2.0
-ALLOWANCE_PER_TOKEN_S = 0.02
-# Rows whose last mask took so long share threads and time. At the most, that is what a token is allowed, so that none
-# fails for another's. Masks that took `EXCESS` times as long as their rows' last hide a row that got slow: the next
-# `NUM_ALONE` masks of each of them are counted alone.
-SHARED_MASK_S = (0.0002, ALLOWANCE_PER_TOKEN_S)
+# All in seconds of the processor. Most grammars take some 20 us for each token, nested repetitions several ms. An
+# ambiguous one takes longer with each token. What a row is credited at its start, and at most:
+START_S = 0.02
+CREDIT_S = 0.2
+# The rows of a launch are credited so much together, each with its token, within bounds. The lower one is above what
+# useful grammars take: many of them in one launch do not fail, however long that takes.
+LAUNCH_S = 0.1
+TOKEN_S = (0.005, 0.02)
+# What all rows share beyond that, and what is added to it in a second of the clock.
+SHARED_S = 2.0
+SHARED_PER_SECOND_S = 0.1
+# Rows whose last mask took so long, and not over what a token is allowed, share threads and time. A row pays for a
+# mask of several no more than that, so that none fails for another's. Masks that took `EXCESS` times as long as their
+# rows' last hide a row that got slow: the next `NUM_ALONE` masks of each of them are counted alone, and twice as many
+# each further time.
+THREADS_S = 0.0002
 EXCESS = 4
 NUM_ALONE = 16
 MAX_THREADS = 8
@@ -51,12 +63,36 @@ _WORD_BITS = 32
 logger = logging.getLogger(__name__)
 
 
+def token_allowance_s(num_rows: int) -> float:
+    """Of each row in a launch of so many."""
+    least, most = TOKEN_S
+    return min(most, max(least, LAUNCH_S / max(1, num_rows)))
+
+
+class _SharedTime:
+    """What all rows may take beyond their credits."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._seconds = SHARED_S
+        self._counted_at = clock()
+
+    def take(self, seconds: float) -> bool:
+        """False: there is not so much, and nothing is left. The time has been taken anyway."""
+        now = self._clock()
+        grown = self._seconds + SHARED_PER_SECOND_S * (now - self._counted_at)
+        left = min(SHARED_S, grown) - seconds
+        self._seconds, self._counted_at = max(0.0, left), now
+        return left >= 0
+
+
 class _Row:
     """A request's place in its grammar."""
 
     def __init__(
         self,
         cache: GrammarCache,
+        shared_time: _SharedTime,
         spec: SampleSpec,
         vocab_size: int,
         eos_token_ids: frozenset[int],
@@ -69,11 +105,13 @@ class _Row:
         # Nothing more is drawn by its grammar: an end was drawn, or it failed.
         self.is_over = False
         self.failed = False
-        self._num_tokens = 0
-        self._seconds = 0.0
+        self._shared_time = shared_time
+        self._credit_s = START_S
         # Processor seconds of the last mask.
         self.mask_s = 0.0
+        # Masks that are to be counted alone, and how many the next time.
         self._num_alone = 0
+        self._next_num_alone = NUM_ALONE
         self._matcher: xgrammar.GrammarMatcher | None = None
         # A client's other stop tokens end the request where the grammar allows them as text.
         ends = [token for token in spec.stop_ids if token in eos_token_ids] or list(spec.stop_ids)
@@ -83,12 +121,13 @@ class _Row:
             assert compiled.tokenizer_info.vocab_size == vocab_size, "compiled for another vocabulary"
             self._matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=ends)
         for token in generated:
-            self.accept(token)
+            self.accept(token, TOKEN_S[0])
 
-    def accept(self, token: int) -> None:
+    def accept(self, token: int, allowance_s: float) -> None:
+        """allowance_s: see `token_allowance_s`."""
         if self.is_over or self._matcher is None:
             return
-        self._num_tokens += 1
+        self._credit_s = min(CREDIT_S, self._credit_s + allowance_s)
         with _Measured(self, "continued"):
             if not self._matcher.accept_token(token):
                 self.fail(f"token {token} does not continue it")
@@ -99,25 +138,25 @@ class _Row:
         """mask: (n, words) int32, of which row `at` holds ones."""
         if self.is_over or self._matcher is None:
             return
-        before = self._seconds
-        with _Measured(self, "asked"):
+        with _Measured(self, "asked") as measured:
             self._matcher.fill_next_token_bitmask(mask, at)
-        self.mask_s = self._seconds - before
+        self.mask_s = measured.seconds
         self._num_alone = max(0, self._num_alone - 1)
         self._check_filled(mask, at)
 
-    @property
-    def sharing(self) -> xgrammar.GrammarMatcher | None:
+    def sharing(self, allowance_s: float) -> xgrammar.GrammarMatcher | None:
         """Its matcher, if its mask should be filled together with others'."""
-        shares = not self._num_alone and SHARED_MASK_S[0] <= self.mask_s <= SHARED_MASK_S[1]
+        shares = not self._num_alone and THREADS_S <= self.mask_s <= allowance_s
         return self._matcher if shares else None
 
-    def shared(self, mask: np.ndarray, at: int, excess: float) -> None:
+    def shared(self, mask: np.ndarray, at: int, excess: float, allowance_s: float) -> None:
         """Its mask was filled together with others, in `excess` times the time of their last ones."""
         if excess > EXCESS:
-            self._num_alone = NUM_ALONE
+            self._num_alone = self._next_num_alone
+            self._next_num_alone *= 2
         self.mask_s *= excess
-        self.spend(self.mask_s)
+        self.spend(min(self.mask_s, allowance_s))
+        self._shared_time.take(max(0.0, self.mask_s - allowance_s))
         self._check_filled(mask, at)
 
     def _check_filled(self, mask: np.ndarray, at: int) -> None:
@@ -137,9 +176,12 @@ class _Row:
         self._matcher = None  # the grammar may be large, and the slot unused for long
 
     def spend(self, seconds: float) -> None:
-        self._seconds += seconds
-        if not self.is_over and self._seconds > ALLOWANCE_S + ALLOWANCE_PER_TOKEN_S * self._num_tokens:
-            self.fail(f"its {self._num_tokens} tokens took {self._seconds:.1f} s of the processor")
+        self._credit_s -= seconds
+        if self._credit_s >= 0:
+            return
+        missing, self._credit_s = -self._credit_s, 0.0
+        if not self._shared_time.take(missing) and not self.is_over:
+            self.fail(f"it took {missing:.3f} s of the processor beyond its credit, and so much is not left")
 
 
 class _Measured:
@@ -149,13 +191,16 @@ class _Measured:
         self._row = row
         self._what = what
         self._counts = counts
+        self.seconds = 0.0
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> _Measured:
         self._began = time.thread_time()
+        return self
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> bool:
+        self.seconds = time.thread_time() - self._began
         if self._counts:
-            self._row.spend(time.thread_time() - self._began)
+            self._row.spend(self.seconds)
         if isinstance(error, Exception):
             self._row.fail(f"it could not be {self._what}: {error}")
             return True
@@ -175,7 +220,8 @@ class _Drawn:
 
 class GrammarRows:
     """cache: None on ranks that get their masks from rank 0. broadcast: passes a tensor (n, words) int32 on the
-    device from rank 0 to all ranks. num_threads: that fill masks; as many as torch's where it is None."""
+    device from rank 0 to all ranks. num_threads: that fill masks; as many as torch's where it is None. clock: in
+    seconds."""
 
     def __init__(
         self,
@@ -185,6 +231,7 @@ class GrammarRows:
         device: torch.device = CPU,
         broadcast: Callable[[torch.Tensor], torch.Tensor] = lambda mask: mask,
         num_threads: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._vocab_size = vocab_size
         self._num_words = -(-vocab_size // _WORD_BITS)
@@ -192,6 +239,7 @@ class GrammarRows:
         self._cache = cache
         self._device = device
         self._broadcast = broadcast
+        self._shared_time = _SharedTime(clock)
         self._rows: dict[int, _Row] = {}
         self._drawn: deque[_Drawn] = deque()
         self._num_threads = num_threads
@@ -200,7 +248,9 @@ class GrammarRows:
     def start(self, slot: int, spec: SampleSpec, generated: np.ndarray) -> None:
         """A request takes the slot. generated: (n,) int32, what it has generated so far."""
         if self._cache is not None:
-            self._rows[slot] = _Row(self._cache, spec, self._vocab_size, self._eos_token_ids, generated.tolist())
+            self._rows[slot] = _Row(
+                self._cache, self._shared_time, spec, self._vocab_size, self._eos_token_ids, generated.tolist()
+            )
 
     def mask(self, slots: Sequence[int]) -> torch.Tensor:
         """What the requests in these slots may draw: (n, words) int32 on the device, a bit for each token. Takes part
@@ -212,16 +262,21 @@ class GrammarRows:
         return self._broadcast(torch.from_numpy(mask).to(self._device))
 
     def _fill(self, rows: Sequence[_Row], mask: np.ndarray) -> None:
-        matchers = {at: row.sharing for at, row in enumerate(rows)}
+        allowance_s = token_allowance_s(len(rows))
+        matchers = {at: row.sharing(allowance_s) for at, row in enumerate(rows)}
         shared = {at: matcher for at, matcher in matchers.items() if matcher is not None}
-        if len(shared) < 2 or not self._fill_together(shared, rows, mask):
+        if len(shared) < 2 or not self._fill_together(shared, rows, mask, allowance_s):
             shared = {}
         for at, row in enumerate(rows):
             if at not in shared:
                 row.fill(mask, at)
 
     def _fill_together(
-        self, matchers: dict[int, xgrammar.GrammarMatcher], rows: Sequence[_Row], mask: np.ndarray
+        self,
+        matchers: dict[int, xgrammar.GrammarMatcher],
+        rows: Sequence[_Row],
+        mask: np.ndarray,
+        allowance_s: float,
     ) -> bool:
         """False: it was not done, or one of them, which is not known, failed."""
         import xgrammar
@@ -240,7 +295,7 @@ class GrammarRows:
             return False
         excess = (time.process_time() - began) / sum(rows[at].mask_s for at in matchers)
         for at in matchers:
-            rows[at].shared(mask, at, excess)
+            rows[at].shared(mask, at, excess, allowance_s)
         return True
 
     @staticmethod
@@ -271,5 +326,6 @@ class GrammarRows:
             drawn = self._drawn.popleft()
             drawn.wait()
             tokens = drawn.tokens.tolist()
+            allowance_s = token_allowance_s(len(drawn.rows))
             for row, place in zip(drawn.rows, drawn.places):
-                row.accept(tokens[place])
+                row.accept(tokens[place], allowance_s)

@@ -517,7 +517,7 @@ class Scheduler:
     def _end_without_grammar(self, req: Req) -> None:
         self.end_hold(req, EndReason.ABORT)
         self._counters["aborted_reqs"] += 1
-        message = "the answer's grammar cannot be followed any further: it is too ambiguous, or allows nothing here"
+        message = "the answer's grammar cannot be followed any further: it takes too long here, or allows nothing"
         self._end(req, FinishReason(type="abort", message=message, status_code=400))
 
     def _end_too_long(self, req: Req) -> None:
