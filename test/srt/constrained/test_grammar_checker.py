@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from sglang.srt.constrained import grammar_checker
-from sglang.srt.constrained.check_process import CheckSettings
+from sglang.srt.constrained.check_process import CheckOrder, CheckSettings, check_in_fork
 from sglang.srt.constrained.grammar_checker import MAX_SOURCE_CHARS, GrammarChecker
 from sglang.srt.sampling.sampling_params import GrammarSpec
 from sglang.srt.utils.errors import RequestError
@@ -129,10 +129,11 @@ async def test_a_process_starts_beside_a_thousand_clients(
 async def test_a_grammar_that_takes_long_changes_the_lane(
     checker: GrammarChecker, folder: Path, _: pytest.MonkeyPatch
 ):
-    await checker.check(spec("long"))
+    assert await checker.check(spec("good")) == 0
     for _ in range(2):
+        assert await checker.check(spec("long")) == 2
         assert await why_not(checker, "long-for-ever") == (400, "it takes too long")
-    assert checked(folder) == ["long"] * 2 + ["long-for-ever"] * 2, "what was found is remembered"
+    assert checked(folder) == ["good"] + ["long"] * 3 + ["long-for-ever"] * 3, "what was found is remembered"
 
 
 @run
@@ -198,15 +199,29 @@ async def test_a_process_that_is_silent_is_replaced(
 
 @run
 async def test_too_many_and_too_long(checker: GrammarChecker, folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(grammar_checker, "_MAX_WAITING", 2)
+    monkeypatch.setattr(checker._lanes[0], "_max_waiting", 2)
     waiting = [asyncio.create_task(checker.check(spec(f"wait-{n}"))) for n in range(2)]
-    await asyncio.sleep(0)
+    for _ in range(2):  # the task of the request, and that of the check
+        await asyncio.sleep(0)
     assert (await why_not(checker, "good"))[0] == 503
     (folder / "go").touch()
     await asyncio.gather(*waiting)
     await checker.check(spec("good"))
     status, message = await why_not(checker, "x" * (MAX_SOURCE_CHARS + 1))
     assert status == 400 and str(MAX_SOURCE_CHARS) in message
+
+
+@run
+async def test_too_many_that_take_long(checker: GrammarChecker, folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(checker._lanes[-1], "_max_waiting", 1)
+    slow = asyncio.create_task(checker.check(spec("long-wait")))
+    while not (folder / "checked").exists() or checked(folder).count("long-wait") < 3:
+        await asyncio.sleep(0.01)
+    assert (await why_not(checker, "long"))[0] == 503
+    assert await checker.check(spec("good")) == 0
+    (folder / "go").touch()
+    assert await slow == 2
+    assert await checker.check(spec("long")) == 2, "the refusal is not remembered"
 
 
 @run
@@ -237,6 +252,16 @@ def test_a_server_without_the_library(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(grammar_checker, "is_installed", lambda: False)
     asyncio.run(main())
+
+
+def test_the_time_of_a_check_is_limited_below_a_second():
+    class Endless:
+        def compile(self, spec: GrammarSpec) -> None:
+            while True:
+                pass
+
+    result = check_in_fork(Endless(), CheckOrder(spec("a"), 0.05))  # type: ignore[arg-type]
+    assert result.is_over_time and "takes too long" in result.message
 
 
 @pytest.mark.slow

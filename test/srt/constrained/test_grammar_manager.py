@@ -5,10 +5,14 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import pytest
+
+from sglang.srt.constrained import grammar_manager
 from sglang.srt.constrained.grammar_manager import GrammarManager
 from sglang.srt.constrained.xgrammar_backend import GrammarError
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.sampling.sampling_params import GrammarSpec, SamplingParams
+from sglang.srt.utils.errors import RequestError
 
 
 class SlowCache:
@@ -16,6 +20,7 @@ class SlowCache:
 
     def __init__(self) -> None:
         self.allowed: dict[str, threading.Event] = {}
+        self.begun = threading.Semaphore(0)
         self.compiled: list[str] = []
         self.error: Exception | None = None
         self.held: list[str] = []
@@ -25,6 +30,7 @@ class SlowCache:
         return spec.source in self.compiled
 
     def get(self, spec: GrammarSpec) -> Any:
+        self.begun.release()
         self.allowed.setdefault(spec.source, threading.Event()).wait()
         if self.error is not None:
             raise self.error
@@ -43,9 +49,10 @@ class SlowCache:
         self.allowed.setdefault(source, threading.Event()).set()
 
 
-def request(rid: str, source: str | None) -> TokenizedGenerateReqInput:
+def request(rid: str, source: str | None, lane: int = 0) -> TokenizedGenerateReqInput:
     grammar = GrammarSpec("regex", source) if source is not None else None
-    return TokenizedGenerateReqInput(rid=rid, input_ids=b"", sampling_params=SamplingParams(grammar=grammar))
+    params = SamplingParams(grammar=grammar)
+    return TokenizedGenerateReqInput(rid=rid, input_ids=b"", sampling_params=params, grammar_lane=lane)
 
 
 class Fixture:
@@ -117,3 +124,56 @@ def test_a_grammar_that_fails_ends_its_requests_and_no_others():
     fixture.cache.error = None
     assert not fixture.manager.add(request("3", "a")), "a later request tries again"
     assert fixture.take() == (["3"], [])
+
+
+def test_a_grammar_waits_for_none_of_a_slower_lane():
+    fixture = Fixture()
+    for lane in (2, 1, 0):
+        assert not fixture.manager.add(request(f"slow {lane}", f"slow {lane}", lane))
+        assert not fixture.manager.add(request(f"quick {lane}", f"quick {lane}", lane))
+    for lane in (0, 1, 2):
+        for source in (f"slow {lane}", f"quick {lane}"):
+            fixture.cache.allow(source)
+            assert fixture.take() == ([source], [])
+
+
+def test_so_many_of_a_lane_may_wait_and_those_who_leave_make_room(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(grammar_manager, "LANES", ((0.1, 9), (1.0, 2)))
+    fixture = Fixture()
+    for rid in "ab":
+        assert not fixture.manager.add(request(rid, rid, 1))
+    assert not fixture.manager.add(request("b again", "b", 1)), "it needs no room of its own"
+    with pytest.raises(RequestError) as refusal:
+        fixture.manager.add(request("c", "c", 1))
+    assert refusal.value.status_code == 503 and not fixture.manager.abort("c")
+    assert not fixture.manager.add(request("d", "d", 0))
+    for _ in "ad":
+        assert fixture.cache.begun.acquire(timeout=60)
+    # No thread has begun with b; one cannot be taken back.
+    assert fixture.manager.abort("b")
+    with pytest.raises(RequestError):
+        fixture.manager.add(request("c", "c", 1))
+    assert fixture.manager.abort("b again") and fixture.manager.abort("a") and fixture.manager.abort("d")
+    assert not fixture.manager.add(request("c", "c", 1))
+    with pytest.raises(RequestError):
+        fixture.manager.add(request("e", "e", 1))
+    for source in "acd":
+        fixture.cache.allow(source)
+    ready: list[str] = []
+    while "c" not in ready:
+        more, failed = fixture.take()
+        assert not failed
+        ready += more
+    assert ready == ["c"] and "b" not in fixture.cache.compiled
+
+
+def test_what_was_compiled_for_requests_that_have_left_takes_no_room(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(grammar_manager, "LANES", ((0.1, 1),))
+    fixture = Fixture()
+    assert not fixture.manager.add(request("1", "a"))
+    assert fixture.cache.begun.acquire(timeout=60) and fixture.manager.abort("1")
+    fixture.cache.allow("a")
+    assert fixture.take() == ([], [])
+    assert not fixture.manager.add(request("2", "b"))
+    fixture.cache.allow("b")
+    assert fixture.take() == (["2"], [])

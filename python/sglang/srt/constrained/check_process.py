@@ -4,7 +4,7 @@ A hostile schema can take any time and memory, or overflow the stack, within a l
 happens here, within limits of the kernel, before an engine compiles the same grammar:
 
     parent --[length][CheckOrder]--> this process, which has the library and the vocabulary
-                                       | fork: compiles; ended by SIGXCPU over its time, by an error over its room
+                                       | fork: compiles; ended by SIGPROF over its time, by an error over its room
     parent <--[length][CheckResult]----+
 
 The first frame that it writes tells whether it can check anything.
@@ -45,7 +45,7 @@ class CheckSettings(msgspec.Struct, frozen=True, kw_only=True):
 class CheckOrder(msgspec.Struct, frozen=True):
     spec: GrammarSpec
     # The processor's seconds that it may take.
-    cpu_s: int
+    cpu_s: float
 
 
 class CheckResult(msgspec.Struct, frozen=True):
@@ -115,7 +115,8 @@ def check_in_fork(compiler: GrammarCompiler, order: CheckOrder) -> CheckResult:
             die_with_parent(mine)
             os.close(read_fd)
             limit_memory()
-            resource.setrlimit(resource.RLIMIT_CPU, (order.cpu_s, resource.RLIM_INFINITY))
+            # RLIMIT_CPU counts whole seconds.
+            signal.setitimer(signal.ITIMER_PROF, order.cpu_s)
             with os.fdopen(write_fd, "wb") as file:
                 file.write(msgspec.msgpack.encode(check(compiler, order.spec)))
         finally:
@@ -127,7 +128,7 @@ def check_in_fork(compiler: GrammarCompiler, order: CheckOrder) -> CheckResult:
     if data:
         return msgspec.msgpack.decode(data, type=CheckResult)
     ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-    if ended_by == signal.SIGXCPU:
+    if ended_by == signal.SIGPROF:
         return CheckResult(f"{order.spec.kind} takes too long to compile: simplify it", is_over_time=True)
     return CheckResult(is_killed=True) if ended_by == signal.SIGKILL else _too_large(order.spec)
 

@@ -1,10 +1,10 @@
 """`GrammarChecker`: whether a client's grammar can be used, found out in processes that may die of it.
 
-    new grammar --> quick lane: QUICK_CPU_S --over its time--> slow lane: MAX_CPU_S --> what is found is kept
+    new grammar --> 0.1 s --over its time--> 1 s --over its time--> 20 s --> what is found is kept
 
 Owns those processes, one per lane, and what they have found. It belongs to the HTTP process; check_process.py is the
-other end. The processes start with the first request that has a grammar. Two lanes, so that a few grammars that take
-long do not hold up all others.
+other end. A process starts with the first grammar that comes to its lane. Several lanes, so that a few grammars that
+take long do not hold up all others.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
+from typing import NamedTuple
 
 import msgspec
 
@@ -31,12 +32,10 @@ from sglang.srt.utils.errors import RequestError
 CHECK_COMMAND = (sys.executable, "-m", "sglang.srt.constrained.check_process")
 # Characters of a grammar's text.
 MAX_SOURCE_CHARS = 1 << 18
-# The processor's seconds for one grammar. Most take milliseconds; a string of bounded length takes 2 s with 49,152
-# tokens, and longer with more.
-QUICK_CPU_S = 1
-MAX_CPU_S = 20
-# The most that may wait.
-_MAX_WAITING = 256
+# Of each lane: the processor's seconds for one grammar, and how many may be there. Most take milliseconds; a string
+# of bounded length takes 2 s with 49,152 tokens, and longer with more.
+LANES = ((0.1, 256), (1.0, 64), (20.0, 16))
+TOO_MANY = "too many grammars are waiting to be compiled: try again later"
 # Results that are remembered, and the characters of their grammars.
 _MAX_KNOWN = 4096
 _MAX_KNOWN_CHARS = 16 << 20
@@ -48,10 +47,17 @@ _START_TIMEOUT_S = 300.0
 logger = logging.getLogger(__name__)
 
 
+class _Found(NamedTuple):
+    # Why the grammar cannot be used; "" if it can.
+    message: str
+    # Where it was found out.
+    lane: int
+
+
 class _Check:
     """A grammar that is being checked, and how many requests wait for it."""
 
-    def __init__(self, task: asyncio.Task[str]) -> None:
+    def __init__(self, task: asyncio.Task[_Found]) -> None:
         self.task = task
         self.num_waiting = 0
 
@@ -60,14 +66,15 @@ class GrammarChecker:
     def __init__(self, settings: CheckSettings, command: Sequence[str] = CHECK_COMMAND) -> None:
         """command: of a process that behaves as check_process.py does; it gets the settings as JSON."""
         command = (*command, msgspec.json.encode(settings).decode())
-        self._quick, self._slow = (_Lane(command, cpu_s) for cpu_s in (QUICK_CPU_S, MAX_CPU_S))
-        self._known: OrderedDict[GrammarSpec, str] = OrderedDict()
+        self._lanes = [_Lane(command, cpu_s, max_waiting) for cpu_s, max_waiting in LANES]
+        self._known: OrderedDict[GrammarSpec, _Found] = OrderedDict()
         self._num_known_chars = 0
         self._checking: dict[GrammarSpec, _Check] = {}
 
-    async def check(self, spec: GrammarSpec) -> None:
-        """Return if the grammar can be used. Raises RequestError: 400 if it cannot, 501 if this server lacks what it
-        takes, 503 if too many wait or the machine is too busy. Requests with the same grammar share a check."""
+    async def check(self, spec: GrammarSpec) -> int:
+        """Return if the grammar can be used, and the lane in which it was compiled. Raises RequestError: 400 if it
+        cannot, 501 if this server lacks what it takes, 503 if too many wait or the machine is too busy. Requests with
+        the same grammar share a check."""
         if not is_installed():
             raise RequestError("structured output needs the package xgrammar here: pip install xgrammar", 501)
         if len(spec.source) > MAX_SOURCE_CHARS:
@@ -75,19 +82,18 @@ class GrammarChecker:
                 f"{spec.kind} has {len(spec.source)} characters, but at most {MAX_SOURCE_CHARS} are allowed",
                 param=spec.kind,
             )
-        message = self._known.get(spec)
-        if message is None:
-            message = await self._find_out(spec)
+        found = self._known.get(spec)
+        if found is None:
+            found = await self._find_out(spec)
         else:
             self._known.move_to_end(spec)
-        if message:
-            raise RequestError(message, param=spec.kind)
+        if found.message:
+            raise RequestError(found.message, param=spec.kind)
+        return found.lane
 
-    async def _find_out(self, spec: GrammarSpec) -> str:
+    async def _find_out(self, spec: GrammarSpec) -> _Found:
         check = self._checking.get(spec)
         if check is None:
-            if len(self._checking) >= _MAX_WAITING:
-                raise RequestError("too many grammars are waiting to be compiled: try again later", 503)
             check = self._checking[spec] = _Check(asyncio.create_task(self._check(spec)))
         check.num_waiting += 1
         try:
@@ -100,20 +106,20 @@ class GrammarChecker:
                     del self._checking[spec]
                 check.task.cancel()
 
-    async def _check(self, spec: GrammarSpec) -> str:
-        result = await self._quick.check(spec)
-        if result.is_over_time:
-            result = await self._slow.check(spec)
-        self._known[spec] = result.message
+    async def _check(self, spec: GrammarSpec) -> _Found:
+        lane = 0
+        while (result := await self._lanes[lane].check(spec)).is_over_time and lane + 1 < len(self._lanes):
+            lane += 1
+        found = self._known[spec] = _Found(result.message, lane)
         self._num_known_chars += len(spec.source)
         while len(self._known) > _MAX_KNOWN or self._num_known_chars > _MAX_KNOWN_CHARS:
             oldest, _ = self._known.popitem(last=False)
             self._num_known_chars -= len(oldest.source)
-        return result.message
+        return found
 
     def close(self) -> None:
         """End the processes. Checks that are under way fail."""
-        for lane in (self._quick, self._slow):
+        for lane in self._lanes:
             lane.close()
 
 
@@ -121,17 +127,25 @@ class _Lane:
     """A process, which is started anew if it has ended, and the one thread that speaks with it. `close` is called by
     another."""
 
-    def __init__(self, command: Sequence[str], cpu_s: int) -> None:
+    def __init__(self, command: Sequence[str], cpu_s: float, max_waiting: int) -> None:
         self._command = command
         self._cpu_s = cpu_s
+        self._max_waiting = max_waiting
+        self._num_waiting = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._is_closed = False
 
     async def check(self, spec: GrammarSpec) -> CheckResult:
+        if self._num_waiting >= self._max_waiting:
+            raise RequestError(TOO_MANY, 503)
         # In the context of the request, whose id is then in the log.
         run = copy_context().run
-        return await asyncio.get_running_loop().run_in_executor(self._pool, run, self._check, spec)
+        self._num_waiting += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, run, self._check, spec)
+        finally:
+            self._num_waiting -= 1
 
     def close(self) -> None:
         self._is_closed = True

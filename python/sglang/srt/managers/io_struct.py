@@ -75,6 +75,8 @@ class TokenizedGenerateReqInput(Message, frozen=True):
     is_embedding: bool = False
     # None: the scheduler makes them where it needs them.
     prompt_keys: PromptKeys | None = None
+    # How long the grammar took to compile when it was checked; see `GrammarChecker`.
+    grammar_lane: int = 0
 
 
 class DetokenizeReq(Message, frozen=True):

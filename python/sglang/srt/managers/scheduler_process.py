@@ -71,6 +71,7 @@ from sglang.srt.peer.memory.lent_memory import LentMemory
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.child_process import ChildArgs, StartupError, open_pull, open_push, run_child
 from sglang.srt.utils.clock import monotonic
+from sglang.srt.utils.errors import RequestError
 from sglang.srt.utils.startup_progress import StartupProgress
 
 logger = logging.getLogger(__name__)
@@ -187,8 +188,11 @@ class SchedulerProcess:
                 return inbox
             if isinstance(message, TokenizedGenerateReqInput):
                 self.sender.send(encode(detokenize_req(message)))
-                if self.grammars.add(message):
-                    inbox.new.append(message)
+                try:
+                    if self.grammars.add(message):
+                        inbox.new.append(message)
+                except RequestError as error:
+                    self._refuse(message.rid, error.message, error.status_code)
             elif isinstance(message, AbortReq):
                 if self.grammars.abort(message.rid):
                     self._refuse(message.rid, "the request was aborted", 499)

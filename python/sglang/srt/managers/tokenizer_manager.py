@@ -455,8 +455,7 @@ class TokenizerManager:
                 f"the answer is to have at least {params.min_new_tokens} tokens, but {max_new_tokens} at most: lower "
                 "the minimum or raise the maximum"
             )
-        if params.grammar is not None:
-            await self._check_grammar(params.grammar)
+        grammar_lane = 0 if params.grammar is None else await self._check_grammar(params.grammar)
         seed = self._random.getrandbits(31) if params.sampling_seed is None else params.sampling_seed
         self._check_vocabulary("stop_token_ids", params.stop_token_ids)
         self._check_vocabulary("logit_bias", tuple(params.logit_bias))
@@ -479,12 +478,14 @@ class TokenizerManager:
             logprobs=logprobs,
             is_embedding=req.is_embedding,
             prompt_keys=await self._prompt_keys(req, ids),
+            grammar_lane=grammar_lane,
         )
 
-    async def _check_grammar(self, spec: GrammarSpec) -> None:
+    async def _check_grammar(self, spec: GrammarSpec) -> int:
+        """The lane of the checker that it took."""
         if self._grammars is None:
             raise RequestError(f"{spec.kind} is not served: the server runs with --grammar-backend none", 501)
-        await self._grammars.check(spec)
+        return await self._grammars.check(spec)
 
     async def _prompt_keys(self, req: GenerateRequest, ids: np.ndarray) -> PromptKeys | None:
         """The scheduler would take 3 us per block, in which it does nothing else."""
