@@ -259,13 +259,13 @@ def test_what_a_token_is_allowed():
 
 def test_a_row_that_gets_slow_among_rows_that_share_threads(cache: GrammarCache, monkeypatch: pytest.MonkeyPatch):
     """The others are not charged for it, though only the time of all is known, and nothing is left to share."""
-    monkeypatch.setattr(grammar_rows, "SHARED_S", 0.0)
     processor = Processor(monkeypatch, cache, 2)
     processor.start(0.001, 0.001, 0.001)
     for _ in range(10):
         assert processor.launch() == ()
     processor.costs[2] = 5.0
     assert processor.launch() == (), "who took it is not known"
+    processor.costs[2] = 0.5
     assert processor.launches_until(2) == 1
     processor.costs[2] = 0.0
     for _ in range(100):
