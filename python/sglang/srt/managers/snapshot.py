@@ -21,6 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from sglang.srt.mem_cache.page_watcher import PageWatcher
+
 _PACKAGE = "sglang."
 _ALLOWED = ("builtins", "collections", "copyreg", "functools", "itertools", "msgspec", "numpy", "random")
 
@@ -82,6 +84,8 @@ class _Pickler(pickle.Pickler):
             # Two arrays over one memory stay so: one of them may be written, and the other read.
             offset = obj.__array_interface__["data"][0] - obj.base.__array_interface__["data"][0]
             return np.ndarray, (obj.shape, obj.dtype, obj.base, offset, obj.strides)
+        if isinstance(obj, PageWatcher):
+            return PageWatcher, ()  # a restored scheduler has no subscribers
         # An object with a hash of its own may be a key of a table, which needs it whole.
         if kind.__module__.startswith(_PACKAGE) and kind.__hash__ is object.__hash__:
             self._shells.append(obj)

@@ -61,10 +61,6 @@ class KVCacheEventRecorder(PageWatcher):
         # How many of those blocks have a page, by its hash.
         self._disk_uses: Counter[int] = Counter()
 
-    def __reduce__(self) -> tuple[type[PageWatcher], tuple[()]]:
-        """A snapshot of a scheduler is restored without subscribers."""
-        return PageWatcher, ()
-
     def take(self) -> list[KVCacheEvent]:
         events, self._events = self._events, []
         return events
