@@ -58,7 +58,7 @@ def is_settled(plane: Plane) -> bool:
 
 class PieceSource:
     """A `Source`. expected: (num_blocks, block bytes) uint8, what a fetch has to bring. pieces: by name in the store;
-    a test changes them. reply: what the server sends in place of a value. hold: cleared, the server waits. late: the
+    a test changes them. reply: what the server sends in place of a value. asked: set by the first command. hold: cleared, the server waits. late: the
     most seconds for a piece. lost: how often a connection breaks. server: another one's."""
 
     def __init__(
@@ -88,6 +88,7 @@ class PieceSource:
         self.pongs: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.hold = threading.Event()
         self.hold.set()
+        self.asked = threading.Event()
         self._lock = threading.Lock()
         self.server = server or FakeServer(single(self._answer))
         self._engines: list[socket.socket] = []
@@ -158,6 +159,7 @@ class PieceSource:
             b"GETEX",
             [b"EX", b"%d" % self.store.pieces_ttl_s],
         )
+        self.asked.set()
         self.hold.wait(TIMEOUT_S)
         with self._lock:
             is_lost, seconds = self.random.random() < self.lost, self.random.random() * self.late

@@ -323,17 +323,23 @@ def test_a_slow_plane_is_no_silent_server(slow):
         session.close()
 
 
-def test_a_silent_server_holds_up_no_other_session():
-    sick, well = PieceSource(3, 6, LAYOUT, timeout_s=TIMEOUT_S), PieceSource(4, 4, LAYOUT)
-    sick.hold.clear()
+@pytest.mark.parametrize("num_sick", [1, 2])
+def test_silent_servers_hold_up_no_other_session(num_sick):
+    """Two would take all slots of the smallest buffers, if each session got as much as its connections take."""
+    well, sick = PieceSource(4, 4, LAYOUT), [PieceSource(5 + i, 6, LAYOUT) for i in range(num_sick)]
     with plane() as line:
-        sessions = [source.open(line) for source in (sick, well)]
-        stuck = Asked(sick, sessions[0], 1, range(6), some_pages(sick, 6, random.Random(1)))
+        sessions = [source.open(line) for source in (well, *sick)]
+        stuck = []
+        for source, session in zip(sick, sessions[1:], strict=True):
+            source.hold.clear()
+            stuck.append(Asked(source, session, 1, range(6), some_pages(source, 6, random.Random(1))))
+            assert source.asked.wait(TIMEOUT_S)
         for number in range(10):
-            asked = Asked(well, sessions[1], number, range(4), some_pages(well, 4, random.Random(number)))
-            assert asked.wait() == 4 and asked.came(4) and not stuck.counts
-        sick.hold.set()
-        assert stuck.wait() == 6
+            asked = Asked(well, sessions[0], number, range(4), some_pages(well, 4, random.Random(number)))
+            assert asked.wait() == 4 and asked.came(4) and not any(fetch.counts for fetch in stuck)
+        for source, fetch in zip(sick, stuck, strict=True):
+            source.hold.set()
+            assert fetch.wait() == 6
         for session in sessions:
             session.close()
 

@@ -9,9 +9,10 @@
 
 bool may_take(const struct plane *plane, const struct fetch *fetch)
 {
-    /* An engine that takes nothing has half of what is left, and never the last slot. */
+    /* A session whose server or engine is silent has half of what is left. An engine never has the last slot. */
     const struct session *session = fetch->session;
-    return !session->destination->can_stall || session->num_stallable < plane->num_slots - plane->num_stallable - 1;
+    int left = plane->num_slots - plane->num_dependent - session->destination->can_stall;
+    return !plane->settings.is_pipelined || session->num_dependent < left;
 }
 
 bool has_more(const struct fetch *fetch)
@@ -41,6 +42,15 @@ struct piece *take_piece(struct fetch *fetch)
     fetch->next_piece++;
     fetch->num_under_way++;
     return piece;
+}
+
+void set_dependent(struct piece *piece, bool is_dependent)
+{
+    struct session *session = piece->fetch->session;
+    int change = is_dependent - piece->is_dependent;
+    piece->is_dependent = is_dependent;
+    session->num_dependent += change;
+    session->plane->num_dependent += change;
 }
 
 bool is_wanted(const struct piece *piece)
@@ -180,10 +190,7 @@ void end_piece(struct piece *piece, bool ok)
     for (int i = 0; i < NUM_BUFFERS; i++)
         release_slot(plane, piece, i);
     pthread_mutex_lock(&plane->lock);
-    if (plane->settings.is_pipelined && session->destination->can_stall) {
-        session->num_stallable--;
-        plane->num_stallable--;
-    }
+    set_dependent(piece, false);
     fetch->num_under_way--;
     if (ok)
         fetch->missing[piece->block]--;
@@ -242,6 +249,7 @@ void bring_piece(struct plane *plane, struct fetch *fetch, uint32_t block, uint3
     piece->fetch = fetch;
     piece->block = block;
     piece->index = index;
+    piece->is_dependent = plane->settings.is_pipelined && fetch->session->destination->can_stall; /* counted before */
     if (!bytes) {
         end_piece(piece, false);
         return;

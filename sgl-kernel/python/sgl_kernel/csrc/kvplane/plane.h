@@ -106,6 +106,7 @@ struct piece {
     const uint8_t *header, *payload, *tag; /* as stored; they need not lie in one run */
     size_t stored_bytes;
     bool is_checked, is_plain; /* is_plain: stored without coding */
+    bool is_dependent;         /* counted in num_dependent */
     uint8_t *out;  /* where it is dequantized to; in a slot, unless it is in the engine's pages */
     bool is_in_place;
     double begun_at, done_at; /* done_at: of an emulated accelerator */
@@ -172,8 +173,9 @@ struct session {
     char prefix[MAX_PREFIX_BYTES + 1];
     int16_t node_of[HASH_SLOTS]; /* -1: not known */
     struct session_thread *threads;
-    /* Its pieces under way, where the other side decides when they are delivered. */
-    int num_stallable;
+    /* Its pieces that wait for others: for the store's reply, or, until they are delivered, for an engine that can
+     * stall. */
+    int num_dependent;
     const struct destination *destination;
     /* Of pages in shared memory. */
     uint8_t *pool;
@@ -304,7 +306,7 @@ struct plane {
     bool is_stopping;
     struct session *sessions;
     struct fetch *fetches, **last_fetch;
-    int num_stallable;
+    int num_dependent;
     /* Without pipelining: pieces of the current block that have not ended; those of it that no thread has; and those
      * that wait for the others before the next stage. */
     int num_together, num_untaken, num_parked, together_room;
@@ -336,10 +338,12 @@ void give_up(struct plane *plane, struct session *session, uint64_t operation);
 void close_session(struct session *session);
 /* A piece that the control plane has brought, malloc'ed; NULL: it has not. */
 void bring_piece(struct plane *plane, struct fetch *fetch, uint32_t block, uint32_t index, uint8_t *bytes, size_t size);
-/* These four with plane->lock. */
+/* These six with plane->lock. */
 bool has_more(const struct fetch *fetch);
 bool may_take(const struct plane *plane, const struct fetch *fetch);
 struct piece *take_piece(struct fetch *fetch);
+/* That a piece waits for others, or does not any more. */
+void set_dependent(struct piece *piece, bool is_dependent);
 void note_reading(struct plane *plane);
 bool is_wanted(const struct piece *piece);
 void release_slot(struct plane *plane, struct piece *piece, enum buffer buffer);

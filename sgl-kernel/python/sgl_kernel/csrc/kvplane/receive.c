@@ -61,13 +61,12 @@ static bool has_room(const struct receiver *receiver, const struct fetch *fetch)
     if (lane->num_asked < (int)receiver->plane->settings.window)
         return true;
     /* More only of small pieces, and with half of the slots: the other half is left to other lanes. */
-    const struct counters *counters = receiver->plane->counters;
-    uint64_t used = __atomic_load_n(&counters->slots_used[COMPRESSED], __ATOMIC_RELAXED);
-    return lane->asked_bytes < SMALL_ASK_BYTES && 2 * used < counters->slots[COMPRESSED];
+    return lane->asked_bytes < SMALL_ASK_BYTES && 2 * receiver->plane->num_dependent < receiver->plane->num_slots;
 }
 
-/* The next piece for a receiving thread, with plane->lock; NULL if there is none. */
-static struct piece *next_piece(struct receiver *receiver)
+/* The next piece for a receiving thread, with plane->lock; NULL if there is none. is_refused: whether there is one that
+ * may not be taken now. */
+static struct piece *next_piece(struct receiver *receiver, bool *is_refused)
 {
     struct plane *plane = receiver->plane;
     if (plane->num_untaken)
@@ -75,14 +74,15 @@ static struct piece *next_piece(struct receiver *receiver)
     if (!plane->settings.is_pipelined && plane->num_together)
         return NULL;
     for (struct fetch *fetch = plane->fetches; fetch; fetch = fetch->next) {
-        if (!has_more(fetch) || !may_take(plane, fetch) || !has_room(receiver, fetch))
+        if (!has_more(fetch) || !has_room(receiver, fetch))
             continue;
+        if (!may_take(plane, fetch)) {
+            *is_refused = true;
+            continue;
+        }
         struct piece *piece = take_piece(fetch);
         if (plane->settings.is_pipelined) {
-            if (fetch->session->destination->can_stall) {
-                fetch->session->num_stallable++;
-                plane->num_stallable++;
-            }
+            set_dependent(piece, true);
             return piece;
         }
         uint32_t num = fetch->session->num_pieces;
@@ -189,9 +189,8 @@ static bool ask_more(struct receiver *receiver)
         receiver->held = NULL;
         if (!piece) {
             pthread_mutex_lock(&plane->lock);
-            piece = next_piece(receiver);
+            piece = next_piece(receiver, &is_starved);
             note_reading(plane);
-            is_starved = !piece && plane->num_stallable;
             pthread_mutex_unlock(&plane->lock);
         }
         if (!piece)
@@ -325,6 +324,10 @@ static void receive_one(struct receiver *receiver, struct connection *connection
     if (reply == REDIRECTED) {
         /* The control plane follows, and brings the piece: bring_piece. */
         release_slot(plane, piece, COMPRESSED);
+        pthread_mutex_lock(&plane->lock);
+        if (!session->destination->can_stall)
+            set_dependent(piece, false);
+        pthread_mutex_unlock(&plane->lock);
         tell_redirected(piece);
         free(piece);
         return;
@@ -333,6 +336,7 @@ static void receive_one(struct receiver *receiver, struct connection *connection
     fetch->num_read += reply == VALUE;
     fetch->num_missing += reply == NONE;
     fetch->bytes_read += size * (reply == VALUE);
+    set_dependent(piece, piece->is_dependent && session->destination->can_stall);
     pthread_mutex_unlock(&plane->lock);
     if (reply != VALUE) {
         if (reply == TOO_LARGE)
