@@ -16,9 +16,8 @@ from sglang.srt.disaggregation.kv_events import (
     KVEventBatch,
 )
 from sglang.srt.managers.kv_cache import KVCache
-from sglang.srt.mem_cache.block_keys import is_private
 from sglang.srt.mem_cache.events import KVCacheEventRecorder
-from sglang.srt.mem_cache.namespaces import parts_of_namespace
+from sglang.srt.mem_cache.namespaces import is_private, parts_of_namespace
 from sglang.srt.mem_cache.node import path_of, root_of
 from sglang.srt.mem_cache.page_hashes import PageHashes
 from sglang.srt.mem_cache.transfer import FRAME_TIERS, TIER_NAMES, Tier

@@ -29,13 +29,14 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.managers.engine_core import EngineCore, StepRecorder
 from sglang.srt.managers.io_struct import (
+    AdminReqInput,
     PromptKeys,
     SwitchTierReqInput,
     TokenizedGenerateReqInput,
     bytes_to_ids,
     ids_to_bytes,
 )
-from sglang.srt.managers.schedule_batch import BatchDecision, StorageRequest
+from sglang.srt.managers.schedule_batch import BatchDecision, ControlReply, StorageRequest
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_config import SchedulerConfig
 from sglang.srt.managers.storage_setup import StorageSetup
@@ -381,11 +382,27 @@ class LocalEngine:
     def switch(self, tier: str, reads: bool | None = None, writes: bool | None = None) -> str:
         """Turn a tier on or off. Returns why that cannot be."""
         switch = SwitchTierReqInput(id="admin", tier=tier, reads=reads, writes=writes)
-        decision = self.core.step(self.clock(), self.core.progress(), switches=[switch])
+        decision = self.core.step(self.clock(), self.core.progress(), admin=[switch])
         self._take_outputs(decision, 0.0)
         (reply,) = decision.replies
         assert reply.success == (not reply.message)
         return reply.message
+
+    def ask_admin(self, request: AdminReqInput) -> ControlReply:
+        """What an administrator asks for; the answer may wait for storage."""
+        decision = self.core.step(self.clock(), self.core.progress(), admin=[request])
+        while True:
+            self._take_outputs(decision, 0.0)
+            if decision.replies:
+                return decision.replies[0]
+            decision = self._next_decision()
+
+    def _next_decision(self) -> BatchDecision:
+        while True:
+            progress = self.core.progress()
+            if self.core.has_work(self.clock()):
+                return self.core.step(self.clock(), progress)
+            time.sleep(0.001)
 
     def forget(self) -> None:
         """Empty device and host, once all is over; storage keeps what it has."""

@@ -38,6 +38,9 @@ class MemoryStore:
         self._random = random.Random(seed)
         self._fail_rate = fail_rate
         self._max_blocks = max_blocks
+        # Key -> whose block it is, of all that were ever stored.
+        self.tenants: dict[bytes, bytes] = {}
+        self.limits: dict[bytes, int] = {}
 
     def exists(self, keys: Sequence[bytes]) -> int:
         self._maybe_raise()
@@ -54,9 +57,10 @@ class MemoryStore:
             self.pool.copy_in(pages, self.blocks[key])
         return len(keys)
 
-    def set(self, keys: Sequence[bytes], frames: np.ndarray) -> int:
+    def set(self, keys: Sequence[bytes], frames: np.ndarray, tenant: bytes = b"") -> int:
         self._maybe_raise()
         for i, (key, pages) in enumerate(zip(keys, self._pages_of(keys, frames))):
+            self.tenants[key] = tenant
             if key not in self.blocks:
                 if self._fails():
                     return i
@@ -72,6 +76,16 @@ class MemoryStore:
             if (block := self.blocks.pop(key, None)) is not None:
                 self.blocks[key] = block
         return next((i for i, key in enumerate(keys) if key not in self.blocks), len(keys))
+
+    def erase(self, tenant: bytes) -> bool:
+        self._maybe_raise()
+        for key in [key for key in self.blocks if self.tenants[key] == tenant]:
+            del self.blocks[key]
+        return True
+
+    def limit(self, tenant: bytes, num_blocks: int) -> bool:
+        self.limits[tenant] = num_blocks
+        return True
 
     def clear(self) -> None:
         self.blocks.clear()

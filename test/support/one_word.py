@@ -53,6 +53,10 @@ class OneWord:
     async def render_metrics(self) -> bytes:
         return b""
 
+    @property
+    def control(self) -> OneWord:
+        return self
+
     async def flush_cache(self) -> ControlReqOutput:
         return ControlReqOutput(id="1", success=True)
 

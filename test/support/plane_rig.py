@@ -58,7 +58,8 @@ def is_settled(plane: Plane) -> bool:
 
 class PieceSource:
     """A `Source`. expected: (num_blocks, block bytes) uint8, what a fetch has to bring. pieces: by name in the store;
-    a test changes them. reply: what the server sends in place of a value. asked: set by the first command. hold: cleared, the server waits. late: the
+    a test changes them. reply: what the server sends in place of a value. asked: set by the first command.
+    hold: cleared, the server waits. late: the
     most seconds for a piece. lost: how often a connection breaks. server: another one's."""
 
     def __init__(

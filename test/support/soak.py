@@ -26,6 +26,7 @@ import torch
 
 from sglang.srt.managers.engine_core import EngineCore, StepRecorder, digest_of, replay
 from sglang.srt.managers.io_struct import (
+    AdminReqInput,
     FinishReason,
     PromptKeys,
     SwitchTierReqInput,
@@ -610,7 +611,7 @@ class Soak:
         aborts: Sequence[str] = (),
         flush: Sequence[str] = (),
         storage: Sequence[StorageRequest] = (),
-        switches: Sequence[SwitchTierReqInput] = (),
+        admin: Sequence[AdminReqInput] = (),
     ) -> None:
         self.num_ticks += 1
         now = Seconds(self.num_ticks * self.config.tick_s)
@@ -619,14 +620,14 @@ class Soak:
             ran += rank.emulator.run(self.random.choice((0, 1, 3, 10, 60)))
         reports = [rank.core.progress() for rank in self.ranks]
         progress = reduce_progress(reports)
-        inputs = arrivals or aborts or flush or storage or switches
+        inputs = arrivals or aborts or flush or storage or admin
         if not (inputs or any(rank.core.has_work(now) for rank in self.ranks)):
             lending = self.ranks[0].core.scheduler.lending
             awaits_slabs = lending is not None and lending.awaits_slabs
             if self.live and not awaits_slabs and not any(r.core.has_outstanding for r in self.ranks):
                 raise StuckError(f"nothing is outstanding and {len(self.live)} requests wait")
             return
-        decisions = [r.core.step(now, progress, arrivals, aborts, flush, storage, switches) for r in self.ranks]
+        decisions = [r.core.step(now, progress, arrivals, aborts, flush, storage, admin) for r in self.ranks]
         if len({digest_of(d) for d in decisions}) != 1:
             raise AssertionError(f"ranks decide differently in step {decisions[0].step}")
         if "invariants" in self.nets:

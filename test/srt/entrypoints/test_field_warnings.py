@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from sglang.srt.entrypoints import http_routes
+from sglang.srt.entrypoints import request_bodies
 from sglang.srt.entrypoints.http_routes import make_app, warning_header
 from sglang.srt.entrypoints.request_fields import MAX_ANSWERS, convert
 from sglang.srt.server_args import ServerArgs
@@ -96,7 +96,7 @@ def test_nothing_gets_out_of_the_header():
 def parsed_by(path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     """The status, and how many bodies were taken for requests."""
     parsed = []
-    monkeypatch.setattr(http_routes, "convert", lambda *args: parsed.append(args) or convert(*args))
+    monkeypatch.setattr(request_bodies, "convert", lambda *args: parsed.append(args) or convert(*args))
     return post(path, body).status_code, len(parsed)
 
 

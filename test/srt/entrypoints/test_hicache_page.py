@@ -73,7 +73,7 @@ def paths(value: Any, at: str = "") -> set[str]:
     if isinstance(value, list):
         return {at} | {p for inner in value for p in paths(inner, f"{at}[]")}
     at = re.sub(r"^(tiers\.)(device|host)\.|^(links\.|switches\.)\w+\.", lambda m: f"{m[1] or m[3]}*.", at)
-    return {re.sub(r"^(counters|lost_hits|canary\.differences)\.\w+", r"\1.*", at)}
+    return {re.sub(r"^(counters|lost_hits|canary\.differences|admin\.policies)\.\w+", r"\1.*", at)}
 
 
 @pytest.fixture(scope="module")

@@ -278,7 +278,7 @@ def test_earlier_turns_are_tokenised_once():
         assert [await reused(1, ""), await reused(2, ""), await reused(2, "b")] == [False, True, False]
         assert await reused(2, "")
         for success in (False, True):
-            flushing = asyncio.create_task(h.manager.flush_cache())
+            flushing = asyncio.create_task(h.manager.control.flush_cache())
             question = await h.until_sent(len(h.sent) + 1)
             h.tell(ControlReqOutput(id=question.id, success=success))
             assert (await flushing).success == success

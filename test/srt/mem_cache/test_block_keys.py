@@ -7,7 +7,8 @@ import hashlib
 import numpy as np
 import pytest
 
-from sglang.srt.mem_cache.block_keys import KEY_BYTES, NO_KEYS, BlockKeys, is_private, private, to_bytes
+from sglang.srt.mem_cache.block_keys import KEY_BYTES, NO_KEYS, BlockKeys, to_bytes
+from sglang.srt.mem_cache.namespaces import is_private, private
 
 KEYS = BlockKeys(b"secret", 4)
 

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from sglang.srt.mem_cache import hottest_prefixes
-from sglang.srt.mem_cache.block_keys import BlockKeys, private
+from sglang.srt.mem_cache.block_keys import BlockKeys
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
 from sglang.srt.mem_cache.hottest_prefixes import HottestPrefixes, hottest
+from sglang.srt.mem_cache.namespaces import private
 from sglang.srt.mem_cache.node import Node
 from sglang.srt.mem_cache.transfer import D2H, Ticket, Tier
 

@@ -41,7 +41,7 @@ class Store:
         self._called("get", keys, frames.tolist())
         return len(keys)
 
-    def set(self, keys, frames) -> int:
+    def set(self, keys, frames, tenant=b"") -> int:
         self._called("set", keys, frames.tolist())
         return len(keys)
 

@@ -19,8 +19,10 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.errors import RequestError
 
 _OPEN = ("/health", "/health_generate", "/ping", "/hicache")
-_ADMIN = ("/flush_cache", "/hicache/storage-backend", "/hicache/storage-backend/clear")
-_ADMIN_BELOW = "/hicache/tiers/"
+_ADMIN = "/flush_cache"
+# Everything below this path but what is only read.
+_ADMIN_BELOW = "/hicache/"
+_READ_ONLY = ("/hicache/state", "/hicache/tiers", "/hicache/policies")
 
 
 class ApiKeyMiddleware:
@@ -31,7 +33,7 @@ class ApiKeyMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in _OPEN:
             try:
-                if scope["path"] in _ADMIN or scope["path"].startswith(_ADMIN_BELOW):
+                if is_admin_path(scope["path"]) and not (scope["path"] in _READ_ONLY and scope["method"] == "GET"):
                     require_admin(Request(scope), self._args)
                 else:
                     require(Request(scope), self._args.api_key)
@@ -46,14 +48,19 @@ class ApiKeyMiddleware:
         await self._app(scope, receive, send)
 
 
+def is_admin_path(path: str) -> bool:
+    return path == _ADMIN or path.startswith(_ADMIN_BELOW)
+
+
 def require_admin(request: Request, args: ServerArgs) -> None:
     require(request, args.admin_api_key or args.api_key)
 
 
 def require_a_key(args: ServerArgs) -> None:
-    """For actions that must not be open to all: a storage plugin is code that this server runs."""
+    """For actions that must not be open to all: a storage plugin is code that this server runs, and what tenants have
+    cached is theirs."""
     if not (args.admin_api_key or args.api_key):
-        raise RequestError("tiers are changed only on a server that has a key: start it with --admin-api-key", 400)
+        raise RequestError("this is done only on a server that has a key: start it with --admin-api-key", 400)
 
 
 def require(request: Request, key: str | None) -> None:

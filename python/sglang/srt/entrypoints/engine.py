@@ -517,7 +517,7 @@ class Engine:
         self._loop.call_soon_threadsafe(self._processes.manager.abort, None if abort_all else rid)
 
     def flush_cache(self) -> bool:
-        return self._run(self._processes.manager.flush_cache()).success
+        return self._run(self._processes.manager.control.flush_cache()).success
 
     def get_server_info(self) -> dict[str, Any]:
         return {

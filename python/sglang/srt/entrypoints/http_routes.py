@@ -12,16 +12,18 @@ from typing import Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import sglang
+from sglang.srt.entrypoints.administration import add_administration
 from sglang.srt.entrypoints.anthropic.protocol import UNSUPPORTED_MESSAGES, MessagesRequest
 from sglang.srt.entrypoints.anthropic.serving import ANTHROPIC_STREAM, count_tokens, serve_messages
-from sglang.srt.entrypoints.auth import ApiKeyMiddleware, require_a_key, require_admin
+from sglang.srt.entrypoints.audit import AuditLog
+from sglang.srt.entrypoints.auth import ApiKeyMiddleware
 from sglang.srt.entrypoints.error_bodies import error_body
 from sglang.srt.entrypoints.hicache_page import hicache_page
 from sglang.srt.entrypoints.loads import check_loads_query, get_load, loads
@@ -39,18 +41,15 @@ from sglang.srt.entrypoints.parsing import (
     parse_function_call,
     separate_reasoning,
 )
+from sglang.srt.entrypoints.request_bodies import parsed
 from sglang.srt.entrypoints.request_fields import (
     UNSUPPORTED_CHAT,
     UNSUPPORTED_COMPLETION,
     UNSUPPORTED_GENERATE,
-    check_fields,
     check_prompts,
-    convert,
-    decode_body,
 )
 from sglang.srt.entrypoints.streams import answer, unless_disconnected
 from sglang.srt.entrypoints.tokenization import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
-from sglang.srt.managers.io_struct import ControlReqOutput
 from sglang.srt.managers.tokenizer_manager import GenerateRequest, TokenizerManager
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
@@ -65,32 +64,16 @@ Generation = TypeVar(
 _HEALTH_TIMEOUT_S = 20.0
 
 
-class AbortRequest(msgspec.Struct, frozen=True, kw_only=True):
-    rid: str | None = None
-    abort_all: bool | None = False
-
-
-class AttachStorageRequest(msgspec.Struct, frozen=True, kw_only=True):
-    hicache_storage_backend: str
-    hicache_storage_backend_extra_config_json: str | None = None
-    hicache_storage_prefetch_policy: str | None = None
-    hicache_write_policy: str | None = None
-
-
-class SwitchTierRequest(msgspec.Struct, frozen=True, kw_only=True):
-    reads: bool | None = None
-    writes: bool | None = None
-
-
 def make_app(args: ServerArgs, manager: TokenizerManager, ready_info: dict[str, Any]) -> FastAPI:
     app = FastAPI(title="SGLang-compatible engine", version=sglang.__version__)
     app.add_middleware(WarningHeaders)
     if args.api_key is not None or args.admin_api_key is not None:
         app.add_middleware(ApiKeyMiddleware, args=args)
+    app.add_middleware(AuditLog)
     _add_generation(app, args, manager)
     _add_tokenization(app, args, manager)
     _add_information(app, args, manager, ready_info)
-    _add_administration(app, args, manager)
+    add_administration(app, args, manager)
     add_errors(app)
     return app
 
@@ -100,30 +83,6 @@ def _check_model(args: ServerArgs, name: str | None) -> None:
         raise RequestError(f"the model {name!r} is not served here, {args.model_name!r} is", 404, param="model")
 
 
-async def _body(request: Request) -> dict[str, Any]:
-    """The JSON object that was sent. A content type other than JSON is refused: a web page can make a browser send
-    text to this server, but not JSON. A request without a content type is taken as JSON."""
-    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise RequestError(f"the body's content type is {kind!r}, but it must be application/json", 415)
-    return decode_body(await request.body())
-
-
-async def _parsed(
-    request: Request,
-    args: ServerArgs,
-    kind: type[T],
-    unsupported: Mapping[str, Sequence[Any]] = {},
-    check: Callable[[dict[str, Any]], None] | None = None,
-) -> T:
-    """The body as a struct. check: raises RequestError before anything else looks at the body."""
-    body = await _body(request)
-    if check is not None:
-        check(body)
-    request.state.warnings = check_fields(body, kind, unsupported, args.strict_fields)
-    return convert(body, kind, unsupported)
-
-
 async def _parsed_generation(
     request: Request,
     args: ServerArgs,
@@ -131,8 +90,8 @@ async def _parsed_generation(
     unsupported: Mapping[str, Sequence[Any]],
     check: Callable[[dict[str, Any]], None] | None = None,
 ) -> Generation:
-    """As `_parsed`. The header x-session-id stands for the field session_id where the body has none."""
-    req = await _parsed(request, args, kind, unsupported, check)
+    """As `parsed`. The header x-session-id stands for the field session_id where the body has none."""
+    req = await parsed(request, args, kind, unsupported, check)
     given = request.headers.get("x-session-id")
     if given and not req.session_id:
         return msgspec.structs.replace(req, session_id=given)
@@ -190,7 +149,7 @@ def _add_generation(app: FastAPI, args: ServerArgs, manager: TokenizerManager) -
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens_(request: Request) -> Response:
-        req = await _parsed(request, args, MessagesRequest, UNSUPPORTED_MESSAGES)
+        req = await parsed(request, args, MessagesRequest, UNSUPPORTED_MESSAGES)
         _check_model(args, req.model)
         found = await unless_disconnected(request.receive, count_tokens(req, manager))
         return Response(status_code=499) if found is None else JSONResponse(found)
@@ -203,7 +162,7 @@ def _add_generation(app: FastAPI, args: ServerArgs, manager: TokenizerManager) -
 
     @app.post("/v1/embeddings")
     async def embeddings(request: Request) -> Response:
-        req = await _parsed(request, args, EmbeddingRequest, check=check("input"))
+        req = await parsed(request, args, EmbeddingRequest, check=check("input"))
         _check_model(args, req.model)
         return await answer(request.receive, serve_embeddings(req, manager, args.model_name), stream=False)
 
@@ -223,25 +182,25 @@ def _add_tokenization(app: FastAPI, args: ServerArgs, manager: TokenizerManager)
     @app.post("/tokenize")
     @app.post("/v1/tokenize")
     async def tokenize_(request: Request) -> Response:
-        req = await _parsed(request, args, TokenizeRequest)
+        req = await parsed(request, args, TokenizeRequest)
         _check_model(args, req.model)
         return await reply(request, tokenize(req, manager))
 
     @app.post("/parse_function_call")
     async def parse_function_call_(request: Request) -> Response:
         return JSONResponse(
-            parse_function_call(await _parsed(request, args, ParseFunctionCallReq), manager.chat_format)
+            parse_function_call(await parsed(request, args, ParseFunctionCallReq), manager.chat_format)
         )
 
     @app.post("/separate_reasoning")
     async def separate_reasoning_(request: Request) -> Response:
-        req = await _parsed(request, args, SeparateReasoningReqInput)
+        req = await parsed(request, args, SeparateReasoningReqInput)
         return JSONResponse(separate_reasoning(req, manager.chat_format))
 
     @app.post("/detokenize")
     @app.post("/v1/detokenize")
     async def detokenize_(request: Request) -> Response:
-        req = await _parsed(request, args, DetokenizeRequest)
+        req = await parsed(request, args, DetokenizeRequest)
         _check_model(args, req.model)
         return await reply(request, detokenize(req, manager))
 
@@ -346,71 +305,6 @@ def _add_information(app: FastAPI, args: ServerArgs, manager: TokenizerManager, 
     @app.get("/hicache")
     async def hicache() -> Response:
         return hicache_page()
-
-
-def _add_administration(app: FastAPI, args: ServerArgs, manager: TokenizerManager) -> None:
-    @app.api_route("/flush_cache", methods=["GET", "POST"])
-    async def flush_cache() -> Response:
-        return _done(await manager.flush_cache(), "Cache flushed.")
-
-    @app.put("/hicache/storage-backend")
-    async def attach_hicache_storage_backend(request: Request) -> Response:
-        require_a_key(args)
-        req = await _parsed(request, args, AttachStorageRequest)
-        result = await manager.attach_hicache_storage(
-            req.hicache_storage_backend,
-            req.hicache_storage_backend_extra_config_json or "",
-            req.hicache_storage_prefetch_policy or args.hicache_storage_prefetch_policy,
-            req.hicache_write_policy or args.hicache_write_policy,
-        )
-        return _done(result, "HiCache storage backend attached.")
-
-    @app.delete("/hicache/storage-backend")
-    async def detach_hicache_storage_backend() -> Response:
-        require_a_key(args)
-        return _done(await manager.detach_hicache_storage(), "HiCache storage backend detached.")
-
-    @app.post("/hicache/storage-backend/clear")
-    async def clear_hicache_storage_backend() -> Response:
-        require_a_key(args)
-        return _done(await manager.clear_hicache_storage(), "HiCache storage backend cleared.")
-
-    @app.get("/hicache/storage-backend")
-    async def hicache_storage_backend() -> dict[str, Any]:
-        storage = (await manager.get_internal_state())["storage"] or {}
-        return {
-            "hicache_storage_backend": storage.get("backend"),
-            "hicache_storage_prefetch_policy": storage.get("prefetch_policy"),
-            "hicache_write_policy": storage.get("write_policy", args.hicache_write_policy),
-        }
-
-    @app.get("/hicache/tiers")
-    async def hicache_tiers() -> dict[str, Any]:
-        switches: dict[str, Any] = (await manager.get_internal_state())["switches"]
-        return switches
-
-    @app.put("/hicache/tiers/{tier}")
-    async def switch_hicache_tier(tier: str, request: Request) -> Response:
-        require_a_key(args)
-        req = await _parsed(request, args, SwitchTierRequest)
-        if req.reads is None and req.writes is None:
-            raise RequestError('give "reads" or "writes", each true or false', param="reads")
-        result = await manager.switch_tier(tier, req.reads, req.writes)
-        return _done(result, f"The tier {tier} is switched.")
-
-    @app.post("/abort_request")
-    async def abort_request(request: Request) -> Response:
-        req = await _parsed(request, args, AbortRequest)
-        if req.abort_all:
-            require_admin(request, args)
-        elif not req.rid:
-            raise RequestError("give the rid of a request, or abort_all", param="rid")
-        manager.abort(None if req.abort_all else req.rid)
-        return Response()
-
-
-def _done(result: ControlReqOutput, what: str) -> Response:
-    return PlainTextResponse((what if result.success else result.message) + "\n", 200 if result.success else 400)
 
 
 def add_errors(app: FastAPI) -> None:

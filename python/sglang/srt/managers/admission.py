@@ -67,7 +67,7 @@ class Admission:
         self._streaming = streaming
         self._canary = canary
         self._times = times
-        self._rank = QUEUE_POLICIES[config.schedule_policy]
+        self._policies = planner.policies
         self._priorities = config.priorities
 
     # -- the next prefill ---------------------------------------------------------------------------------------
@@ -147,13 +147,14 @@ class Admission:
         ready = self._streaming.admissible(ready)
         if not ready:
             return
-        if self._rank is not first_come_first_served:
-            ready.sort(key=lambda r: self._rank(self._cache.candidate(r)))
+        rank = QUEUE_POLICIES[self._policies.schedule_policy]
+        if rank is not first_come_first_served:
+            ready.sort(key=lambda r: rank(self._cache.candidate(r)))
         if self._priorities is not None:
             ready.sort(key=self._priority_rank)
         if not self._can_begin_with(ready[0], ready[1:]):
             return
-        if self._cache.host is None or not self.config.load_ratio:
+        if self._cache.host is None or not self._policies.load_ratio:
             yield from ((r, False) for r in ready)
             return
         for _, equals in groupby(ready, self._priority_rank):
@@ -207,12 +208,12 @@ class Admission:
 
     def claim(self, req: Req) -> None:
         """Enter what a request is about to compute, and note how much of that it shares with an older one."""
-        if not self.config.deferral_threshold or not req.fills_cache:
+        if not self._policies.deferral_threshold or not req.fills_cache:
             return
         self._claims.release(req.rid)
         self._claims.claim(req.rid, req.order, req.namespace, self._cache.cacheable_tokens(req))
         claimed = self._claims.claimed_by_older(req.rid, lambda rid: False)
-        if claimed and claimed - self._cache.candidate(req).prefix > self.config.deferral_threshold:
+        if claimed and claimed - self._cache.candidate(req).prefix > self._policies.deferral_threshold:
             self.counters["deferred"] += not req.delay_end
             req.delay_end = claimed
 
@@ -231,7 +232,7 @@ class Admission:
         return first + hits + rest
 
     def _is_delayed(self, req: Req) -> bool:
-        threshold = self.config.deferral_threshold
+        threshold = self._policies.deferral_threshold
         prefix = self._cache.candidate(req).prefix
         if req.delay_end - prefix <= threshold or not self.config.inserts_late:
             return req.delay_end - prefix > threshold

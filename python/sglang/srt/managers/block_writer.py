@@ -22,7 +22,7 @@ from sglang.srt.managers.block_touches import BlockTouches
 from sglang.srt.managers.cache_controller import HiCacheController, is_ready
 from sglang.srt.managers.storage_breaker import StorageBreaker
 from sglang.srt.managers.storage_setup import StorageLimits
-from sglang.srt.mem_cache.block_keys import is_alone
+from sglang.srt.mem_cache.namespaces import is_alone, salt_of
 from sglang.srt.mem_cache.node import Node, survivor_of
 from sglang.srt.mem_cache.transfer import STORE, StorageAction, StorageOp, Ticket, Tier
 
@@ -177,6 +177,7 @@ class BlockWriter:
             return
         assert tree.names.keys is not None
         size = tree.names.keys.block_tokens
+        tenant = tree.names.keys.tenant(salt_of(tree.root_of(end).namespace))
         # The first block may begin in a node above.
         begin, top = path[first].start // size * size, first
         while path[top].start > begin:
@@ -195,7 +196,7 @@ class BlockWriter:
         for i in range(0, len(lacking), self.limits.blocks_per_op):
             blocks = lacking[i : i + self.limits.blocks_per_op]
             ticket = self.ledger.begin_storage_op(
-                STORE, StorageAction.SET, keys[blocks], frames[blocks].ravel(), skips=self.skips
+                STORE, StorageAction.SET, keys[blocks], frames[blocks].ravel(), skips=self.skips, tenant=tenant
             )
             tree.pages.storing(ticket, path[top:], keys[blocks], begin + blocks * size)
             self.storing_pages += frames[blocks].size

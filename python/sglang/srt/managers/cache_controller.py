@@ -75,6 +75,8 @@ class HiCacheController:
         self.num_short_of_peers = 0
         self.is_worth_storing: Callable[[int, int], bool] = lambda start, end: True
         self._host_filled: Callable[[list[Node]], None] = lambda nodes: None
+        # See `TenantQuotas`.
+        self.is_over_quota: Callable[[Node, Tier], bool] = lambda node, tier: False
         # Called with nodes that a tier is about to evict.
         self.evicting: Callable[[list[Node], Tier], None] = lambda nodes, tier: None
         self.set_write_policy(write_policy)
@@ -158,7 +160,9 @@ class HiCacheController:
 
     def back_up(self, nodes: list[Node], tier: Tier, kept: Sequence[Node] = ()) -> Ticket | None:
         """Copy nodes that are ready on the device to a tier that lacks them, by one operation. None if the tier has
-        no room. kept: nodes whose copies are not given up for it."""
+        no room, or may have no more of theirs. kept: nodes whose copies are not given up for it."""
+        if not (nodes := [node for node in nodes if not self.is_over_quota(node, tier)]):
+            return None
         if tier == Tier.HOST and self.feeds_storage:
             whole = self._from_block_starts(nodes)
             if len(whole) > len(nodes) and self.make_room(tier, self._pages_of(whole), kept, spares_pinned=True):
@@ -363,6 +367,11 @@ class HiCacheController:
         if missing <= evictable:
             self._give_up(self.tree.victims(tier, missing, {node.id for node in kept}, stay=False), tier, kept)
         return table.num_free >= num_pages
+
+    def evict_of(self, tier: Tier, num_pages: int, node_ids: frozenset[int]) -> None:
+        """As `evict`, but only nodes of the list go."""
+        victims = self.tree.victims(tier, num_pages, _AllBut(node_ids), stay=False)
+        self._give_up(self._save(victims) if tier == Tier.DEVICE else victims, tier)
 
     def evict(self, tier: Tier, num_pages: int, waits: bool = False) -> None:
         """Evict up to num_pages and free what may be reused at once; the rest follows when its fence passes. What the
@@ -706,6 +715,16 @@ class HiCacheController:
             self.counters["peer_backup_dropped_tokens"] += num_tokens
         else:
             self.counters["peer_backup_tokens"] += num_tokens
+
+
+class _AllBut:
+    """All ids but some."""
+
+    def __init__(self, ids: frozenset[int]) -> None:
+        self._ids = ids
+
+    def __contains__(self, id: object) -> bool:
+        return id not in self._ids
 
 
 def ready_frames(node: Node, tier: Tier) -> np.ndarray:

@@ -25,7 +25,7 @@ from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_byte
 from sglang.srt.managers.kv_cache import KVCache
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler_config import SchedulerConfig
-from sglang.srt.mem_cache.block_keys import is_private
+from sglang.srt.mem_cache.namespaces import is_private
 from sglang.srt.mem_cache.node import Node
 from sglang.srt.mem_cache.transfer import CHECK, TIER_NAMES, CheckOp, Ticket, Tier
 from sglang.srt.sampling.sampling_params import SamplingParams

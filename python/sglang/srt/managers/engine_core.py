@@ -16,7 +16,7 @@ import numpy as np
 import zstandard
 
 from sglang.srt.managers.cost_model import MEASURED_LINKS
-from sglang.srt.managers.io_struct import SwitchTierReqInput, TokenizedGenerateReqInput
+from sglang.srt.managers.io_struct import AdminReqInput, TokenizedGenerateReqInput
 from sglang.srt.managers.progress import COUNTED, COUNTS_PER_STEP, PARTS_OF_LAUNCHES, Progress
 from sglang.srt.managers.schedule_batch import BatchDecision, StepInputs, StorageRequest
 from sglang.srt.managers.scheduler import Scheduler
@@ -152,7 +152,7 @@ class EngineCore:
         aborts: Sequence[str] = (),
         flush: Sequence[str] = (),
         storage: Sequence[StorageRequest] = (),
-        switches: Sequence[SwitchTierReqInput] = (),
+        admin: Sequence[AdminReqInput] = (),
     ) -> BatchDecision:
         """Take one step, on reduced progress, and carry its decision out."""
         inputs = StepInputs(
@@ -169,7 +169,7 @@ class EngineCore:
             cost=progress.cost,
             flush=tuple(flush),
             storage=tuple(storage),
-            switches=tuple(switches),
+            admin=tuple(admin),
             slab_report=progress.slab_report,
             storage_has_room=progress.storage_has_room,
         )

@@ -141,16 +141,57 @@ class SwitchTierReqInput(Message, frozen=True):
     writes: bool | None = None
 
 
+class SetPoliciesReqInput(Message, frozen=True):
+    """policies: names of `CachePolicies`' with their new values."""
+
+    id: str
+    policies: dict[str, Any]
+
+
+class RetainPrefixReqInput(Message, frozen=True):
+    """Keep a prompt in the cache for so many seconds from now, see `PrefixRetention`; 0: no longer."""
+
+    id: str
+    name: str
+    seconds: float
+    # The namespace, and int32 bytes.
+    extra_key: str = ""
+    input_ids: bytes = b""
+
+
+class EraseSaltReqInput(Message, frozen=True):
+    """Drop all that requests with this cache_salt have left, on every tier."""
+
+    id: str
+    cache_salt: str
+    # Whether requests with it are ended; else they are a reason to refuse.
+    aborts_requests: bool = False
+
+
+class SetQuotaReqInput(Message, frozen=True):
+    """The most tokens that requests with this cache_salt may have cached, by tier; no limit for other tiers. None
+    changes nothing."""
+
+    id: str
+    cache_salt: str
+    tokens: dict[str, int] | None = None
+
+
+AdminReqInput = SwitchTierReqInput | SetPoliciesReqInput | RetainPrefixReqInput | EraseSaltReqInput | SetQuotaReqInput
+
+
 class GetInternalStateReq(Message, frozen=True):
     id: str
 
 
 class ControlReqOutput(Message, frozen=True):
-    """The answer to a flush, or to a request about storage."""
+    """The answer to a request of an administrator."""
 
     id: str
     success: bool
     message: str = ""
+    # What was asked for, or done, in numbers.
+    result: dict[str, Any] = {}
 
 
 class GetInternalStateReqOutput(Message, frozen=True):
@@ -251,12 +292,7 @@ class BatchStrOutput(Message, frozen=True):
 
 StorageReqInput = AttachHiCacheStorageReqInput | DetachHiCacheStorageReqInput | ClearHiCacheReqInput
 ToScheduler = (
-    TokenizedGenerateReqInput
-    | AbortReq
-    | FlushCacheReqInput
-    | StorageReqInput
-    | SwitchTierReqInput
-    | GetInternalStateReq
+    TokenizedGenerateReqInput | AbortReq | FlushCacheReqInput | StorageReqInput | AdminReqInput | GetInternalStateReq
 )
 Control = ControlReqOutput | GetInternalStateReqOutput | SchedulerReady | BlockNaming | RequestTimesOutput
 ToDetokenizer = DetokenizeReq | BatchTokenIDOutput | Control

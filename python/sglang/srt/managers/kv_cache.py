@@ -30,11 +30,13 @@ from sglang.srt.managers.session_keeper import SessionKeeper
 from sglang.srt.managers.slab_withdrawal import SlabWithdrawal
 from sglang.srt.managers.storage_controller import StorageController
 from sglang.srt.managers.storage_setup import PrefetchConfig
+from sglang.srt.managers.tenant_quotas import TenantQuotas
 from sglang.srt.managers.tier_switches import TierSwitches
 from sglang.srt.managers.transfer_ledger import Pools, TransferLedger
-from sglang.srt.mem_cache.block_keys import NO_KEYS, is_alone
+from sglang.srt.mem_cache.block_keys import NO_KEYS
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
+from sglang.srt.mem_cache.namespaces import is_alone
 from sglang.srt.mem_cache.node import MatchResult, Node, Receipt
 from sglang.srt.mem_cache.page_watcher import PageWatcher
 from sglang.srt.mem_cache.placement import pages_ahead
@@ -84,6 +86,8 @@ class KVCache:
         self.sessions = SessionKeeper(self.tree, self.tables, clock)
         self.controller.evicting = self.sessions.note_given_up
         self.switches = TierSwitches()
+        self.quotas = TenantQuotas(self.tree, tuple(self.tables), clock, self.controller.evict_of)
+        self.controller.is_over_quota = self.quotas.is_over
         self.storage = StorageController(self.controller, PrefetchConfig(), self.switches)
         # Slabs of the peer pool that come and go; None if it stays as it is.
         self.borrowed = SlabLedger(pools.peer, config.slabs, mapped=False) if pools.peer and config.slabs else None
@@ -314,6 +318,7 @@ class KVCache:
         )
         if result.end == 0:
             return
+        self.quotas.note(req.namespace)
         self.extend_lock(hold, result.node)
         self._count_as_cached(result.created)
         if len(keys := self.prompt_keys(req)):
@@ -492,6 +497,7 @@ class KVCache:
         for seq in range(self._link_done[link], done):
             ticket, is_ok = Ticket(link, seq), seq != failed
             op = self.ledger.in_flight[ticket]
+            self._note_growth(ticket)
             if is_ok:
                 self._link_bytes[link] += op.size_bytes
                 self.controller.commit(ticket)
@@ -524,13 +530,22 @@ class KVCache:
             if len(op.keys):
                 self._link_bytes[link] += op.size_bytes * count // len(op.keys)
             if link == FETCH:
+                self._note_growth(ticket)
                 self.storage.end_fetch(ticket, count)
+            elif administered(ticket, count):
+                pass
             elif link == STORE:
                 self.storage.writer.end(ticket, count)
-            elif not administered(ticket, count):
+            else:
                 self.storage.end_probe(ticket, count, far_counts[i])
             self._note_end()
         self._link_done[link] = done
+
+    def _note_growth(self, ticket: Ticket) -> None:
+        """What the operation fills is about to be a tier's."""
+        if self.quotas.is_used:
+            for node in self.tree.nodes_of(ticket):
+                self.quotas.note(self.tree.root_of(node).namespace, is_new=False)
 
     # -- losing what is cached ----------------------------------------------------------------------------------
 
@@ -549,6 +564,21 @@ class KVCache:
                 for tier in self.tables:
                     self.controller.drop(node, tier)
         self.reap()
+
+    def erase(self, namespaces: set[str]) -> dict[Tier, int]:
+        """Drop all that these have in memory; no request reads it. Returns how many tokens that was, by tier."""
+        erased = dict.fromkeys(self.tables, 0)
+        with self.lost_hits.history.because("erased"):
+            for namespace in sorted(namespaces):
+                for node in list(self.tree.walk_below(self.tree.roots[namespace])):
+                    for tier in self.tables:
+                        if node.frames[tier] is not None:
+                            erased[tier] += len(node.key)
+                            self.controller.drop(node, tier)
+        self.lost_hits.history.forget_tails()
+        self.sessions.table.forget(namespaces)
+        self.reap()
+        return erased
 
     def nodes_lost_with(self, ticket: Ticket) -> set[int]:
         """Ids of the nodes that the device will lack if this load has failed."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from sglang.srt.managers.cache_policies import CachePolicies
 from sglang.srt.managers.cost_model import MEASURED_LINKS, LoadLimit
 from sglang.srt.managers.expected_times import ExpectedTimes
 from sglang.srt.managers.held_batch import HeldBatch
@@ -67,6 +68,7 @@ class Outlook:
 class LoadPlanner:
     def __init__(self, config: SchedulerConfig, cache: KVCache, queues: RequestQueues) -> None:
         self.config = config
+        self.policies = CachePolicies.of(config)
         self.expected = ExpectedTimes(config.page_bytes / config.page_size, config.num_layers)
         # Seconds that launches have waited for loads.
         self.stall_s = 0.0
@@ -81,9 +83,13 @@ class LoadPlanner:
         self._awaited: dict[Ticket, None] = {}
         self._needs_no_load: bool | None = None
         self._late = LateCopies(self.expected.costs.load_seconds)
+        self.obey_policies()
+
+    def obey_policies(self) -> None:
+        """After they were changed."""
         advice = StorageAdvice(self._expected_storage_s, fetch_begun=self.expected.begin_fetch)
-        if config.load_or_recompute:
-            cache.consult(self._is_worth_copying)
+        self._cache.consult(self._is_worth_copying)
+        if self.policies.load_or_recompute:
             advice = replace(
                 advice,
                 fetch_gain_s=self._fetch_gain_s,
@@ -102,7 +108,7 @@ class LoadPlanner:
 
     def note_late_copies(self) -> None:
         """After operations have been taken in: have nothing wait for links that hang."""
-        if self.config.load_or_recompute and self.config.num_peer_pages:
+        if self.policies.load_or_recompute and self.config.num_peer_pages:
             self._set_load_order()
         if self._cache.in_flight or self._late.is_watching:
             self.watch_copies()
@@ -171,7 +177,7 @@ class LoadPlanner:
     # -- wait, or fill the bubble -------------------------------------------------------------------------------
 
     def look_ahead(self, batch: ExtendBatch) -> Outlook:
-        if self._cache.host is None or not self.config.bubble_filling:
+        if self._cache.host is None or not self.policies.bubble_filling:
             return Outlook(None, 0.0, True)
         stall_s = self.expected.stall_seconds(batch.work, batch.loads)
         link_lasts = self.expected.link_lasts(batch.work, stall_s)
@@ -231,8 +237,8 @@ class LoadPlanner:
         return self.expected.arrival_of(ticket for ticket, _ in loads)
 
     def load_limit(self) -> LoadLimit:
-        if self.config.load_ratio != "auto":
-            return LoadLimit(0.0, float(self.config.load_ratio), 0.0)
+        if self.policies.load_ratio != "auto":
+            return LoadLimit(0.0, float(self.policies.load_ratio), 0.0)
         return self.expected.costs.load_limit() or LoadLimit(0.0, DEFAULT_LOAD_RATIO, 0.0)
 
     # -- load or recompute --------------------------------------------------------------------------------------
@@ -240,7 +246,7 @@ class LoadPlanner:
     def _is_worth_copying(self, tier: Tier, start: int, end: int) -> bool:
         """Whether tokens [start, end) of a prompt are better copied to a tier, for a load, than computed again."""
         costs = self.expected.costs
-        return is_worth_copying(
+        return not self.policies.load_or_recompute or is_worth_copying(
             costs.there_and_back_seconds(end - start, LOAD_LINKS[tier]), costs.recompute_seconds(start, end)
         )
 
@@ -275,7 +281,7 @@ class LoadPlanner:
 
     def is_slow_load(self, req: Req, times: float = 1.0) -> bool:
         """Whether to compute all that a waiting request would load, so many times, takes no longer than the load."""
-        if not self.config.load_or_recompute or self.config.inserts_late:
+        if not self.policies.load_or_recompute or self.config.inserts_late:
             return False
         known = self._cache.candidate(req)
         to_load = known.load + known.from_peers
@@ -294,7 +300,7 @@ class LoadPlanner:
         `best_recompute_len`. chunk: new tokens that the launch computes; budget: tokens that it may compute
         besides."""
         num_load = match.total_len - match.device_len
-        if not num_load or not self.config.load_or_recompute or self.config.inserts_late:
+        if not num_load or not self.policies.load_or_recompute or self.config.inserts_late:
             return 0
         expected, queues = self.expected, self._queues
         is_idle = not batch.reqs and not queues.running and len(queues.waiting) == 1

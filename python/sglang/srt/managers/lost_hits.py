@@ -38,6 +38,7 @@ REASONS = {
     "slab_lost": "a peer took its memory back, or does not answer",
     "failed": "a transfer or a launch failed",
     "flushed": "the cache was flushed",
+    "erased": "an administrator erased what was cached of the cache_salt",
     "distrusted": "the canary found cached KV that differs from computed KV",
     "switched_off": "an administrator turned a tier off",
     "bypassed": "the request does not read the cache, or the server has none",
@@ -173,4 +174,6 @@ def _reason(left: Left | None, end: int, outcome: StorageOutcome, is_storable: b
         return outcome.reason or ("recomputed" if end > outcome.cut_from else "storage_failed")
     if left is None:
         return "never_cached"
+    if left.cause == "erased":
+        return left.cause  # from storage too
     return outcome.reason or "storage_missing" if left.is_stored and is_storable else left.cause

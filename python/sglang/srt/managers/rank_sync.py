@@ -17,7 +17,7 @@ import torch
 import zmq
 
 from sglang.srt.distributed.parallel_state import TensorParallelGroup
-from sglang.srt.managers.io_struct import SwitchTierReqInput, TokenizedGenerateReqInput
+from sglang.srt.managers.io_struct import AdminReqInput, TokenizedGenerateReqInput
 from sglang.srt.managers.progress import Progress, pack_progress, unpack_progress
 from sglang.srt.managers.schedule_batch import StorageRequest
 from sglang.srt.sampling.logprob_types import LaunchFindings
@@ -33,7 +33,7 @@ class Tick(msgspec.Struct, frozen=True, kw_only=True):
     aborts: tuple[str, ...] = ()
     flush: tuple[str, ...] = ()
     storage: tuple[StorageRequest, ...] = ()
-    switches: tuple[SwitchTierReqInput, ...] = ()
+    admin: tuple[AdminReqInput, ...] = ()
     # Costs and results of rank 0 that no step has taken yet.
     results: dict[int, bytes] = {}
     findings: dict[int, LaunchFindings] = {}

@@ -53,6 +53,10 @@ class RequestQueues:
         """Whether a running request has a token left to sample."""
         return any(r.length < r.max_len for r in self.running)
 
+    def all(self) -> list[Req]:
+        """Those that wait, and those that hold device memory, by age."""
+        return sorted(self._by_rid.values(), key=lambda req: req.order)
+
     def active(self) -> list[Req]:
         """Requests that hold device memory."""
         return self.prompts() + self.running

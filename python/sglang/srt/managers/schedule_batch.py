@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from sglang.srt.managers.io_struct import SwitchTierReqInput, TokenizedGenerateReqInput, TokenOutput
+from sglang.srt.managers.io_struct import AdminReqInput, TokenizedGenerateReqInput, TokenOutput
 from sglang.srt.managers.storage_setup import StorageSetup
 from sglang.srt.mem_cache.node import Receipt
 from sglang.srt.mem_cache.slab_ledger import SlabReport
@@ -314,7 +314,7 @@ class StepInputs(msgspec.Struct, frozen=True, kw_only=True):
     found beside tokens, if asked to. cost: seconds that rank 0 measured, by number, of completed launches (EXEC,
     STALL for what they waited, STREAM for what they streamed), loads (H2D, P2D) and reads of storage (FETCH). flush:
     ids of flush requests. storage: what an administrator asks of the storage tier. slab_report: what all ranks may
-    use of borrowed or lent memory. switches: tiers to turn on or off.
+    use of borrowed or lent memory. admin: what else an administrator asks for.
     """
 
     step: int
@@ -330,17 +330,18 @@ class StepInputs(msgspec.Struct, frozen=True, kw_only=True):
     cost: dict[str, dict[int, float]] = {}
     flush: tuple[str, ...] = ()
     storage: tuple[StorageRequest, ...] = ()
-    switches: tuple[SwitchTierReqInput, ...] = ()
+    admin: tuple[AdminReqInput, ...] = ()
     slab_report: SlabReport = SlabReport()
     storage_has_room: bool = True
 
 
 class ControlReply(msgspec.Struct, frozen=True):
-    """The answer to a flush or a storage request."""
+    """The answer to a request of an administrator, see `ControlReqOutput`."""
 
     id: str
     success: bool
     message: str = ""
+    result: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)

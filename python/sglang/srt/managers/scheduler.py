@@ -28,10 +28,11 @@ from typing import Any
 
 from sglang.srt.managers.admission import Admission
 from sglang.srt.managers.batch_builder import BatchBuilder
+from sglang.srt.managers.cache_admin import CacheAdmin
 from sglang.srt.managers.canary import Canary
 from sglang.srt.managers.io_struct import (
+    EraseSaltReqInput,
     FinishReason,
-    SwitchTierReqInput,
     TokenizedGenerateReqInput,
     TokenOutput,
     bytes_to_ids,
@@ -50,7 +51,7 @@ from sglang.srt.managers.slab_exchange import SlabBorrower, SlabLender
 from sglang.srt.managers.storage_admin import StorageAdmin
 from sglang.srt.managers.streaming_turns import StreamingTurns
 from sglang.srt.managers.too_long import TooLongRequests, end_without_room
-from sglang.srt.mem_cache.block_keys import alone, is_private, private
+from sglang.srt.mem_cache.namespaces import alone, is_private, private
 from sglang.srt.mem_cache.transfer import (
     CHECK,
     COPY_LINKS,
@@ -98,6 +99,7 @@ class Scheduler:
         )
         self.planner.consult(lambda: (req for req, _ in self.admission.iter_admissible()))
         self.storage_admin = StorageAdmin(self.storage, self.planner.expected.costs.forget_storage)
+        self.cache_admin = CacheAdmin(self.cache, self.planner, self.queues, self._end_erased)
         if config.storage is not None:
             self.storage_admin.attach(config.storage)
         self.lender: SlabLender | None = None
@@ -161,7 +163,6 @@ class Scheduler:
         reset = self._take_launches(inputs)
         self._take_operations(inputs)
         self.planner.note_late_copies()
-        replies = [ControlReply(s.id, *self._turn(s)) for s in inputs.switches]
         for msg in inputs.new:
             self._add(msg, inputs.now)
         # After the new ones: a request and its abort may have come together.
@@ -171,7 +172,12 @@ class Scheduler:
             self._run_canary(inputs.now)
         # After everything that gives memory up: perhaps no completion is to come that would cause another step.
         self.cache.reap()
-        replies += self.storage_admin.take_replies()
+        if inputs.admin:
+            if any(isinstance(each, EraseSaltReqInput) for each in inputs.admin):
+                self._end_check()
+                self.canary.forget()
+            self.cache_admin.serve(inputs.admin, inputs.now)
+        replies = self.storage_admin.take_replies()
         replies += [ControlReply(i, *self._flush()) for i in inputs.flush]
         self.storage_admin.serve(inputs.storage)
         replies += self.storage_admin.take_replies()
@@ -189,6 +195,8 @@ class Scheduler:
         launch = None
         if self.clock.next - self.clock.done < self.config.max_ahead:
             launch = self._next_launch()
+        self.cache_admin.step(inputs.now)
+        replies += self.cache_admin.take_replies()
         self.cache.write_ahead(len(self.queues.running))
         if self.storage.fetches_due:
             self.storage.begin_fetches()
@@ -249,7 +257,7 @@ class Scheduler:
             self._distrust(tier)
         for link in STORAGE_LINKS:
             done, counts = inputs.done.get(link, 0), inputs.counts.get(link, ())
-            cache.complete_storage_ops(link, done, counts, inputs.far_counts, self.storage_admin.end)
+            cache.complete_storage_ops(link, done, counts, inputs.far_counts, self._administered)
         if cache.update_borrowed(inputs.slab_report, self._lose_readers):
             self._step_again_at = inputs.now
         for each in (self.lender, self.borrower):
@@ -264,6 +272,9 @@ class Scheduler:
         self.times.note_storage(self.storage.may_start)
         if self.storage.fetches_due or [cache.num_done(link) for link in STALLING_LINKS] != ended:
             self.storage.begin_fetches()
+
+    def _administered(self, ticket: Ticket, count: int) -> bool:
+        return self.storage_admin.end(ticket, count) or self.cache_admin.end(ticket, count)
 
     def _take_results(self, record: LaunchRecord, results: bytes, found: LaunchFindings | None) -> None:
         tokens = bytes_to_ids(results).tolist()
@@ -450,15 +461,20 @@ class Scheduler:
         )
 
     def _abort(self, rid: str) -> None:
-        req = self.queues.get(rid)
-        if req is None:
-            return
+        if (req := self.queues.get(rid)) is not None:
+            self._end_early(req, "the request was aborted", 499)
+
+    def _end_erased(self, req: Req) -> None:
+        self._end_early(req, "an administrator has erased what is cached of this cache_salt: send it again", 503)
+
+    def _end_early(self, req: Req, message: str, status_code: int) -> None:
+        """End a request that waits or runs."""
         if req.hold is not None:
             self.end_hold(req, EndReason.ABORT)
         else:
             self._leave(req)
         self._counters["aborted_reqs"] += not req.is_check
-        self._end(req, FinishReason(type="abort", message="the request was aborted", status_code=499))
+        self._end(req, FinishReason(type="abort", message=message, status_code=status_code))
 
     def _leave(self, req: Req) -> None:
         """A waiting request ends without having started."""
@@ -466,10 +482,6 @@ class Scheduler:
         self.storage.detach(req.rid)
         self.cache.forget_candidate(req)
         self.queues.leave_waiting(req)
-
-    def _turn(self, switch: SwitchTierReqInput) -> tuple[bool, str]:
-        refusal = self.cache.turn(switch.tier, switch.reads, switch.writes)
-        return not refusal, refusal
 
     def _flush(self) -> tuple[bool, str]:
         self._end_check()
@@ -804,6 +816,7 @@ class Scheduler:
             },
             "layer_stream": self.streaming.state(),
             "canary": self.canary.state(),
+            "admin": self.cache_admin.state(self.planner.expected.now),
             "lost_hits": {reason: self.cache.lost_hits.counts[reason] for reason in REASONS},
             "counters": dict(sorted(self.counters.items())),
         }
@@ -814,6 +827,7 @@ class Scheduler:
         self.cache.check_invariants(waiting, active, self.streaming.held)
         self.streaming.check_invariants()
         self.queues.check_invariants()
+        self.cache_admin.check_invariants()
         self.times.check_invariants(req.rid for req in [*active, *waiting])
         for each in (self.lender, self.borrower):
             if each is not None:

@@ -30,6 +30,7 @@ from sglang.srt.managers.crash_record import CrashRecord
 from sglang.srt.managers.engine_core import EngineCore
 from sglang.srt.managers.io_struct import (
     AbortReq,
+    AdminReqInput,
     BatchTokenIDOutput,
     BlockNaming,
     ClearHiCacheReqInput,
@@ -88,10 +89,10 @@ class _Inbox:
     aborts: list[str] = field(default_factory=list)
     flush: list[str] = field(default_factory=list)
     storage: list[StorageRequest] = field(default_factory=list)
-    switches: list[SwitchTierReqInput] = field(default_factory=list)
+    admin: list[AdminReqInput] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.new or self.aborts or self.flush or self.storage or self.switches)
+        return bool(self.new or self.aborts or self.flush or self.storage or self.admin)
 
 
 class SchedulerProcess:
@@ -156,7 +157,7 @@ class SchedulerProcess:
                     aborts=tuple(inbox.aborts),
                     flush=tuple(inbox.flush),
                     storage=tuple(inbox.storage),
-                    switches=tuple(inbox.switches),
+                    admin=tuple(inbox.admin),
                     results=progress.results,
                     findings=progress.findings,
                     cost=progress.cost,
@@ -165,7 +166,7 @@ class SchedulerProcess:
                 self._send(_step(self.core, tick, progress))
                 if self.kv_events is not None:
                     self.kv_events.publish_kv_events()
-                if tick.switches:
+                if any(isinstance(each, SwitchTierReqInput) for each in tick.admin):
                     logger.warning("an administrator switched tiers: %s", self.core.scheduler.cache.shown_switches())
                 self._busy_since_check = True
                 self._announce_naming()
@@ -200,8 +201,8 @@ class SchedulerProcess:
                     inbox.aborts.append(message.rid)
             elif isinstance(message, FlushCacheReqInput):
                 inbox.flush.append(message.id)
-            elif isinstance(message, SwitchTierReqInput):
-                inbox.switches.append(message)
+            elif isinstance(message, AdminReqInput):
+                inbox.admin.append(message)
             elif isinstance(message, GetInternalStateReq):
                 self.sender.send(encode(GetInternalStateReqOutput(id=message.id, state=self._state())))
             else:
@@ -242,7 +243,8 @@ class SchedulerProcess:
             message = reply.message
             if self.storage is not None and self.storage.slot.last_error and not reply.success:
                 message, self.storage.slot.last_error = self.storage.slot.last_error, ""
-            self.sender.send(encode(ControlReqOutput(id=reply.id, success=reply.success, message=message)))
+            answer = ControlReqOutput(id=reply.id, success=reply.success, message=message, result=reply.result)
+            self.sender.send(encode(answer))
 
     def _sleep(self) -> None:
         """Until something happens, or the next line of the log is due while there is work. After some idle seconds,
@@ -377,7 +379,7 @@ class FollowerProcess:
 
 
 def _step(core: EngineCore, tick: Tick, progress: Progress) -> BatchDecision:
-    return core.step(tick.now, progress, tick.new, tick.aborts, tick.flush, tick.storage, tick.switches)
+    return core.step(tick.now, progress, tick.new, tick.aborts, tick.flush, tick.storage, tick.admin)
 
 
 def tidy_up(core: EngineCore) -> None:

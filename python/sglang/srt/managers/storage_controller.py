@@ -21,6 +21,7 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Collection
+from dataclasses import replace
 
 import numpy as np
 
@@ -38,8 +39,9 @@ from sglang.srt.managers.storage_checks import check_storage
 from sglang.srt.managers.storage_setup import PREFETCH_POLICIES, PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.managers.storage_trial import StorageTrial
 from sglang.srt.managers.tier_switches import TierSwitches
-from sglang.srt.mem_cache.block_keys import NO_KEYS, BlockKeys, is_alone
+from sglang.srt.mem_cache.block_keys import NO_KEYS, BlockKeys
 from sglang.srt.mem_cache.frame_table import FrameState
+from sglang.srt.mem_cache.namespaces import is_alone
 from sglang.srt.mem_cache.node import Dropped, FilledRun, MatchResult, is_fetching, is_hole, note_source
 from sglang.srt.mem_cache.radix import common_len
 from sglang.srt.mem_cache.transfer import (
@@ -128,7 +130,11 @@ class StorageController:
             raise ValueError(f"the order of fetches {config.fetch_order!r} is none of {', '.join(FETCH_ORDERS)}")
         assert not self._unfinished, "the order of fetches changes only where there are none"
         self.config, self._unfinished = config, FetchOrder(config.fetch_order)
-        self.reads.hang_s = config.timeout_base_s if config.policy == "timeout" else WAIT_COMPLETE_LIMIT_S
+        self._set_patience()
+
+    def _set_patience(self) -> None:
+        is_limited = self.config.policy == "timeout"
+        self.reads.hang_s = self.config.timeout_base_s if is_limited else WAIT_COMPLETE_LIMIT_S
 
     # -- attaching ----------------------------------------------------------------------------------------------
 
@@ -198,6 +204,17 @@ class StorageController:
         """Attach, detach or clear; nothing else is in flight to storage."""
         assert not self.is_in_flight
         return self.ledger.begin_storage_op(PROBE, action, setup=setup)
+
+    def tell(self, action: StorageAction, tenant: bytes, limit: int = -1) -> Ticket:
+        """Erase or limit a tenant's blocks, behind the writes that are under way. See `StorageOp`."""
+        return self.ledger.begin_storage_op(STORE, action, tenant=tenant, limit=limit)
+
+    def set_prefetch_policy(self, policy: str) -> None:
+        """Of `PREFETCH_POLICIES`; requests that wait already go on as they began."""
+        assert self.setup is not None
+        self.config = replace(self.config, policy=policy)
+        self.setup = replace(self.setup, prefetch=self.config)
+        self._set_patience()
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -312,7 +329,9 @@ class StorageController:
         hangs or fails."""
         was_open = self.reads.is_open
         for breaker in (self.reads, self.writes):
-            breaker.watch(op for link in breaker.links if isinstance(op := self.ledger.oldest(link), StorageOp))
+            oldest = [self.ledger.oldest(link) for link in breaker.links]
+            # To erase a tenant's blocks may take long.
+            breaker.watch(op for op in oldest if isinstance(op, StorageOp) and op.action in OPS_OF_BLOCKS)
         if self.reads.is_open and not was_open:
             self._let_all_go()
         if self.writes.is_open or (self.writes.is_late and self._unfinished):

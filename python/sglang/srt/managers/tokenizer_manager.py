@@ -27,22 +27,14 @@ import numpy as np
 from sglang.srt.constrained.grammar_checker import GrammarChecker
 from sglang.srt.managers.io_struct import (
     AbortReq,
-    AttachHiCacheStorageReqInput,
     BatchStrOutput,
     BlockNaming,
-    ClearHiCacheReqInput,
-    ControlReqOutput,
-    DetachHiCacheStorageReqInput,
     FinishReason,
-    FlushCacheReqInput,
-    GetInternalStateReq,
-    GetInternalStateReqOutput,
     PromptKeys,
     ReqTimes,
     RequestTimesOutput,
     SchedulerReady,
     StrOutput,
-    SwitchTierReqInput,
     TokenizedGenerateReqInput,
     bytes_to_ids,
     decode_to_tokenizer,
@@ -50,6 +42,7 @@ from sglang.srt.managers.io_struct import (
     ids_to_bytes,
 )
 from sglang.srt.managers.schedule_policy import PRIORITIES
+from sglang.srt.managers.scheduler_control import SchedulerControl
 from sglang.srt.managers.text_encoder import EncodedText, TextEncoder
 from sglang.srt.mem_cache.block_keys import BlockKeys
 from sglang.srt.observability.metrics_collector import MetricsCollector
@@ -65,7 +58,6 @@ from sglang.srt.utils.token_texts import TokenTexts
 
 logger = logging.getLogger(__name__)
 
-_CONTROL_TIMEOUT_S = 30.0
 _METRICS_TIMEOUT_S = 0.8
 # Of a reply that refuses a request because the queue is full, in seconds.
 _MAX_RETRY_AFTER_S = 60
@@ -290,7 +282,8 @@ class TokenizerManager:
         self._num_waiting = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._controls: dict[str, asyncio.Future[Any]] = {}
+        # Everything that is asked of the scheduler beside requests.
+        self.control = SchedulerControl(send, self._encoder.forget)
         self._refusal: RequestError | None = None
         self.ready: asyncio.Future[SchedulerReady] = asyncio.get_running_loop().create_future()
         self.last_state: dict[str, Any] = {}
@@ -442,12 +435,7 @@ class TokenizerManager:
         )
 
     async def _tokenized(self, rid: str, req: GenerateRequest) -> TokenizedGenerateReqInput:
-        if isinstance(req.prompt, str):
-            ids = await self._prompt_ids(req.prompt, req.add_special_tokens, req.extra_key)
-        else:
-            self.check_prompt_length(len(req.prompt))  # before looking at millions of ids
-            ids = _as_array(req.prompt, "input_ids")
-        self._check_vocabulary("input_ids", ids)
+        ids = await self.prompt_ids(req.prompt, req.add_special_tokens, req.extra_key)
         params, logprobs = req.params, req.logprobs
         max_new_tokens = self._max_new_tokens(len(ids), None if req.fill_context else params.max_new_tokens)
         if params.min_new_tokens > max_new_tokens:
@@ -480,6 +468,16 @@ class TokenizerManager:
             prompt_keys=await self._prompt_keys(req, ids),
             grammar_lane=grammar_lane,
         )
+
+    async def prompt_ids(self, prompt: str | Sequence[int], add_special_tokens: bool, namespace: str) -> np.ndarray:
+        """The ids of a prompt. Raises RequestError if the model does not have them, or they are too many."""
+        if isinstance(prompt, str):
+            ids = await self._text_ids(prompt, add_special_tokens, namespace)
+        else:
+            self.check_prompt_length(len(prompt))  # before looking at millions of ids
+            ids = _as_array(prompt, "input_ids")
+        self._check_vocabulary("input_ids", ids)
+        return ids
 
     async def _check_grammar(self, spec: GrammarSpec) -> int:
         """The lane of the checker that it took."""
@@ -540,7 +538,7 @@ class TokenizerManager:
             )
         return wanted
 
-    async def _prompt_ids(self, text: str, add_special_tokens: bool, namespace: str) -> np.ndarray:
+    async def _text_ids(self, text: str, add_special_tokens: bool, namespace: str) -> np.ndarray:
         """Raises RequestError for a text that is too long: where its characters prove it, before tokenising."""
         if (least := self._encoder.min_tokens(text)) > 0:
             self.check_prompt_length(least, " or more")
@@ -637,8 +635,8 @@ class TokenizerManager:
                     self._note_times(rid, times, now)
             elif isinstance(message, SchedulerReady):
                 self.ready.set_result(message)
-            elif (future := self._controls.pop(message.id, None)) is not None and not future.done():
-                future.set_result(message)
+            else:
+                self.control.answer(message)
 
     def _note_times(self, rid: str, times: ReqTimes, now: float) -> None:
         """The request's first token is there. Its text may come later, with that of others."""
@@ -701,37 +699,8 @@ class TokenizerManager:
                 if state.sent is not None:
                     self._send(encode(AbortReq(rid=state.rid)))
 
-    async def flush_cache(self) -> ControlReqOutput:
-        result: ControlReqOutput = await self._control(lambda id: FlushCacheReqInput(id=id))
-        if result.success:
-            self._encoder.forget()
-        return result
-
-    async def attach_hicache_storage(
-        self, backend: str, extra_config: str, prefetch_policy: str, write_policy: str
-    ) -> ControlReqOutput:
-        return await self._control(
-            lambda id: AttachHiCacheStorageReqInput(
-                id=id,
-                backend=backend,
-                extra_config=extra_config,
-                prefetch_policy=prefetch_policy,
-                write_policy=write_policy,
-            )
-        )
-
-    async def detach_hicache_storage(self) -> ControlReqOutput:
-        return await self._control(lambda id: DetachHiCacheStorageReqInput(id=id))
-
-    async def clear_hicache_storage(self) -> ControlReqOutput:
-        return await self._control(lambda id: ClearHiCacheReqInput(id=id))
-
-    async def switch_tier(self, tier: str, reads: bool | None, writes: bool | None) -> ControlReqOutput:
-        return await self._control(lambda id: SwitchTierReqInput(id=id, tier=tier, reads=reads, writes=writes))
-
     async def get_internal_state(self) -> dict[str, Any]:
-        answer: GetInternalStateReqOutput = await self._control(lambda id: GetInternalStateReq(id=id))
-        self.last_state = msgspec.json.decode(answer.state)
+        self.last_state = msgspec.json.decode(await self.control.state())
         self.metrics.set_scheduler_state(self.last_state)
         return self.last_state
 
@@ -742,20 +711,6 @@ class TokenizerManager:
         except (TimeoutError, RequestError):
             pass
         return self.metrics.render()
-
-    async def _control(self, make: Callable[[str], Any]) -> Any:
-        if self._refusal is not None and self._refusal.status_code == 500:
-            raise self._refusal
-        id = uuid.uuid4().hex
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._controls[id] = future
-        self._send(encode(make(id)))
-        try:
-            return await asyncio.wait_for(future, _CONTROL_TIMEOUT_S)
-        except TimeoutError:
-            raise RequestError("the scheduler did not answer in time", 503) from None
-        finally:
-            self._controls.pop(id, None)
 
     # End
 
@@ -782,9 +737,7 @@ class TokenizerManager:
             if not state.finished:
                 state.error = self._refusal
                 state.changed.set()
-        for future in self._controls.values():
-            if not future.done():
-                future.set_exception(self._refusal)
+        self.control.fail_all(self._refusal)
 
     def close(self) -> None:
         if self._grammars is not None:

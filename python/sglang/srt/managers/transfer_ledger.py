@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -127,14 +128,13 @@ class TransferLedger:
         action: StorageAction,
         keys: np.ndarray = NO_KEYS,
         frames: np.ndarray = NO_FRAMES,
-        setup: str = "",
-        skips: tuple[int, ...] = (),
+        **more: Any,
     ) -> Ticket:
-        """keys, frames, setup, skips: see `StorageOp`."""
+        """keys, frames, more: see `StorageOp`."""
         if len(frames):
             self.tables[Tier.HOST].pin(frames)
         ticket = self._take_ticket(link)
-        self._begin(StorageOp(ticket, action, keys, frames, len(frames) * self.page_bytes, setup, skips))
+        self._begin(StorageOp(ticket, action, keys, frames, len(frames) * self.page_bytes, **more))
         return ticket
 
     def end(self, ticket: Ticket) -> TransferOp | StorageOp:

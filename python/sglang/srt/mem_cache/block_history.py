@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sglang.srt.mem_cache.block_keys import is_private
+from sglang.srt.mem_cache.namespaces import is_private
 from sglang.srt.mem_cache.node import Node, root_of
 from sglang.srt.mem_cache.radix import common_len
 from sglang.srt.mem_cache.transfer import TIER_NAMES, Tier
@@ -115,6 +115,12 @@ class BlockHistory:
         if (found := self._tails.get(key)) is not None:
             return common_len(found[0], tail, 0, len(tail), self._page_size), found[1]
         return len(tail) if self._is_forgotten[key % _FILTER_SIZE] else 0, FORGOTTEN
+
+    def forget_tails(self) -> None:
+        """Keep no tokens of any prompt: to erase one tenant's."""
+        for key in self._tails:
+            self._forget(key)
+        self._tails.clear()
 
     def _note_tail(self, key: int, tail: np.ndarray, left: Left) -> None:
         before = self._tails.pop(key, None)

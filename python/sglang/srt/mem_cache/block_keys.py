@@ -15,29 +15,11 @@ import hashlib
 
 import numpy as np
 
+from sglang.srt.mem_cache.namespaces import shared_part
+
 KEY_BYTES = 16
+TENANT_BYTES = 8
 NO_KEYS = np.empty((0, KEY_BYTES), np.uint8)
-# Stands between a namespace and the owner of a private part of it. No namespace that a user gives contains it.
-_PRIVATE = "\0"
-
-
-def private(namespace: str, owner: int) -> str:
-    """A namespace for one owner, for the tiers that share by comparing tokens. Its blocks keep the names of the
-    original namespace, so that they are still shared in storage."""
-    return f"{namespace}{_PRIVATE}{owner}"
-
-
-def alone(namespace: str, owner: int) -> str:
-    """A namespace for one owner whose blocks storage neither gets nor is asked for."""
-    return private(namespace, owner) + _PRIVATE
-
-
-def is_private(namespace: str) -> bool:
-    return _PRIVATE in namespace
-
-
-def is_alone(namespace: str) -> bool:
-    return namespace.endswith(_PRIVATE)
 
 
 class BlockKeys:
@@ -53,8 +35,14 @@ class BlockKeys:
 
     def root(self, namespace: str) -> bytes:
         """The key to which the namespace's first block is chained."""
-        shared = namespace.partition(_PRIVATE)[0]
+        shared = shared_part(namespace)
         return hashlib.blake2b(shared.encode(), key=self.secret, digest_size=KEY_BYTES).digest()
+
+    def tenant(self, salt: str) -> bytes:
+        """What stands for a `cache_salt` in storage, 8 bytes; none for the empty one."""
+        if not salt:
+            return b""
+        return hashlib.blake2b(salt.encode(), key=self.secret, digest_size=TENANT_BYTES, person=b"tenant").digest()
 
     def chain(self, last: bytes, tokens: np.ndarray) -> np.ndarray:
         """Keys of the whole blocks in tokens (int32), of which the first follows the block with key `last`.

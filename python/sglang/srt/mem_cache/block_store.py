@@ -40,9 +40,9 @@ class BlockStore(Protocol):
         """
         ...
 
-    def set(self, keys: Sequence[bytes], frames: np.ndarray) -> int:
+    def set(self, keys: Sequence[bytes], frames: np.ndarray, tenant: bytes = b"") -> int:
         """Store blocks from pages of the host pool. Returns how many leading blocks are stored now. Blocks that were
-        stored before are included."""
+        stored before are included. tenant: whose they are, see `TenantStore`."""
         ...
 
     def clear(self) -> None:
@@ -81,6 +81,22 @@ class TouchedStore(Protocol):
         """These blocks are in use: of each prompt the front most of all. keys: of one prompt or several, each in
         order. Returns how many of the leading keys are stored; those behind count as used all the same. Raises
         `ExistsFailed` where a failure of the medium keeps it from knowing."""
+        ...
+
+
+@runtime_checkable
+class TenantStore(Protocol):
+    """A `BlockStore` that knows whose blocks are whose. tenant: see `BlockKeys.tenant`. Neither call may run beside
+    `set`."""
+
+    def erase(self, tenant: bytes) -> bool:
+        """Drop all blocks of a tenant, so that the medium does not have their bytes any more. False: not all are
+        gone; the log has the reason."""
+        ...
+
+    def limit(self, tenant: bytes, num_blocks: int) -> bool:
+        """Keep at most so many blocks of a tenant from now on, below 0 as many as there are: what is over goes, the
+        least recently used first. False: the store cannot do that; the log has the reason."""
         ...
 
 

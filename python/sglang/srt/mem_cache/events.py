@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from sglang.srt.disaggregation.kv_events import MEDIA, BlockRemoved, BlockStored, KVCacheEvent
-from sglang.srt.mem_cache.block_keys import is_private, to_bytes
-from sglang.srt.mem_cache.namespaces import parts_of_namespace
+from sglang.srt.mem_cache.block_keys import to_bytes
+from sglang.srt.mem_cache.namespaces import is_private, parts_of_namespace
 from sglang.srt.mem_cache.node import Node, Root, path_of, root_of
 from sglang.srt.mem_cache.page_hashes import PageHashes
 from sglang.srt.mem_cache.page_watcher import PageWatcher

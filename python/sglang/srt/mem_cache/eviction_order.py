@@ -89,7 +89,7 @@ class EvictionOrder:
         self.load_order: tuple[Tier, ...] = (Tier.PEER, Tier.HOST)
         # Nodes are cut between these: pages, or the blocks of storage, which takes no part of one.
         self.cut_tokens = page_size
-        self._policy = policy
+        self.policy = policy
         self._page_size = page_size
         self._split = split
         self._heaps = [
@@ -192,7 +192,7 @@ class EvictionOrder:
         """What goes first of a tier: the smallest. Of equals the deepest. is_covered: see `class_of_copy`; None: as
         it is."""
         is_alive = int(node.priority != RETIRED_PRIORITY)
-        by_policy = (*self._policy(node, last_access_on(node, tier)), -node.start)
+        by_policy = (*self.policy(node, last_access_on(node, tier)), -node.start)
         if tier == _DEVICE:
             return is_alive, *by_policy
         if is_covered is None:
@@ -238,4 +238,4 @@ class EvictionOrder:
     def rank(self, node: Node) -> Rank:
         """By the eviction policy, on any tier below the device: the least goes first."""
         last_access = max(last_access_on(node, _PEER), last_access_on(node, _HOST))
-        return *self._policy(node, last_access), -node.start
+        return *self.policy(node, last_access), -node.start

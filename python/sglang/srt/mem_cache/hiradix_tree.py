@@ -76,8 +76,9 @@ class HiRadixTree:
         self._next_id = 0
         self._by_ticket: dict[Ticket, list[Node]] = {}
         self.counts = PageCounts()
-        # What each tier gives up next.
+        # What each tier gives up next, and the name of the policy.
         self.order = EvictionOrder(EVICTION_POLICIES[eviction_policy], page_size, self.split)
+        self.eviction_policy = eviction_policy
         # Tiers that a match does not count on.
         self._unread: frozenset[Tier] = frozenset()
         self.rename_blocks(block_keys)
@@ -177,6 +178,15 @@ class HiRadixTree:
             node = stack.pop()
             if node.parent is not None:
                 yield node
+            stack.extend(node.children.values())
+
+    @staticmethod
+    def walk_below(root: Root) -> Iterator[Node]:
+        """Every node of a namespace, parents first."""
+        stack = list(root.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
             stack.extend(node.children.values())
 
     # -- locks --------------------------------------------------------------------------------------------------
@@ -487,6 +497,13 @@ class HiRadixTree:
         if adds_up == self.order.adds_up:
             return
         self.order.adds_up = adds_up
+        for node in self.walk():
+            self._offer_everywhere(node)
+
+    def set_eviction_policy(self, name: str) -> None:
+        """name: of `EVICTION_POLICIES`."""
+        self.eviction_policy = name
+        self.order.policy = EVICTION_POLICIES[name]
         for node in self.walk():
             self._offer_everywhere(node)
 

@@ -22,8 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from sglang.srt.mem_cache.block_keys import BlockKeys, is_private
+from sglang.srt.mem_cache.block_keys import BlockKeys
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
+from sglang.srt.mem_cache.namespaces import is_private
 from sglang.srt.mem_cache.node import Node, Root
 from sglang.srt.mem_cache.transfer import FRAME_TIERS, TIER_NAMES
 from sglang.srt.utils.time_units import LaunchSeq

@@ -113,6 +113,10 @@ class SessionTable:
         records = self._records.values()
         return sum([r.path_tokens for r in records if r.answered is not None and r.stays_until > launch])
 
+    def forget(self, namespaces: set[str]) -> None:
+        """Forget the sessions of the namespaces, as if they had never been."""
+        self._records = {key: record for key, record in self._records.items() if key[0] not in namespaces}
+
     def _use(self, key: SessionKey, launch: LaunchSeq) -> SessionRecord:
         """The session's record, which becomes the most recently used."""
         record = self._records.pop(key, None) or SessionRecord()

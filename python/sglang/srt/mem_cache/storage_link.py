@@ -25,6 +25,7 @@ from sglang.srt.mem_cache.block_store import (
     ExistsFailed,
     OverlappingStore,
     StoreError,
+    TenantStore,
     TouchedStore,
     has_room,
 )
@@ -226,6 +227,13 @@ class StorageLink:
         if op.action == StorageAction.DETACH:
             self.slot.detach()
             return 1, 0
-        move = store.get if op.action == StorageAction.GET else store.set
+        if op.action in (StorageAction.ERASE, StorageAction.LIMIT):
+            if not isinstance(store, TenantStore):
+                logger.warning("the storage backend %s does not know whose blocks are whose: clear it", store.name)
+                return 0, 0
+            is_limit = op.action == StorageAction.LIMIT
+            return int(store.limit(op.tenant, op.limit) if is_limit else store.erase(op.tenant)), 0
         with self.rate_limit.transfer(op.size_bytes) if self.rate_limit is not None else nullcontext():
-            return move(to_bytes(op.keys), op.frames), 0
+            if op.action == StorageAction.GET:
+                return store.get(to_bytes(op.keys), op.frames), 0
+            return store.set(to_bytes(op.keys), op.frames, op.tenant), 0

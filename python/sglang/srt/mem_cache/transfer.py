@@ -104,6 +104,9 @@ class StorageAction(IntEnum):
     DETACH = 4
     CLEAR = 5
     TOUCH = 6
+    # Of one tenant: drop all its blocks, and keep at most so many of them.
+    ERASE = 7
+    LIMIT = 8
 
 
 # The count of an EXISTS that failed. Ranks agree on the least of their counts.
@@ -129,6 +132,10 @@ class StorageOp:
     setup: str = ""
     # Of two stores, the places of those that are left out.
     skips: tuple[int, ...] = ()
+    # Whose blocks these are, see `BlockKeys.tenant`; for SET, ERASE and LIMIT.
+    tenant: bytes = b""
+    # For LIMIT: the most blocks; below 0 for no limit.
+    limit: int = -1
 
     @property
     def after(self) -> None:

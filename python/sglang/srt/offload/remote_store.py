@@ -120,8 +120,8 @@ class RemoteStore:
         self._ask_read(read)
         return partial(self._give_up, read)
 
-    def set(self, keys: Sequence[bytes], frames: np.ndarray) -> int:
-        count = self._wait(partial(wire.Put, keys=b"".join(keys), pages=_pages(frames)))
+    def set(self, keys: Sequence[bytes], frames: np.ndarray, tenant: bytes = b"") -> int:
+        count = self._wait(partial(wire.Put, keys=b"".join(keys), pages=_pages(frames), tenant=tenant))
         if count < len(keys):
             with self._lock:
                 self._counters["write_errors"] += 1
@@ -138,6 +138,17 @@ class RemoteStore:
                 raise ExistsFailed("the remote store does not answer")
             count = told - 1 + (count if told > len(part) else 0)
         return count
+
+    def erase(self, tenant: bytes) -> bool:
+        """See TenantStore."""
+        if is_erased := bool(self._wait(partial(wire.Erase, tenant=tenant))):
+            return True
+        logger.warning("nothing, or not all, was erased from the remote store: it does not answer, or refuses")
+        return is_erased
+
+    def limit(self, tenant: bytes, num_blocks: int) -> bool:
+        """See TenantStore. A store that others share too does not count what a tenant has."""
+        return num_blocks < 0
 
     def clear(self) -> None:
         if not self._wait(wire.Clear):

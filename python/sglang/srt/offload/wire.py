@@ -80,11 +80,13 @@ class Get(msgspec.Struct, tag=True, frozen=True):
 
 
 class Put(msgspec.Struct, tag=True, frozen=True):
-    """Store blocks from pages of the pool, as in `Get`; the proxy may read them until it has answered."""
+    """Store blocks from pages of the pool, as in `Get`; the proxy may read them until it has answered. tenant: whose
+    they are, see `BlockKeys.tenant`."""
 
     id: int
     keys: bytes
     pages: bytes
+    tenant: bytes = b""
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):
@@ -97,6 +99,13 @@ class Clear(msgspec.Struct, tag=True, frozen=True):
     """Forget every block of the session's namespace."""
 
     id: int
+
+
+class Erase(msgspec.Struct, tag=True, frozen=True):
+    """Drop every block of a tenant in the session's namespace. Behind the tenant's Puts."""
+
+    id: int
+    tenant: bytes
 
 
 class GetStats(msgspec.Struct, tag=True, frozen=True):
@@ -130,7 +139,7 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     values: dict[str, int]
 
 
-ToProxy = Exists | Touch | Get | Put | Cancel | Clear | GetStats
+ToProxy = Exists | Touch | Get | Put | Cancel | Clear | Erase | GetStats
 ToEngine = Done | Stats
 _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode

@@ -61,7 +61,7 @@ class FarStore(MemoryStore):
             self.under_way.append(lambda: on_end(0))
         return self._give_up
 
-    def set(self, keys, frames) -> int:
+    def set(self, keys, frames, tenant=b"") -> int:
         self.num_written += 1
         self._perhaps_fail()
         return super().set(keys, frames)
@@ -277,7 +277,7 @@ def test_calls_that_raise(rig: Rig, call: str):
 
 
 def test_a_full_store_is_still_read(rig: Rig):
-    rig.far.set = lambda keys, frames: 0
+    rig.far.set = lambda keys, frames, tenant: 0
     for _ in range(5):
         assert rig.both.set(KEYS, FRAMES) == 8
     assert not rig.is_left_alone

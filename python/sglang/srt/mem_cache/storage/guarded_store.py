@@ -20,7 +20,7 @@ from functools import partial
 
 import numpy as np
 
-from sglang.srt.mem_cache.block_store import BlockStore, OverlappingStore, TouchedStore, has_room
+from sglang.srt.mem_cache.block_store import BlockStore, OverlappingStore, TenantStore, TouchedStore, has_room
 from sglang.srt.utils.clock import monotonic
 
 logger = logging.getLogger(__name__)
@@ -123,14 +123,14 @@ class GuardedStore:
 
         return give_up
 
-    def set(self, keys: Sequence[bytes], frames: np.ndarray) -> int:
+    def set(self, keys: Sequence[bytes], frames: np.ndarray, tenant: bytes = b"") -> int:
         if self._ask(keys[:1]) is None:
             self._note_missed(keys)
             return 0
         with self._changed:
             for key in keys:
                 self._missed.pop(key, None)
-        count = self._call(keys, partial(self.store.set, keys, frames), is_read=False)
+        count = self._call(keys, partial(self.store.set, keys, frames, tenant), is_read=False)
         if self.reason:
             self._note_missed(keys[count:])
         return count
@@ -148,6 +148,17 @@ class GuardedStore:
             return len(keys)
         with self._changed:
             return next((i for i, key in enumerate(keys[:count]) if key in self._missed), count)
+
+    def erase(self, tenant: bytes) -> bool:
+        """See TenantStore."""
+        if self.reason or not isinstance(self.store, TenantStore):
+            logger.warning("nothing was erased from the %s store: %s", self.name, self.reason or "it has no tenants")
+            return False
+        return self.store.erase(tenant)
+
+    def limit(self, tenant: bytes, num_blocks: int) -> bool:
+        """See TenantStore."""
+        return isinstance(self.store, TenantStore) and self.store.limit(tenant, num_blocks)
 
     def has_missed(self, key: bytes) -> bool:
         """Whether the block was not written, as the store failed or was left alone. From any thread."""

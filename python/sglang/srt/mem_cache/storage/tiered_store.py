@@ -13,7 +13,14 @@ from functools import partial
 
 import numpy as np
 
-from sglang.srt.mem_cache.block_store import BlockStore, ExistsFailed, OverlappingStore, TouchedStore, has_room
+from sglang.srt.mem_cache.block_store import (
+    BlockStore,
+    ExistsFailed,
+    OverlappingStore,
+    TenantStore,
+    TouchedStore,
+    has_room,
+)
 
 
 class TieredStore:
@@ -61,9 +68,17 @@ class TieredStore:
             return lambda: None
         return self.far.start_get(*rest, partial(_add, count, on_end))
 
-    def set(self, keys: Sequence[bytes], frames: np.ndarray) -> int:
+    def set(self, keys: Sequence[bytes], frames: np.ndarray, tenant: bytes = b"") -> int:
         """How many leading blocks at least one of the stores has taken."""
-        return max(self.near.set(keys, frames), self.far.set(keys, frames))
+        return max(self.near.set(keys, frames, tenant), self.far.set(keys, frames, tenant))
+
+    def erase(self, tenant: bytes) -> bool:
+        """See TenantStore."""
+        return all([isinstance(store, TenantStore) and store.erase(tenant) for store in (self.near, self.far)])
+
+    def limit(self, tenant: bytes, num_blocks: int) -> bool:
+        """See TenantStore. The near store's: the far one is shared, and has a limit of its own."""
+        return isinstance(self.near, TenantStore) and self.near.limit(tenant, num_blocks)
 
     def touch(self, keys: Sequence[bytes]) -> int:
         """How many leading blocks all stores have that are told; of one that fails it is not known that it has lost
@@ -108,7 +123,7 @@ class _NoBlocks:
     def get(self, keys: Sequence[bytes], frames: np.ndarray) -> int:
         return 0
 
-    def set(self, keys: Sequence[bytes], frames: np.ndarray) -> int:
+    def set(self, keys: Sequence[bytes], frames: np.ndarray, tenant: bytes = b"") -> int:
         return 0
 
     def clear(self) -> None:

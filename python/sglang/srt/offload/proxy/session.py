@@ -62,7 +62,9 @@ class Session:
         # What moves no block, carried out one after another on a thread of its own, because a store that does not
         # answer must delay nothing else; and what concerns the whole store and may take long, on another.
         self._questions: queue.SimpleQueue[wire.Exists | wire.Touch | None] = queue.SimpleQueue()
-        self._chores: queue.SimpleQueue[wire.Clear | wire.GetStats | list[bytes] | None] = queue.SimpleQueue()
+        self._chores: queue.SimpleQueue[wire.Clear | wire.Erase | wire.GetStats | list[bytes] | None] = (
+            queue.SimpleQueue()
+        )
         self._usage: dict[str, int] = {}
         self._lock = threading.Condition()
         # Operations that are not answered yet: the write, or a fetch's keys.
@@ -203,8 +205,8 @@ class Session:
         while (chore := self._chores.get()) is not None:
             if isinstance(chore, list):
                 self.store.renew(chore)
-            elif isinstance(chore, wire.Clear):
-                self._outbox.put(wire.Done(chore.id, int(self._clear())))
+            elif isinstance(chore, wire.Clear | wire.Erase):
+                self._outbox.put(wire.Done(chore.id, int(self._drop(chore))))
             elif self._chores.empty():
                 # Not once for each that came while a store was slow.
                 self._usage = self.store.usage()
@@ -216,11 +218,15 @@ class Session:
             self.incomplete(key)
         return 0 if count is None else 1 + count
 
-    def _clear(self) -> bool:
+    def _drop(self, chore: wire.Clear | wire.Erase) -> bool:
         try:
-            self.store.clear()
+            if isinstance(chore, wire.Clear):
+                self.store.clear()
+            else:
+                self.store.erase(chore.tenant)
         except StoreFailure as error:
-            logger.warning("the store was not emptied: %s", error)
+            what = "emptied" if isinstance(chore, wire.Clear) else "rid of a tenant's blocks"
+            logger.warning("the store was not %s: %s", what, error)
             return False
         return True
 
@@ -234,7 +240,9 @@ class Session:
             self._open[message.id] = keys
             self._fetches.get(message.id, message.keys, message.pages, answer)
         else:
-            write = self._open[message.id] = Write(self, keys, self.channel.origin(message, len(keys)), answer)
+            write = self._open[message.id] = Write(
+                self, keys, self.channel.origin(message, len(keys)), answer, message.tenant
+            )
             self._writer.submit(write)
 
     def _give_up(self, id: int) -> None:

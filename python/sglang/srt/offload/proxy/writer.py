@@ -43,13 +43,21 @@ class Sink(Protocol):
 
 class Write:
     """Blocks to store. It ends once, from a thread of the writer, with the number of leading blocks that are stored.
-    keys: 16 bytes each, of the origin's blocks."""
+    keys: 16 bytes each, of the origin's blocks. tenant: whose they are."""
 
-    def __init__(self, sink: Sink, keys: Sequence[bytes], origin: Origin, on_end: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        sink: Sink,
+        keys: Sequence[bytes],
+        origin: Origin,
+        on_end: Callable[[int], None],
+        tenant: bytes = b"",
+    ) -> None:
         self.sink = sink
         self.keys = keys
         self.origin = origin
         self.on_end = on_end
+        self.tenant = tenant
         self.is_given_up = False
         # Blocks from this one on are not stored.
         self.limit = len(keys)
@@ -146,7 +154,7 @@ class Writer:
         if write.is_given_up or block >= write.limit:
             return False
         pieces = self._encoded(write, block, raw, coded)
-        return pieces is not None and write.sink.block_writer(thread).write(write.keys[block], pieces)
+        return pieces is not None and write.sink.block_writer(thread).write(write.keys[block], pieces, write.tenant)
 
     def _end_block(self, write: Write, block: int, is_stored: bool) -> None:
         with self._changed:

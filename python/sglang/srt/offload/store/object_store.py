@@ -50,12 +50,14 @@ _COUNTERS = (
 
 class Manifest(msgspec.Struct, frozen=True, array_like=True):
     """The entry that marks a block as complete. Its existence is what counts; its content serves users and tools.
-    codec: the spec with which its pieces were written. size_bytes: of all pieces, as stored."""
+    codec: the spec with which its pieces were written. size_bytes: of all pieces, as stored. tenant: whose it is, see
+    `BlockKeys.tenant`."""
 
     version: int
     num_pieces: int
     codec: str
     size_bytes: int
+    tenant: bytes = b""
 
 
 class ObjectStore:
@@ -195,10 +197,7 @@ class ObjectStore:
             reply = self._control.pipeline([(name, (b"GET", name))])[0]
         if isinstance(reply, StoreFailure):
             raise reply
-        try:
-            found = msgspec.msgpack.decode(reply, type=Manifest) if isinstance(reply, bytes) else None
-        except msgspec.DecodeError:
-            return None
+        found = _decoded(reply) if isinstance(reply, bytes) else None
         return found if found is not None and found.version == FORMAT_VERSION else None
 
     def forget(self, key: bytes) -> None:
@@ -224,6 +223,33 @@ class ObjectStore:
                         raise error
         finally:
             connections.close()
+
+    def erase(self, tenant: bytes) -> None:
+        """Drop every block of a tenant in this namespace, and pieces without a manifest, which may be the tenant's.
+        Raises StoreFailure."""
+        connections = self.connections()
+        try:
+            for connection in connections.every_node():
+                for names in _scan(connection, self.prefix + b"*"):
+                    self._erase_some(connection, tenant, names)
+        finally:
+            connections.close()
+
+    def _erase_some(self, connection: RespConnection, tenant: bytes, names: Sequence[bytes]) -> None:
+        """names: some of the namespace. Raises StoreFailure."""
+        blocks = list(dict.fromkeys(name.rpartition(b":")[0] for name in names))
+        going = []
+        for block, reply in zip(
+            blocks, connection.pipeline([(b"GET", b"%b:%b" % (block, _MANIFEST)) for block in blocks])
+        ):
+            if isinstance(reply, ErrorReply) and not is_redirect(reply):
+                raise reply
+            if reply is None or (isinstance(reply, bytes) and _tenant_of(reply) == tenant):
+                going.append(block)
+        whats = [_MANIFEST, *(b"%d" % i for i in range(self.num_pieces))]
+        for reply in connection.pipeline([(b"UNLINK", *(b"%b:%b" % (b, what) for what in whats)) for b in going]):
+            if isinstance(reply, ErrorReply) and not is_redirect(reply):
+                raise reply
 
     def usage(self) -> dict[str, int]:
         """Of the whole store, all namespaces: size_bytes, limit_bytes (0: no limit, or unknown), keys (num_pieces + 1
@@ -407,16 +433,16 @@ class BlockWriter:
         self._store = store
         self._connections = store.connections()
 
-    def write(self, key: bytes, pieces: Sequence[Sequence[Buffer]]) -> bool:
+    def write(self, key: bytes, pieces: Sequence[Sequence[Buffer]], tenant: bytes = b"") -> bool:
         """Store a block. Each piece is a list of buffers, which are sent without a copy and may change when this
-        returns. False: the store did not take all of it. The reason is counted and logged, and no part of a new block
-        stays."""
+        returns. tenant: whose it is. False: the store did not take all of it. The reason is counted and logged, and
+        no part of a new block stays."""
         store = self._store
         assert len(pieces) == store.num_pieces
         if not store.may_write():
             return False
         size_bytes = sum(memoryview(part).nbytes for parts in pieces for part in parts)
-        manifest = msgspec.msgpack.encode(Manifest(FORMAT_VERSION, store.num_pieces, store.codec, size_bytes))
+        manifest = msgspec.msgpack.encode(Manifest(FORMAT_VERSION, store.num_pieces, store.codec, size_bytes, tenant))
         values = [(store.name_of(key, i), parts) for i, parts in enumerate(pieces)]
         try:
             error = self._set(values, store.pieces_ttl_s) or self._set(
@@ -460,6 +486,19 @@ class BlockWriter:
             self._connections.pipeline([(command[1], command)])
         except StoreFailure:
             pass  # The store evicts it in time.
+
+
+def _decoded(manifest: bytes) -> Manifest | None:
+    """None: it is none."""
+    try:
+        return msgspec.msgpack.decode(manifest, type=Manifest)
+    except msgspec.DecodeError:
+        return None
+
+
+def _tenant_of(manifest: bytes) -> bytes | None:
+    found = _decoded(manifest)
+    return found.tenant if found is not None else None
 
 
 def _num_leading(are: list[bool]) -> int:

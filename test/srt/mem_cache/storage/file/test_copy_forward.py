@@ -29,6 +29,7 @@ MAX_COPIES = 4
 # Of a conversation, blocks: as hot as can be copied.
 HOT = keys_of(0, 1, 2)
 COLD = 1000
+TENANT = b"a tenant"
 
 
 class Killed(BaseException):
@@ -51,9 +52,9 @@ class Process:
     def frames(self, keys: list[bytes]) -> np.ndarray:
         return np.arange(len(keys) * self.pool.pages_per_block, dtype=np.int32)
 
-    def set(self, keys: list[bytes]) -> int:
+    def set(self, keys: list[bytes], tenant: bytes = b"") -> int:
         self.pool.put(keys, self.frames(keys))
-        return self.store.set(keys, self.frames(keys))
+        return self.store.set(keys, self.frames(keys), tenant)
 
     def get(self, keys: list[bytes]) -> int:
         self.pool.kv[:] = 0xAA
@@ -70,7 +71,7 @@ class Process:
 
     def fill(self) -> None:
         """Until the next segment has to go, with the hot blocks in the first one."""
-        self.set(HOT)
+        self.set(HOT, TENANT)
         while self.store._writer.fits(SEGMENT_BYTES) or self.store._index.active is not None:
             self.set_cold(1)
         assert {number_of(self.store._index.places[key]) for key in HOT} == {1}
@@ -472,3 +473,13 @@ def test_writes_end_with_the_daily_limit_and_reads_go_on(start, caplog: pytest.L
     assert "daily_write_gb" in line
     a.now += 24 * 3600.0
     assert a.set(keys_of(4, 5)) == 2
+
+
+def test_copies_are_still_their_tenants(start) -> None:
+    process = start()
+    process.fill()
+    process.use_hot()
+    process.evict_first()
+    assert process.stat("copied_blocks") and process.get(HOT) == len(HOT)
+    assert process.store.erase(TENANT) and process.store.exists(HOT) == 0
+    process.store.check_invariants()

@@ -134,7 +134,7 @@ class PluginStore:
         rows = frames.reshape(len(keys), self._frames_per_block)
         return _in_batches(self._batch_blocks, len(keys), lambda part: self._get_batch(keys[part], rows[part]))
 
-    def set(self, keys: Sequence[bytes], frames: np.ndarray) -> int:
+    def set(self, keys: Sequence[bytes], frames: np.ndarray, tenant: bytes = b"") -> int:
         rows = frames.reshape(len(keys), self._frames_per_block)
         return _in_batches(self._batch_blocks, len(keys), lambda part: self._set_batch(keys[part], rows[part]))
 

@@ -9,9 +9,9 @@ alone: what a medium can do wrong ends a call's count, is counted and logged.
       +--- set anew <----+ forgotten: entry zeroed        +--------------+ copied forward
 
 Its parts: `SegmentIndex` (which blocks there are, and where), `IndexSync` (what other processes change),
-`SegmentWriter` (claims, room, copies), `eviction` (which segment goes), `WriteBudget` (bytes written), `SegmentFiles`
-(bytes in and out of files), `recovery` (what a start finds), `folder` (the namespace's folder, leftovers). Format,
-crash safety and tuning: docs/design/disk.md.
+`SegmentWriter` (claims, room, copies), `TenantBlocks` (erasing and limits of tenants), `eviction` (which segment
+goes), `WriteBudget` (bytes written), `SegmentFiles` (bytes in and out of files), `recovery` (what a start finds),
+`folder` (the namespace's folder, leftovers). Format, crash safety and tuning: docs/design/disk.md.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from sglang.srt.mem_cache.storage.file.segment_files import SegmentFiles
 from sglang.srt.mem_cache.storage.file.segment_index import Segment, number_of, runs, slot_of
 from sglang.srt.mem_cache.storage.file.segment_writer import SegmentWriter
 from sglang.srt.mem_cache.storage.file.store_log import StoreLog
+from sglang.srt.mem_cache.storage.file.tenant_blocks import TenantBlocks
 from sglang.srt.mem_cache.storage.file.write_budget import DEFAULT_REWRITE_SHARE, WriteBudget
 from sglang.srt.mem_cache.storage.registry import CONFIG_FLAG
 
@@ -102,12 +103,14 @@ class HiCacheFile:
         # Guards the index, and is not held during reads and writes.
         self._lock, self._index = self._sync.lock, self._sync.index
         self._writer = SegmentWriter(root, self._sync, limit_bytes, max_copies, clock)
+        self._tenants = TenantBlocks(self._sync, self._writer)
         try:
             unusable = self._sync.open()
             if self._folder.writable:
                 with contextlib.suppress(OSError):
                     self._writer.delete_unusable(unusable)
                     self._writer.shrink()
+                    self._tenants.open()
             else:
                 logger.warning("%s cannot be written: KV is read from it, and none is stored", self._folder.path)
             if self._folder.writable and not self._folder.has_locks:
@@ -182,7 +185,7 @@ class HiCacheFile:
                 self._index.make_spare(keys[:count])
         return count
 
-    def set(self, keys: Sequence[bytes], frames: np.ndarray) -> int:
+    def set(self, keys: Sequence[bytes], frames: np.ndarray, tenant: bytes = b"") -> int:
         """See BlockStore. Stops where it would have to evict what this call stored or found."""
         self._sync.refresh()
         pages = frames.reshape(len(keys), self._pages_per_block)
@@ -192,7 +195,10 @@ class HiCacheFile:
             first = {key: i for i, key in reversed(list(enumerate(keys)))}
             missing = sorted(i for key, i in first.items() if key not in self._index)
             self._index.use([self._index.places[key] for key in keys if key in self._index])
-        self._writer.store(keys, pages, missing, before)
+        self._writer.store(keys, pages, missing, before, tenant)
+        if tenant:
+            with contextlib.suppress(OSError):
+                self._tenants.enforce(tenant)
         with self._lock:
             return next((i for i, key in enumerate(keys) if key not in self._index), len(keys))
 
@@ -204,6 +210,14 @@ class HiCacheFile:
             count = next((i for i, key in enumerate(keys) if key not in self._index), len(keys))
         self._sync.share_uses()
         return count
+
+    def erase(self, tenant: bytes) -> bool:
+        """See TenantStore."""
+        return self._tenants.erase(tenant)
+
+    def limit(self, tenant: bytes, num_blocks: int) -> bool:
+        """See TenantStore."""
+        return self._tenants.limit(tenant, num_blocks)
 
     def clear(self) -> None:
         """See BlockStore. Where the folder cannot be written, the blocks are back when it is opened again."""

@@ -8,6 +8,7 @@ with a size and an age.
         lock               flock, shared: each process that uses the folder holds it, until it ends however it dies
         changes            what the processes tell each other (`shared_changes`)
         namespace          what the folder is for, to be read by people
+        tenants            whose blocks are whose (`tenant_log`)
         00000007.kv        segments (`segment`)
 """
 

@@ -266,6 +266,27 @@ class SegmentFiles:
             os.close(fd)
         return True
 
+    def wipe(self, path: str, layout: SegmentLayout, slots: Sequence[int]) -> None:
+        """Zero the entries of blocks, so that no process finds them, then their payloads, so that the disk does not
+        have them any more. Keeps the time of the file. Raises OSError."""
+        fd = os.open(path, _WRITE)
+        zeros = bytes(layout.slot_bytes)
+        try:
+            stat = os.fstat(fd)
+            for slot in slots:
+                self._write_table(fd, bytes(ENTRY_BYTES), layout.entry_offset(slot))
+            for slot in slots:
+                # No further than the file goes: its last block may lack the padding.
+                size = min(layout.slot_bytes, max(0, stat.st_size - layout.slot_offset(slot)))
+                done = 0
+                while done < size:
+                    done += os.pwrite(fd, zeros[done:size], layout.slot_offset(slot) + done)
+                self.budget.count_written(size)
+            os.fsync(fd)
+            os.utime(fd, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        finally:
+            os.close(fd)
+
     def _write_blocks(
         self,
         path: str,

@@ -103,6 +103,8 @@ class SegmentWriter:
         self._is_full = False
         self._no_write_before = -float("inf")
         self._budget = sync.files.budget
+        # Called with the folder's lock, a tenant and keys of its blocks that are about to be claimed.
+        self.claiming: Callable[[bytes, Sequence[bytes]], None] = lambda tenant, keys: None
 
     @property
     def has_room(self) -> bool:
@@ -132,10 +134,13 @@ class SegmentWriter:
 
     # -- storing --------------------------------------------------------------------------------------------------
 
-    def store(self, keys: Sequence[bytes], pages: np.ndarray, missing: list[int], before: int) -> None:
+    def store(
+        self, keys: Sequence[bytes], pages: np.ndarray, missing: list[int], before: int, tenant: bytes = b""
+    ) -> None:
         """Write the blocks at positions `missing`, as far as there is room and no other process stores them.
 
         before: the tick at which the call started; nothing that this process has used since is evicted for it.
+        tenant: whose they are.
         """
         if not missing or not self._sync.folder.writable or self._clock() < self._no_write_before:
             return
@@ -143,7 +148,7 @@ class SegmentWriter:
             self._sync.log.writes_refused(len(missing), self._budget.daily_bytes)
             return
         try:
-            self._store(keys, pages, missing, before)
+            self._store(keys, pages, missing, _Eviction(before), tenant)
         except OSError as error:
             if error.errno != errno.ENOENT:
                 self.pause()
@@ -155,16 +160,18 @@ class SegmentWriter:
     def pause(self) -> None:
         self._no_write_before = self._clock() + WRITE_PAUSE_S
 
-    def _store(self, keys: Sequence[bytes], pages: np.ndarray, missing: list[int], before: int) -> None:
+    def _store(
+        self, keys: Sequence[bytes], pages: np.ndarray, missing: list[int], eviction: _Eviction, tenant: bytes
+    ) -> None:
         """Raises OSError."""
         index = self._sync.index
         has_made_room = False
         emptied = None
         while missing:
             credit = self._budget.credit_bytes // self._sync.files.layout.slot_bytes
-            eviction = _Eviction(before, min(self._max_copies, credit), emptied)
+            eviction = _Eviction(eviction.before, min(self._max_copies, credit), emptied)
             try:
-                claim = self._claim(keys, missing, eviction)
+                claim = self._claim(keys, missing, eviction, tenant)
                 if claim is None:
                     return
                 self._fill(claim, pages[claim.positions])
@@ -174,7 +181,7 @@ class SegmentWriter:
                 continue
             except OSError as error:
                 # Others fill the disk too: what is oldest here makes room for what is new, once.
-                if error.errno not in FULL or has_made_room or not self._make_room_on_disk(before):
+                if error.errno not in FULL or has_made_room or not self._make_room_on_disk(eviction.before):
                     raise
                 has_made_room = True
                 continue
@@ -182,7 +189,7 @@ class SegmentWriter:
             last = claim.positions[-1]
             missing = [i for i in missing if i > last and keys[i] not in index]
 
-    def _claim(self, keys: Sequence[bytes], missing: list[int], eviction: _Eviction) -> _Claim | None:
+    def _claim(self, keys: Sequence[bytes], missing: list[int], eviction: _Eviction, tenant: bytes) -> _Claim | None:
         """Claim as many of the missing blocks as one write takes; None: none are left, or there is no room. Raises
         OSError and _CopyFirstError."""
         if not self.lock_folder():
@@ -199,6 +206,12 @@ class SegmentWriter:
             segment, fd, slots, overwrites = found
             positions = missing[: len(slots)]
             claim = _Claim(segment, fd, slots.start, positions, [keys[i] for i in positions], overwrites)
+            try:
+                self.claiming(tenant, claim.keys)
+            except OSError:
+                if overwrites:
+                    os.close(fd)
+                raise
             self._write_claim(claim)
             return claim
         finally:

@@ -1,0 +1,1 @@
+"""`python -m sglang.cli`: commands for people who run servers."""

@@ -1,0 +1,248 @@
+"""The commands of `python -m sglang.cli hicache`, by name. Each asks one endpoint of the server. Stateless."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from sglang.cli.server import CommandError, Server, add_server, shown
+
+
+@dataclass(frozen=True)
+class Command:
+    """run: its docstring is what `--help` shows. arguments: adds those that are the command's own."""
+
+    run: Callable[[argparse.Namespace], str]
+    arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        self.arguments(parser)
+        add_server(parser)
+
+
+def _state(args: argparse.Namespace) -> str:
+    """show the cache's state, or one part of it"""
+    state = Server(args).ask("GET", "/hicache/state")
+    if args.part is None:
+        return shown(state)
+    if args.part not in state:
+        raise CommandError(f"the state has no part {args.part!r}; it has {', '.join(state)}")
+    return shown(state[args.part])
+
+
+def _flush(args: argparse.Namespace) -> str:
+    """drop everything that device, peers and host have cached; the server has to be idle"""
+    return shown(Server(args).ask("POST", "/flush_cache"))
+
+
+def _attach(args: argparse.Namespace) -> str:
+    """attach a storage backend"""
+    body = {
+        "hicache_storage_backend": args.backend,
+        "hicache_storage_backend_extra_config_json": args.config,
+        "hicache_storage_prefetch_policy": args.prefetch_policy,
+        "hicache_write_policy": args.write_policy,
+    }
+    return shown(
+        Server(args).ask("PUT", "/hicache/storage-backend", {k: v for k, v in body.items() if v is not None})
+    )
+
+
+def _detach(args: argparse.Namespace) -> str:
+    """detach the storage backend; what it has stays there"""
+    return shown(Server(args).ask("DELETE", "/hicache/storage-backend"))
+
+
+def _clear(args: argparse.Namespace) -> str:
+    """forget all blocks of this model in the storage backend"""
+    return shown(Server(args).ask("POST", "/hicache/storage-backend/clear"))
+
+
+def _tiers(args: argparse.Namespace) -> str:
+    """show which tiers are on"""
+    return shown(Server(args).ask("GET", "/hicache/tiers"))
+
+
+def _tier(args: argparse.Namespace) -> str:
+    """turn a tier's reads or writes on or off"""
+    body = {what: value == "on" for what in ("reads", "writes") if (value := getattr(args, what)) is not None}
+    return shown(Server(args).ask("PUT", f"/hicache/tiers/{quote(args.tier, safe='')}", body))
+
+
+def _policies(args: argparse.Namespace) -> str:
+    """show the policies, or change them: NAME=VALUE …, by the names of the flags"""
+    if not args.changes:
+        return shown(Server(args).ask("GET", "/hicache/policies"))
+    wanted: dict[str, Any] = {}
+    for change in args.changes:
+        name, equals, value = change.partition("=")
+        if not equals:
+            raise CommandError(f"{change!r} is no NAME=VALUE, like hicache_load_ratio=auto")
+        wanted[name.strip().lstrip("-").replace("-", "_")] = _value(value)
+    return shown(Server(args).ask("PUT", "/hicache/policies", wanted))
+
+
+def _value(text: str) -> Any:
+    """A number, true or false, else the text."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    return value if isinstance(value, int | float) else text
+
+
+def _retain(args: argparse.Namespace) -> str:
+    """keep the beginning of prompts in the cache for a while, as if it were used again and again"""
+    body = {**_tenant(args), "text": _read(args.prompt), "ttl_s": args.ttl}
+    return shown(Server(args).ask("PUT", f"/hicache/retention/{quote(args.name, safe='')}", body))
+
+
+def _release(args: argparse.Namespace) -> str:
+    """keep a prefix no longer"""
+    return shown(Server(args).ask("DELETE", f"/hicache/retention/{quote(args.name, safe='')}"))
+
+
+def _retained(args: argparse.Namespace) -> str:
+    """show the prefixes that are kept"""
+    return shown(Server(args).ask("GET", "/hicache/retention"))
+
+
+def _warm(args: argparse.Namespace) -> str:
+    """compute prompts, so that the cache has them before the first request"""
+    prompts = [_read(file) for file in args.prompts]
+    if args.lines:
+        prompts = [_prompt(line) for text in prompts for line in text.splitlines() if line.strip()]
+    return shown(Server(args).ask("POST", "/hicache/warm", {**_tenant(args), "prompts": prompts}))
+
+
+def _prompt(line: str) -> Any:
+    """A line of a file: JSON as the endpoint takes it, else a text."""
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return line
+    return value if isinstance(value, str | list | dict) else line
+
+
+def _erase(args: argparse.Namespace) -> str:
+    """drop all that requests with a cache_salt have left, on every tier, disk and remote too"""
+    body = {"cache_salt": _salt(args), "abort_requests": args.abort_requests}
+    return shown(Server(args).ask("POST", "/hicache/erase", body))
+
+
+def _quota(args: argparse.Namespace) -> str:
+    """show or set how many tokens requests with a cache_salt may have cached: TIER=TOKENS …"""
+    body: dict[str, Any] = {"cache_salt": _salt(args)}
+    if args.none:
+        body["tokens"] = {}
+    elif args.limits:
+        body["tokens"] = {}
+        for limit in args.limits:
+            tier, _, tokens = limit.partition("=")
+            if not tokens.isdecimal():
+                raise CommandError(f"{limit!r} is no TIER=TOKENS, like host=100000")
+            body["tokens"][tier] = int(tokens)
+    return shown(Server(args).ask("PUT", "/hicache/quotas", body))
+
+
+def _read(file: str) -> str:
+    """The text of a file; - for standard input."""
+    try:
+        return sys.stdin.read() if file == "-" else Path(file).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CommandError(f"{file} cannot be read: {error}") from error
+
+
+def _salt(args: argparse.Namespace) -> str:
+    return _read(args.salt_file).rstrip("\n") if args.salt_file else args.salt
+
+
+def _tenant(args: argparse.Namespace) -> dict[str, str]:
+    fields = {"cache_salt": _salt(args), "extra_key": args.extra_key}
+    return {name: value for name, value in fields.items() if value}
+
+
+def _add_salt(parser: argparse.ArgumentParser, is_required: bool) -> None:
+    which = parser.add_mutually_exclusive_group(required=is_required)
+    which.add_argument("--salt", default="", help="the requests' cache_salt; other users of this machine see it")
+    which.add_argument("--salt-file", help="a file with it; - for standard input")
+
+
+def _add_tenant(parser: argparse.ArgumentParser) -> None:
+    _add_salt(parser, is_required=False)
+    parser.add_argument("--extra-key", default="", help="the requests' extra_key")
+
+
+def _state_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("part", nargs="?", help="of the state, such as tiers, storage or lost_hits")
+
+
+def _attach_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("backend", help="as for --hicache-storage-backend")
+    parser.add_argument("config", nargs="?", help="JSON, as for --hicache-storage-backend-extra-config")
+    parser.add_argument("--prefetch-policy", help="as for --hicache-storage-prefetch-policy")
+    parser.add_argument("--write-policy", help="as for --hicache-write-policy")
+
+
+def _tier_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("tier", help="device, peer, host, disk or remote")
+    parser.add_argument("--reads", choices=("on", "off"))
+    parser.add_argument("--writes", choices=("on", "off"))
+
+
+def _policies_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("changes", nargs="*", metavar="NAME=VALUE", help="such as hicache_load_ratio=auto")
+
+
+def _retain_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", help="by which it is released, or kept longer")
+    parser.add_argument("prompt", help="a file with the text; - for standard input")
+    parser.add_argument("--ttl", type=float, required=True, help="seconds from now")
+    _add_tenant(parser)
+
+
+def _release_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name")
+
+
+def _warm_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompts", nargs="+", help="files, a text each; - for standard input")
+    parser.add_argument(
+        "--lines", action="store_true", help='each line is a prompt: a text, or JSON such as {"messages": […]}'
+    )
+    _add_tenant(parser)
+
+
+def _erase_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--abort-requests", action="store_true", help="end requests with it that are under way")
+    _add_salt(parser, is_required=True)
+
+
+def _quota_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("limits", nargs="*", metavar="TIER=TOKENS", help="of other tiers there is no limit")
+    parser.add_argument("--none", action="store_true", help="remove the quota")
+    _add_salt(parser, is_required=True)
+
+
+HICACHE = {
+    "state": Command(_state, _state_arguments),
+    "flush": Command(_flush),
+    "attach": Command(_attach, _attach_arguments),
+    "detach": Command(_detach),
+    "clear": Command(_clear),
+    "tiers": Command(_tiers),
+    "tier": Command(_tier, _tier_arguments),
+    "policies": Command(_policies, _policies_arguments),
+    "retain": Command(_retain, _retain_arguments),
+    "release": Command(_release, _release_arguments),
+    "retained": Command(_retained),
+    "warm": Command(_warm, _warm_arguments),
+    "erase": Command(_erase, _erase_arguments),
+    "quota": Command(_quota, _quota_arguments),
+}

@@ -1,0 +1,289 @@
+"""Routes that change the server, or what other users have cached. Owns nothing.
+
+What may be asked for, and what stands in the way, is decided by the scheduler (managers/cache_admin.py and
+storage_admin.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+
+from sglang.srt.entrypoints.audit import shown_salt
+from sglang.srt.entrypoints.auth import require_a_key, require_admin
+from sglang.srt.entrypoints.request_bodies import parsed
+from sglang.srt.entrypoints.request_fields import check_name, namespace
+from sglang.srt.entrypoints.streams import unless_disconnected
+from sglang.srt.managers.io_struct import ControlReqOutput
+from sglang.srt.managers.tokenizer_manager import GenerateRequest, TokenizerManager
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.errors import RequestError
+
+MAX_WARMED = 1024
+
+
+class AbortRequest(msgspec.Struct, frozen=True, kw_only=True):
+    rid: str | None = None
+    abort_all: bool | None = False
+
+
+class AttachStorageRequest(msgspec.Struct, frozen=True, kw_only=True):
+    hicache_storage_backend: str
+    hicache_storage_backend_extra_config_json: str | None = None
+    hicache_storage_prefetch_policy: str | None = None
+    hicache_write_policy: str | None = None
+
+
+class SwitchTierRequest(msgspec.Struct, frozen=True, kw_only=True):
+    reads: bool | None = None
+    writes: bool | None = None
+
+
+class PoliciesRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """By the names of the flags; what is left out stays."""
+
+    schedule_policy: str | None = None
+    radix_eviction_policy: str | None = None
+    hicache_write_policy: str | None = None
+    hicache_storage_prefetch_policy: str | None = None
+    hicache_load_ratio: float | Literal["auto"] | None = None
+    hicache_deferral_threshold: int | None = None
+    hicache_bubble_filling: bool | None = None
+    hicache_load_or_recompute: bool | None = None
+
+
+class Prefix(msgspec.Struct, frozen=True, kw_only=True):
+    """The beginning of prompts: one of the three."""
+
+    text: str | None = None
+    input_ids: list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+
+
+class RetainRequest(Prefix, frozen=True, kw_only=True):
+    ttl_s: float
+    cache_salt: str | None = None
+    extra_key: str | None = None
+
+
+class WarmRequest(msgspec.Struct, frozen=True, kw_only=True):
+    prompts: list[str | list[int] | Prefix]
+    cache_salt: str | None = None
+    extra_key: str | None = None
+
+
+class EraseRequest(msgspec.Struct, frozen=True, kw_only=True):
+    cache_salt: str
+    abort_requests: bool = False
+
+
+class QuotaRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """tokens: by tier; empty for no quota, None to look only."""
+
+    cache_salt: str
+    tokens: dict[str, int] | None = None
+
+
+def add_administration(app: FastAPI, args: ServerArgs, manager: TokenizerManager) -> None:
+    _add_cache(app, manager)
+    _add_tiers(app, args, manager)
+    _add_policies(app, args, manager)
+    _add_prefixes(app, args, manager)
+    _add_tenants(app, args, manager)
+
+    @app.post("/abort_request")
+    async def abort_request(request: Request) -> Response:
+        req = await parsed(request, args, AbortRequest)
+        if req.abort_all:
+            request.state.audit = "all requests"
+            require_admin(request, args)
+        elif not req.rid:
+            raise RequestError("give the rid of a request, or abort_all", param="rid")
+        manager.abort(None if req.abort_all else req.rid)
+        return Response()
+
+
+def _add_cache(app: FastAPI, manager: TokenizerManager) -> None:
+    @app.api_route("/flush_cache", methods=["GET", "POST"])
+    async def flush_cache() -> Response:
+        return _done(await manager.control.flush_cache(), "Cache flushed.")
+
+
+def _add_tiers(app: FastAPI, args: ServerArgs, manager: TokenizerManager) -> None:
+    @app.put("/hicache/storage-backend")
+    async def attach_hicache_storage_backend(request: Request) -> Response:
+        require_a_key(args)
+        req = await parsed(request, args, AttachStorageRequest)
+        request.state.audit = req.hicache_storage_backend
+        result = await manager.control.attach_hicache_storage(
+            req.hicache_storage_backend,
+            req.hicache_storage_backend_extra_config_json or "",
+            req.hicache_storage_prefetch_policy or args.hicache_storage_prefetch_policy,
+            req.hicache_write_policy or args.hicache_write_policy,
+        )
+        return _done(result, "HiCache storage backend attached.")
+
+    @app.delete("/hicache/storage-backend")
+    async def detach_hicache_storage_backend() -> Response:
+        require_a_key(args)
+        return _done(await manager.control.detach_hicache_storage(), "HiCache storage backend detached.")
+
+    @app.post("/hicache/storage-backend/clear")
+    async def clear_hicache_storage_backend() -> Response:
+        require_a_key(args)
+        return _done(await manager.control.clear_hicache_storage(), "HiCache storage backend cleared.")
+
+    @app.get("/hicache/storage-backend")
+    async def hicache_storage_backend() -> dict[str, Any]:
+        storage = (await manager.get_internal_state())["storage"] or {}
+        return {
+            "hicache_storage_backend": storage.get("backend"),
+            "hicache_storage_prefetch_policy": storage.get("prefetch_policy"),
+            "hicache_write_policy": storage.get("write_policy", args.hicache_write_policy),
+        }
+
+    @app.get("/hicache/tiers")
+    async def hicache_tiers() -> dict[str, Any]:
+        switches: dict[str, Any] = (await manager.get_internal_state())["switches"]
+        return switches
+
+    @app.put("/hicache/tiers/{tier}")
+    async def switch_hicache_tier(tier: str, request: Request) -> Response:
+        require_a_key(args)
+        req = await parsed(request, args, SwitchTierRequest)
+        if req.reads is None and req.writes is None:
+            raise RequestError('give "reads" or "writes", each true or false', param="reads")
+        request.state.audit = ", ".join(f"{k} {v}" for k, v in msgspec.structs.asdict(req).items() if v is not None)
+        result = await manager.control.switch_tier(tier, req.reads, req.writes)
+        return _done(result, f"The tier {tier} is switched.")
+
+
+def _add_policies(app: FastAPI, args: ServerArgs, manager: TokenizerManager) -> None:
+    async def policies() -> dict[str, Any]:
+        found: dict[str, Any] = (await manager.get_internal_state())["admin"]["policies"]
+        return found
+
+    @app.get("/hicache/policies")
+    async def hicache_policies() -> dict[str, Any]:
+        return await policies()
+
+    @app.put("/hicache/policies")
+    async def set_hicache_policies(request: Request) -> Response:
+        require_a_key(args)
+        req = await parsed(request, args, PoliciesRequest)
+        wanted = {name: value for name, value in msgspec.structs.asdict(req).items() if value is not None}
+        if not wanted:
+            raise RequestError(f"name a policy: one of {', '.join(PoliciesRequest.__struct_fields__)}")
+        for name in ("hicache_load_ratio", "hicache_deferral_threshold"):
+            if isinstance(wanted.get(name, 0), int | float) and wanted.get(name, 0) < 0:
+                raise RequestError(f"{name} is at least 0", param=name)
+        request.state.audit = ", ".join(f"{name} {value}" for name, value in wanted.items())
+        result = await manager.control.set_policies(wanted)
+        return JSONResponse(await policies()) if result.success else _done(result, "")
+
+
+def _add_prefixes(app: FastAPI, args: ServerArgs, manager: TokenizerManager) -> None:
+    @app.get("/hicache/retention")
+    async def hicache_retention() -> dict[str, Any]:
+        return {"prefixes": (await manager.get_internal_state())["admin"]["retention"]}
+
+    @app.put("/hicache/retention/{name}")
+    async def retain_hicache_prefix(name: str, request: Request) -> Response:
+        require_a_key(args)
+        check_name(name, "name")
+        req = await parsed(request, args, RetainRequest)
+        where = namespace(req.cache_salt, req.extra_key)
+        ids = await _ids_of(req, where, manager)
+        request.state.audit = f"{len(ids)} tokens for {req.ttl_s:g} s, {shown_salt(req.cache_salt)}"
+        result = await manager.control.retain_prefix(name, where, ids, req.ttl_s)
+        return _done(result, f"{len(ids)} tokens are kept for {req.ttl_s:g} s.")
+
+    @app.delete("/hicache/retention/{name}")
+    async def release_hicache_prefix(name: str) -> Response:
+        require_a_key(args)
+        return _done(await manager.control.retain_prefix(name, "", (), 0.0), f"{name} is kept no longer.")
+
+    @app.post("/hicache/warm")
+    async def warm_hicache(request: Request) -> Response:
+        require_a_key(args)
+        req = await parsed(request, args, WarmRequest)
+        if not 0 < len(req.prompts) <= MAX_WARMED:
+            raise RequestError(f"give 1 to {MAX_WARMED} prompts, not {len(req.prompts)}", param="prompts")
+        where = namespace(req.cache_salt, req.extra_key)
+        request.state.audit = f"{len(req.prompts)} prompts, {shown_salt(req.cache_salt)}"
+        found = await unless_disconnected(request.receive, _warm(req, where, manager))
+        return Response(status_code=499) if found is None else JSONResponse({"prompts": found})
+
+
+def _add_tenants(app: FastAPI, args: ServerArgs, manager: TokenizerManager) -> None:
+    @app.post("/hicache/erase")
+    async def erase_hicache_salt(request: Request) -> Response:
+        require_a_key(args)
+        req = await parsed(request, args, EraseRequest)
+        request.state.audit = shown_salt(req.cache_salt) + (", aborting requests" if req.abort_requests else "")
+        _check_salt(req.cache_salt)
+        return _result(await manager.control.erase_salt(req.cache_salt, req.abort_requests))
+
+    @app.put("/hicache/quotas")
+    async def set_hicache_quota(request: Request) -> Response:
+        require_a_key(args)
+        req = await parsed(request, args, QuotaRequest)
+        limits = "looked at" if req.tokens is None else ", ".join(f"{k} {v}" for k, v in req.tokens.items()) or "none"
+        request.state.audit = f"{shown_salt(req.cache_salt)}: {limits}"
+        _check_salt(req.cache_salt)
+        if req.tokens is not None and any(limit < 0 for limit in req.tokens.values()):
+            raise RequestError("a quota is at least 0 tokens: leave a tier out for no limit", param="tokens")
+        return _result(await manager.control.set_quota(req.cache_salt, req.tokens))
+
+
+def _check_salt(salt: str) -> None:
+    check_name(salt, "cache_salt")
+    if not salt:
+        raise RequestError("cache_salt must not be empty: what has none is shared by all", param="cache_salt")
+
+
+async def _ids_of(prefix: Prefix, where: str, manager: TokenizerManager) -> list[int]:
+    """The token ids of a prefix in a namespace."""
+    prompt, is_chat = await _prompt_of(prefix, manager)
+    ids: list[int] = (await manager.prompt_ids(prompt, add_special_tokens=not is_chat, namespace=where)).tolist()
+    return ids
+
+
+async def _prompt_of(prefix: Prefix, manager: TokenizerManager) -> tuple[str | list[int], bool]:
+    """The prompt, and whether it was a conversation, whose template has all special tokens."""
+    given = [each for each in (prefix.text, prefix.input_ids, prefix.messages) if each is not None]
+    if len(given) != 1:
+        raise RequestError("give one of text, input_ids and messages", param="text")
+    if prefix.messages is not None:
+        return await manager.render_chat(prefix.messages, {}, continue_final=False), True
+    return prefix.text if prefix.text is not None else prefix.input_ids or [], False
+
+
+async def _warm(req: WarmRequest, where: str, manager: TokenizerManager) -> list[dict[str, int]]:
+    """Compute what the cache lacks of the prompts, one after another, so that other requests go on beside them."""
+    found = []
+    for each in req.prompts:
+        prompt, is_chat = await _prompt_of(each, manager) if isinstance(each, Prefix) else (each, False)
+        warming = GenerateRequest(
+            prompt=prompt,
+            params=SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True),
+            add_special_tokens=not is_chat,
+            extra_key=where,
+        )
+        async for chunk in manager.generate(warming):
+            found.append({"prompt_tokens": chunk.prompt_tokens, "cached_tokens": chunk.cached_tokens})
+    return found
+
+
+def _done(result: ControlReqOutput, what: str) -> Response:
+    return PlainTextResponse((what if result.success else result.message) + "\n", 200 if result.success else 400)
+
+
+def _result(result: ControlReqOutput) -> Response:
+    if not result.success:
+        return JSONResponse({"error": result.message, **result.result}, 409 if result.result else 400)
+    return JSONResponse(result.result)

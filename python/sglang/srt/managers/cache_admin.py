@@ -1,0 +1,248 @@
+"""`CacheAdmin`: what an administrator changes of the cache while the server runs, but for storage itself.
+
+Owns the prefixes that are kept, the tenants' quotas, and which erasures wait for storage. Attaching, detaching and
+clearing storage is in storage_admin.py; which tiers are on in tier_switches.py.
+
+    erase a salt ──► its requests end, or are a reason to refuse ──► it leaves device, peers and host ──► done
+                                                                      └── storage is attached: ERASE ──┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sglang.srt.managers.io_struct import (
+    AdminReqInput,
+    EraseSaltReqInput,
+    RetainPrefixReqInput,
+    SetPoliciesReqInput,
+    SetQuotaReqInput,
+    SwitchTierReqInput,
+    bytes_to_ids,
+)
+from sglang.srt.managers.kv_cache import KVCache
+from sglang.srt.managers.load_planner import LoadPlanner
+from sglang.srt.managers.prefix_retention import PrefixRetention, most_retained_tokens
+from sglang.srt.managers.request_queues import RequestQueues
+from sglang.srt.managers.schedule_batch import ControlReply, Req
+from sglang.srt.managers.schedule_policy import QUEUE_POLICIES
+from sglang.srt.managers.storage_setup import PREFETCH_POLICIES
+from sglang.srt.managers.tenant_quotas import TenantQuotas
+from sglang.srt.mem_cache.eviction import EVICTION_POLICIES
+from sglang.srt.mem_cache.namespaces import salt_of
+from sglang.srt.mem_cache.placement import WRITE_POLICIES
+from sglang.srt.mem_cache.transfer import TIER_NAMES, StorageAction, Ticket, Tier
+from sglang.srt.utils.time_units import Seconds
+
+# By the names of their flags: what a policy may be, where that is one of a list.
+_CHOICES: dict[str, Sequence[str]] = {
+    "schedule_policy": tuple(QUEUE_POLICIES),
+    "radix_eviction_policy": tuple(EVICTION_POLICIES),
+    "hicache_write_policy": WRITE_POLICIES,
+    "hicache_storage_prefetch_policy": PREFETCH_POLICIES,
+}
+# Fields of `CachePolicies`, by the names of their flags.
+_FIELDS = {
+    "schedule_policy": "schedule_policy",
+    "hicache_load_ratio": "load_ratio",
+    "hicache_bubble_filling": "bubble_filling",
+    "hicache_load_or_recompute": "load_or_recompute",
+    "hicache_deferral_threshold": "deferral_threshold",
+}
+
+
+class CacheAdmin:
+    """end_request: ends a request that is queued or runs, as an abort does."""
+
+    def __init__(
+        self, cache: KVCache, planner: LoadPlanner, queues: RequestQueues, end_request: Callable[[Req], None]
+    ) -> None:
+        self._cache = cache
+        self._planner = planner
+        self._queues = queues
+        self._end_request = end_request
+        most = most_retained_tokens({t: table.num_pages for t, table in cache.tables.items()}, cache.page_size)
+        touches = cache.storage.writer.touches
+        self.retention = PrefixRetention(cache.tree, cache.clock, most, touches.note)
+        self.quotas: TenantQuotas = cache.quotas
+        # Erasures and quotas that storage is being told of -> what they are replied with.
+        self._told: dict[Ticket, ControlReply] = {}
+        self._replies: list[ControlReply] = []
+
+    def serve(self, requests: Sequence[AdminReqInput], now: Seconds) -> None:
+        for request in requests:
+            if isinstance(request, SwitchTierReqInput):
+                self._reply(request.id, self._cache.turn(request.tier, request.reads, request.writes))
+            elif isinstance(request, SetPoliciesReqInput):
+                self._reply(request.id, self._set_policies(request.policies))
+            elif isinstance(request, RetainPrefixReqInput):
+                self._reply(request.id, self._retain(request, now))
+            elif isinstance(request, EraseSaltReqInput):
+                self._erase(request)
+            else:
+                self._set_quota(request)
+
+    def step(self, now: Seconds) -> None:
+        """After the step's launch was built."""
+        self.retention.step(now)
+        self.quotas.enforce(is_idle=not self._queues.active())
+
+    def take_replies(self) -> list[ControlReply]:
+        replies, self._replies = self._replies, []
+        return replies
+
+    def _reply(self, id: str, refusal: str, result: dict[str, Any] | None = None) -> None:
+        self._replies.append(ControlReply(id, not refusal, refusal, result or {}))
+
+    # -- policies -----------------------------------------------------------------------------------------------
+
+    def _set_policies(self, wanted: dict[str, Any]) -> str:
+        """All of them, or none. Returns why that cannot be, "" if it is done."""
+        cache, storage = self._cache, self._cache.storage
+        known = self.policies()
+        for name, value in wanted.items():
+            if name not in known:
+                return f"there is no policy {name!r} to change; there are {', '.join(known)}"
+            if name in _CHOICES and value not in _CHOICES[name]:
+                return f"{name} is one of {', '.join(_CHOICES[name])}, not {value!r}"
+        if "hicache_write_policy" in wanted and storage.setup is not None:
+            return (
+                "hicache_write_policy decides how storage is opened: detach it, and attach it again with the policy "
+                "(PUT /hicache/storage-backend)"
+            )
+        if "hicache_write_policy" in wanted and not cache.controller.has_host:
+            return "there is no host tier to write to: start the server with --hicache"
+        if "hicache_storage_prefetch_policy" in wanted and storage.setup is None:
+            return "no storage backend is attached"
+        for name, value in wanted.items():
+            if name in _FIELDS:
+                setattr(self._planner.policies, _FIELDS[name], value)
+            elif name == "radix_eviction_policy":
+                cache.tree.set_eviction_policy(value)
+            elif name == "hicache_write_policy":
+                cache.controller.set_write_policy(value)
+            else:
+                storage.set_prefetch_policy(value)
+        self._planner.obey_policies()
+        return ""
+
+    def policies(self) -> dict[str, Any]:
+        """By the names of their flags."""
+        cache = self._cache
+        return {
+            **{name: getattr(self._planner.policies, field) for name, field in _FIELDS.items()},
+            "radix_eviction_policy": cache.tree.eviction_policy,
+            "hicache_write_policy": cache.controller.write_policy,
+            "hicache_storage_prefetch_policy": cache.storage.config.policy,
+        }
+
+    # -- retention ----------------------------------------------------------------------------------------------
+
+    def _retain(self, request: RetainPrefixReqInput, now: Seconds) -> str:
+        if not request.seconds:
+            is_released = self.retention.release(request.name)
+            return "" if is_released else f"no prefix is kept under the name {request.name!r}"
+        return self.retention.keep(
+            request.name, request.extra_key, bytes_to_ids(request.input_ids), request.seconds, now
+        )
+
+    # -- tenants ------------------------------------------------------------------------------------------------
+
+    def _erase(self, request: EraseSaltReqInput) -> None:
+        cache, salt = self._cache, request.cache_salt
+        requests = [req for req in self._queues.all() if salt_of(req.namespace) == salt]
+        if requests and not request.aborts_requests:
+            self._reply(
+                request.id,
+                f"{len(requests)} requests with this cache_salt are queued or running: wait until they have ended, "
+                "or give abort_requests",
+            )
+            return
+        if trouble := self._storage_trouble():
+            self._reply(request.id, trouble)
+            return
+        for req in requests:
+            self._end_request(req)
+        namespaces = {name for name in cache.tree.roots if salt_of(name) == salt}
+        self.retention.forget(namespaces)
+        erased = cache.erase(namespaces)
+        result = {"requests": len(requests), "erased_tokens": {TIER_NAMES[t]: n for t, n in erased.items()}}
+        self._tell_storage(StorageAction.ERASE, salt, 0, ControlReply(request.id, True, "", result))
+
+    def _set_quota(self, request: SetQuotaReqInput) -> None:
+        if request.tokens is None:
+            self._reply(request.id, "", self.quotas.table(request.cache_salt))
+            return
+        tiers = {TIER_NAMES[tier]: tier for tier in self._cache.tiers}
+        if unknown := [name for name in request.tokens if name not in tiers]:
+            self._reply(request.id, f"this server has no tier {unknown[0]!r}; it has {', '.join(tiers)}")
+            return
+        if "remote" in request.tokens:
+            self._reply(
+                request.id,
+                "a remote store is shared, and does not know how much of it is a tenant's: set limits on device, "
+                "host and disk, or give the tenant a store of its own",
+            )
+            return
+        if trouble := self._storage_trouble():
+            self._reply(request.id, trouble)
+            return
+        tokens = {tiers[name]: limit for name, limit in request.tokens.items()}
+        if refusal := self.quotas.set(request.cache_salt, tokens):
+            self._reply(request.id, refusal)
+            return
+        result = self.quotas.table(request.cache_salt)
+        reply = ControlReply(request.id, True, "", result)
+        if Tier.DISK not in self._cache.storage.tiers:
+            self._replies.append(reply)
+            return
+        self._tell_storage(StorageAction.LIMIT, request.cache_salt, tokens.get(Tier.DISK, -1), reply)
+
+    def _storage_trouble(self) -> str:
+        """Why storage cannot be told anything now, "" if it can, or if there is none."""
+        storage = self._cache.storage
+        if storage.setup is None:
+            return ""
+        if not storage.is_open:
+            return "storage is being attached, emptied or detached: try again"
+        if storage.writes.is_open:
+            return f"storage is left alone ({storage.writes.reason}), and could not be told: try again when it works"
+        return ""
+
+    def _tell_storage(self, action: StorageAction, salt: str, limit_tokens: int, reply: ControlReply) -> None:
+        """Reply when storage has answered; at once if there is none. limit_tokens: below 0 for none."""
+        cache = self._cache
+        names = cache.tree.names.keys
+        if names is None:
+            self._replies.append(reply)
+            return
+        limit = -1 if limit_tokens < 0 else limit_tokens // names.block_tokens
+        ticket = cache.storage.tell(action, names.tenant(salt), limit)
+        self._told[ticket] = reply
+
+    def end(self, ticket: Ticket, count: int) -> bool:
+        """A storage operation is over. False if no administrator has asked for it."""
+        reply = self._told.pop(ticket, None)
+        if reply is None:
+            return False
+        self._cache.ledger.end(ticket)
+        if count > 0:
+            self._replies.append(reply)
+        else:
+            what = "memory was erased, but storage was not" if "erased_tokens" in reply.result else "storage"
+            message = f"{what}: the backend cannot do this, or did not succeed; the server's log has the reason"
+            self._replies.append(ControlReply(reply.id, False, message, reply.result))
+        return True
+
+    def state(self, now: Seconds) -> dict[str, Any]:
+        return {
+            "policies": self.policies(),
+            "retention": self.retention.state(now),
+            "quotas": self.quotas.state(),
+        }
+
+    def check_invariants(self) -> None:
+        self.retention.check_invariants()
+        self.quotas.check_invariants()
+        assert self._told.keys() <= self._cache.in_flight.keys()

@@ -1,0 +1,123 @@
+"""`TenantQuotas`: how much requests with one `cache_salt` may have cached on device, peers and host.
+
+Owns the quotas and which tenants have grown. A tenant over its quota gives up its own pages, and no other's, in the
+order in which the tier would give them up anyway. What its requests use at the moment stays. It is looked at when a
+tier has got something of it, every CHECK_LAUNCHES launches at most: until then it may be over.
+
+Storage's quotas are the business of the stores, which know what they have; see `StorageAction.LIMIT`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
+from sglang.srt.mem_cache.namespaces import salt_of
+from sglang.srt.mem_cache.node import Node
+from sglang.srt.mem_cache.transfer import TIER_NAMES, Tier
+from sglang.srt.utils.time_units import LaunchClock, LaunchSeq
+
+MAX_QUOTAS = 4096
+CHECK_LAUNCHES = 8
+# What is over a quota goes with that share of the quota, so that the next request does not cause the same again.
+_SHARE_AHEAD = 1 / 32
+
+
+class TenantQuotas:
+    """tiers: with frames, that are there. evict: gives up so many pages of a tier among nodes with these ids."""
+
+    def __init__(
+        self,
+        tree: HiRadixTree,
+        tiers: Sequence[Tier],
+        clock: LaunchClock,
+        evict: Callable[[Tier, int, frozenset[int]], None],
+    ) -> None:
+        self._tree = tree
+        self._tiers = tiers
+        self._clock = clock
+        self._evict = evict
+        # By cache_salt: tier -> tokens.
+        self._quotas: dict[str, dict[Tier, int]] = {}
+        # Tenants of which a tier has got something since they were looked at, and when they are looked at.
+        self._grown: dict[str, LaunchSeq] = {}
+        # Tiers that a tenant has filled, until it computes something new. Without that, what is given up would be
+        # copied there again, and given up, and so on.
+        self._filled: dict[str, set[Tier]] = {}
+
+    def set(self, salt: str, tokens: dict[Tier, int]) -> str:
+        """In place of what was set before; empty: no quota. Returns why that cannot be, "" if it is done."""
+        if tokens and salt not in self._quotas and len(self._quotas) >= MAX_QUOTAS:
+            return f"{MAX_QUOTAS} tenants have a quota, which is the most: remove one"
+        self._quotas.pop(salt, None)
+        self._grown.pop(salt, None)
+        self._filled.pop(salt, None)
+        if tokens:
+            self._quotas[salt] = tokens
+            self._grown[salt] = self._clock.next
+        return ""
+
+    @property
+    def is_used(self) -> bool:
+        """Whether any tenant has a quota."""
+        return bool(self._quotas)
+
+    def note(self, namespace: str, is_new: bool = True) -> None:
+        """A tier has got something of the namespace. is_new: that no tier had."""
+        if not self._quotas or (salt := salt_of(namespace)) not in self._quotas:
+            return
+        if is_new:
+            self._filled.pop(salt, None)
+        if salt not in self._grown:
+            self._grown[salt] = LaunchSeq(self._clock.next + CHECK_LAUNCHES)
+
+    def is_over(self, node: Node, tier: Tier) -> bool:
+        """Whether a tier is to get no copy of the node."""
+        return bool(self._filled) and tier in self._filled.get(salt_of(self._tree.root_of(node).namespace), ())
+
+    def enforce(self, is_idle: bool) -> None:
+        """Have tenants that are over their quota give up pages, where that is due. is_idle: no launch is near."""
+        for salt in [salt for salt, due in self._grown.items() if is_idle or due <= self._clock.next]:
+            del self._grown[salt]
+            for tier, quota in self._quotas[salt].items():
+                if tier in self._tiers:
+                    self._enforce(salt, tier, quota)
+
+    def _enforce(self, salt: str, tier: Tier, quota: int) -> None:
+        nodes = [node for node in self._nodes_of(salt) if node.frames[tier] is not None]
+        over = sum([len(node.key) for node in nodes]) - quota
+        if over > 0:
+            num_pages = -(-(over + int(quota * _SHARE_AHEAD)) // self._tree.page_size)
+            self._filled.setdefault(salt, set()).add(tier)
+            self._evict(tier, num_pages, frozenset(node.id for node in nodes))
+
+    def _nodes_of(self, salt: str) -> Iterator[Node]:
+        for namespace, root in self._tree.roots.items():
+            if salt_of(namespace) == salt:
+                yield from self._tree.walk_below(root)
+
+    def used_tokens(self, salt: str) -> dict[Tier, int]:
+        """Tokens that the tenant has on each tier, also those that are on their way."""
+        used = dict.fromkeys(self._tiers, 0)
+        for node in self._nodes_of(salt):
+            for tier in self._tiers:
+                if node.frames[tier] is not None:
+                    used[tier] += len(node.key)
+        return used
+
+    def state(self) -> dict[str, Any]:
+        """Without the salts, which are secrets of their tenants."""
+        return {"tenants": len(self._quotas)}
+
+    def table(self, salt: str) -> dict[str, Any]:
+        """One tenant's quotas, and what it has in memory."""
+        used = self.used_tokens(salt)
+        return {
+            "quotas": {TIER_NAMES[tier]: tokens for tier, tokens in self._quotas.get(salt, {}).items()},
+            "used_tokens": {TIER_NAMES[tier]: used[tier] for tier in self._tiers},
+        }
+
+    def check_invariants(self) -> None:
+        assert len(self._quotas) <= MAX_QUOTAS and self._grown.keys() <= self._quotas.keys()
+        assert self._filled.keys() <= self._quotas.keys()

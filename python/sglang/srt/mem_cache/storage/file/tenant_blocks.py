@@ -1,0 +1,190 @@
+"""`TenantBlocks`: erases and limits what one tenant has in a namespace's folder.
+
+Owns the limits and the `TenantLog`. The blocks themselves are the segments'. What is erased leaves the index and the
+table, so that no process finds it, and zeros are written over its bytes before the call returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+
+from sglang.srt.mem_cache.storage.file.index_sync import IndexSync
+from sglang.srt.mem_cache.storage.file.segment import CLAIMED
+from sglang.srt.mem_cache.storage.file.segment_index import Segment, number_of, slot_of
+from sglang.srt.mem_cache.storage.file.segment_writer import SegmentWriter
+from sglang.srt.mem_cache.storage.file.tenant_log import TenantLog
+
+logger = logging.getLogger(__name__)
+
+# Other processes may be writing blocks of the tenant: these are waited for so long.
+WAIT_S = 5.0
+_LOOK_AGAIN_S = 0.05
+# What is over a limit goes with that share of the limit, so that the next write does not cause the same again.
+_SHARE_AHEAD = 1 / 32
+
+
+class TenantBlocks:
+    """sleep: in seconds, between looks at what others write."""
+
+    def __init__(self, sync: IndexSync, writer: SegmentWriter, sleep: Callable[[float], None] = time.sleep) -> None:
+        self._sync = sync
+        self._writer = writer
+        self._sleep = sleep
+        self.log = TenantLog(sync.folder.path, sync.files.budget.count_written)
+        writer.claiming = self._note
+        # Tenant -> the most blocks.
+        self._limits: dict[bytes, int] = {}
+        # Of tenants with a limit, the blocks that there are at most.
+        self._counts: dict[bytes, int] = {}
+
+    def open(self) -> None:
+        """At the start. Raises OSError."""
+        if self._sync.folder.writable and self._writer.lock_folder():
+            try:
+                self.log.create(is_complete=not self._sync.index.segments)
+            finally:
+                self._writer.unlock_folder()
+
+    def _note(self, tenant: bytes, keys: Sequence[bytes]) -> None:
+        """With the folder's lock: blocks are about to be claimed. Raises OSError."""
+        if not tenant:
+            return
+        index = self._sync.index
+        self.log.create(is_complete=not len(index))
+        if self.log.append(tenant, keys):
+            self.log.rewrite(lambda _, key: key in index or key in index.claims or key in keys)
+        if tenant in self._counts:
+            self._counts[tenant] += len(keys)
+
+    def erase(self, tenant: bytes) -> bool:
+        """See TenantStore."""
+        if not self._sync.folder.writable:
+            logger.warning("%s cannot be written: nothing is erased from it", self._sync.folder.path)
+            return False
+        try:
+            waited_s = 0.0
+            while (num_left := self._erase(tenant)) and waited_s < WAIT_S:
+                self._sleep(_LOOK_AGAIN_S)
+                waited_s += _LOOK_AGAIN_S
+            if num_left:
+                logger.warning(
+                    "others are writing %d blocks of a tenant to %s, whose blocks were erased: erase it there, "
+                    "or again",
+                    num_left,
+                    self._sync.folder.path,
+                )
+                return False
+            return self._is_complete()
+        except OSError as error:
+            self._sync.log.write_failed(error)
+            return False
+
+    def _is_complete(self) -> bool:
+        if self.log.is_complete:
+            return True
+        logger.warning(
+            "%s has blocks that an earlier version stored, of which it is not known whose they are: clear it to be "
+            "certain that nothing of the tenant is left",
+            self._sync.folder.path,
+        )
+        return False
+
+    def _erase(self, tenant: bytes) -> int:
+        """Returns how many blocks of the tenant are being written. Raises OSError."""
+        sync, index = self._sync, self._sync.index
+        if not self._writer.lock_folder():
+            raise TimeoutError(0, "another process keeps the lock of the folder")
+        try:
+            keys = set(self.log.keys_of(tenant))
+            self._drop(keys)
+            claimed = {
+                key
+                for segment in index.segments.values()
+                for slot in range(segment.used)
+                if segment.checksum(slot) == CLAIMED and (key := segment.key(slot)) in keys
+            }
+            self.log.rewrite(lambda whose, key: whose != tenant or key in claimed)
+            self._counts.pop(tenant, None)
+            if not claimed:
+                self._delete_empty(sync.index.segments.values())
+            return len(claimed)
+        finally:
+            self._writer.unlock_folder()
+
+    def _drop(self, keys: Iterable[bytes]) -> None:
+        """Take blocks out of the index, the tables and the files. With the folder's lock. Raises OSError."""
+        sync, index = self._sync, self._sync.index
+        slots_of: dict[int, list[int]] = defaultdict(list)
+        for key in keys:
+            if (place := index.places.get(key)) is not None:
+                slots_of[number_of(place)].append(slot_of(place))
+        for number, slots in slots_of.items():
+            segment = index.segments[number]
+            with sync.table_lock:
+                try:
+                    sync.files.wipe(segment.path, segment.layout, sorted(slots))
+                except FileNotFoundError:
+                    pass  # another process has deleted it
+                with sync.lock:
+                    for slot in slots:
+                        index.forget(segment, slot)
+                        index.void(segment, slot, [segment.key(slot)])
+            sync.ring_erased(number)
+
+    def _delete_empty(self, segments: Iterable[Segment]) -> None:
+        """With the folder's lock: segments that have no block any more, and to which no process writes."""
+        index = self._sync.index
+        empty = [
+            segment
+            for segment in segments
+            if not segment.live
+            and segment.used
+            and segment is not index.active
+            and not self._sync.files.is_written_by_another(segment.path)
+        ]
+        if empty:
+            self._writer.delete(empty)
+
+    # -- limits -------------------------------------------------------------------------------------------------
+
+    def limit(self, tenant: bytes, num_blocks: int) -> bool:
+        """See TenantStore. Holds for what this process stores."""
+        self._limits.pop(tenant, None)
+        self._counts.pop(tenant, None)
+        if num_blocks < 0:
+            return True
+        self._limits[tenant] = num_blocks
+        try:
+            self.enforce(tenant)
+            return True
+        except OSError as error:
+            self._sync.log.write_failed(error)
+            return False
+
+    def enforce(self, tenant: bytes) -> None:
+        """After blocks were stored. Raises OSError."""
+        limit = self._limits.get(tenant)
+        if limit is None or self._counts.get(tenant, limit + 1) <= limit or not self._sync.folder.writable:
+            return
+        if not self._writer.lock_folder():
+            return
+        index = self._sync.index
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                places = {key: index.places[key] for key in self.log.keys_of(tenant) if key in index}
+                if len(places) > limit:
+                    used = sorted(places, key=lambda key: _last_use(index.segments, places[key]))
+                    going = used[: len(places) - limit + int(limit * _SHARE_AHEAD)]
+                    self._drop(going)
+                    self._sync.log.count("evicted_blocks", len(going))
+                self._counts[tenant] = sum(key in index for key in places)
+        finally:
+            self._writer.unlock_folder()
+
+
+def _last_use(segments: dict[int, Segment], place: int) -> int:
+    return int(segments[number_of(place)].uses[slot_of(place)])

@@ -1,0 +1,281 @@
+"""What an administrator changes of the cache, on a real engine whose answers stay right."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+
+import numpy as np
+import pytest
+from test_storage import BLOCK, PARAMS, SETUP, Engine, computed, prompt
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.managers.io_struct import (
+    EraseSaltReqInput,
+    RetainPrefixReqInput,
+    SetPoliciesReqInput,
+    SetQuotaReqInput,
+    ids_to_bytes,
+)
+from sglang.srt.managers.prefix_retention import MAX_PREFIXES, MAX_SECONDS
+from sglang.srt.managers.schedule_batch import ControlReply
+from sglang.srt.mem_cache.namespaces import namespace_of
+from sglang.srt.mem_cache.transfer import STORE, Tier
+from support.faults import Gate
+from support.tiny_model import tiny_llama
+
+ALICE, BOB = namespace_of("alice", ""), namespace_of("bob", "")
+
+
+@pytest.fixture(scope="module")
+def model_config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    return tiny_llama(tmp_path_factory.mktemp("model"), eos_token_id=2)
+
+
+def ask(engine: Engine, text: np.ndarray, where: str = "") -> int:
+    """Cached tokens of an answer that is right."""
+    (answer,) = engine.generate([text], PARAMS, extra_key=where)
+    assert answer.tokens == computed(engine.model_config, text)
+    engine.assert_nothing_left()
+    return sum(answer.cached_tokens_details.values())
+
+
+def set_policies(engine: Engine, **policies: object) -> ControlReply:
+    return engine.ask_admin(SetPoliciesReqInput(id="1", policies=policies))
+
+
+def retain(engine: Engine, name: str, text: np.ndarray, seconds: float, where: str = "") -> ControlReply:
+    request = RetainPrefixReqInput(id="1", name=name, seconds=seconds, extra_key=where, input_ids=ids_to_bytes(text))
+    return engine.ask_admin(request)
+
+
+def erase(engine: Engine, salt: str, aborts_requests: bool = False) -> ControlReply:
+    return engine.ask_admin(EraseSaltReqInput(id="1", cache_salt=salt, aborts_requests=aborts_requests))
+
+
+def set_quota(engine: Engine, salt: str, tokens: dict[str, int] | None) -> ControlReply:
+    return engine.ask_admin(SetQuotaReqInput(id="1", cache_salt=salt, tokens=tokens))
+
+
+# -- policies -------------------------------------------------------------------------------------------------------
+
+
+def test_policies_are_changed_together_or_not_at_all(model_config: ModelConfig) -> None:
+    engine = Engine(model_config, storage=None)
+    before = engine.scheduler.state()["admin"]["policies"]
+    refused = set_policies(engine, schedule_policy="lpm", radix_eviction_policy="newest")
+    assert not refused.success and "lru, lfu, priority" in refused.message
+    assert engine.scheduler.state()["admin"]["policies"] == before
+    changes = {
+        "schedule_policy": "lpm",
+        "radix_eviction_policy": "lfu",
+        "hicache_write_policy": "write_through",
+        "hicache_load_ratio": "auto",
+        "hicache_deferral_threshold": 0,
+        "hicache_bubble_filling": False,
+        "hicache_load_or_recompute": False,
+    }
+    assert set_policies(engine, **changes).success
+    assert engine.scheduler.state()["admin"]["policies"] == before | changes
+    assert "no storage" in set_policies(engine, hicache_storage_prefetch_policy="timeout").message
+    for seed in range(8):
+        ask(engine, prompt(seed, 100))
+    engine.close()
+
+
+def test_the_eviction_policy_counts_at_once(model_config: ModelConfig) -> None:
+    """What many requests used stays with lfu, and goes first with lru."""
+    hot, cold = prompt(1, 60), prompt(2, 60)
+    for policy, kept in (("lfu", hot), ("lru", cold)):
+        engine = Engine(model_config, storage=None, num_host_pages=0, eviction_policy="lru")
+        for text in (hot, hot, hot, cold):
+            ask(engine, text)
+        assert set_policies(engine, radix_eviction_policy=policy).success
+        engine.scheduler.cache.controller.evict(Tier.DEVICE, 16)
+        engine.settle()
+        found = {id(text): engine.scheduler.cache.tree.match("", text).total_len for text in (hot, cold)}
+        assert max(found, key=found.__getitem__) == id(kept), policy
+        engine.close()
+
+
+def test_policies_of_storage(model_config: ModelConfig) -> None:
+    engine = Engine(model_config)
+    assert "attach it again" in set_policies(engine, hicache_write_policy="write_back").message
+    assert set_policies(engine, hicache_storage_prefetch_policy="best_effort").success
+    assert engine.scheduler.state()["storage"]["prefetch_policy"] == "best_effort"
+    ask(engine, prompt(3, 100))
+    engine.close()
+
+
+# -- retention ------------------------------------------------------------------------------------------------------
+
+
+def test_a_prefix_stays_until_its_time_is_over(model_config: ModelConfig) -> None:
+    kept, other = prompt(10, 48), prompt(11, 48)
+    engine = Engine(model_config, storage=None, num_device_pages=40, num_host_pages=0)
+    for text in (kept, other):
+        ask(engine, text)
+    assert retain(engine, "system", kept, 1e5).success
+    for seed in range(20, 40):
+        ask(engine, prompt(seed, 40))
+    tree = engine.scheduler.cache.tree
+    assert tree.match("", kept).device_len == 48 and tree.match("", other).device_len == 0
+    (shown,) = engine.scheduler.state()["admin"]["retention"]
+    assert (shown["name"], shown["tokens"], shown["device_tokens"]) == ("system", 48, 48)
+    assert 0 < shown["seconds_left"] <= 1e5
+    # In place of the first: its time is over at once.
+    assert retain(engine, "system", kept, 1e-9).success
+    for seed in range(40, 70):
+        ask(engine, prompt(seed, 40))
+    assert tree.match("", kept).device_len == 0
+    assert not engine.scheduler.state()["admin"]["retention"]
+    engine.close()
+
+
+def test_what_is_kept_is_no_pin(model_config: ModelConfig) -> None:
+    """A request that needs all the memory gets it."""
+    engine = Engine(model_config, storage=None, num_device_pages=40, num_host_pages=0)
+    kept = prompt(10, 48)
+    ask(engine, kept)
+    assert retain(engine, "system", kept, 100).success
+    ask(engine, prompt(12, 140))
+    assert engine.scheduler.cache.tree.match("", kept).device_len < 48
+    engine.close()
+
+
+def test_what_cannot_be_kept_is_refused_with_the_reason(model_config: ModelConfig) -> None:
+    engine = Engine(model_config, storage=None)
+    assert "shorter than a page" in retain(engine, "a", prompt(1, 3), 10).message
+    for seconds in (-1, MAX_SECONDS + 1, float("nan"), float("inf")):
+        assert "up to" in retain(engine, "a", prompt(1, 8), seconds).message
+    assert "more than half of the largest tier" in retain(engine, "a", prompt(1, 200), 10).message
+    assert retain(engine, "a", prompt(1, 160), 10).success, "80 pages of 4 tokens are on the host, half of them 160"
+    assert retain(engine, "a", prompt(2, 160), 10).success, "in its own place"
+    assert not retain(engine, "b", prompt(2, 160), 10).success
+    assert retain(engine, "a", prompt(2, 160), 0).success
+    assert "no prefix is kept" in retain(engine, "a", prompt(2, 160), 0).message
+    for i in range(40):
+        assert retain(engine, f"n{i}", prompt(i, 4), 10).success
+    assert MAX_PREFIXES > 40
+    engine.assert_nothing_left()
+    engine.close()
+
+
+# -- erasing --------------------------------------------------------------------------------------------------------
+
+
+def test_a_salt_is_erased_on_every_tier_and_no_other(model_config: ModelConfig) -> None:
+    text = prompt(20, 100)
+    engine = Engine(model_config, num_device_pages=400, num_host_pages=400)
+    for where in (ALICE, BOB, namespace_of("alice", "other key"), ""):
+        ask(engine, text, where)
+        ask(engine, prompt(21, 60), where)
+    num_blocks = len(engine.store.blocks)
+    reply = erase(engine, "alice")
+    assert reply.success and reply.result["erased_tokens"]["host"] > 0
+    engine.assert_nothing_left()
+    tree = engine.scheduler.cache.tree
+    assert {BOB, ""} == set(tree.roots)
+    tenant = tree.names.keys.tenant("alice")
+    assert len(engine.store.blocks) == num_blocks // 2
+    assert all(engine.store.tenants[key] != tenant for key in engine.store.blocks)
+    engine.forget()
+    assert ask(engine, text, ALICE) == 0 and ask(engine, text, BOB) == 96
+    lost = engine.scheduler.state()["lost_hits"]
+    assert lost["erased"] == 64, "the reason is known of whole blocks of the history; no tokens of tails are kept"
+    engine.close()
+
+
+def test_requests_of_the_salt_end_or_stand_in_the_way(model_config: ModelConfig) -> None:
+    text = prompt(22, 100)
+    engine = Engine(model_config)
+    refusals, ends = [], []
+
+    def meanwhile(decision: object) -> None:
+        if engine.scheduler.queues.running and not refusals:
+            refusals.append(erase(engine, "alice"))
+            assert erase(engine, "bob").success, "another's requests are none of its business"
+            ends.append(erase(engine, "alice", aborts_requests=True))
+
+    (answer,) = engine.generate([text], PARAMS, extra_key=ALICE, after_step=meanwhile)
+    assert "1 requests" in refusals[0].message
+    assert ends[0].success and ends[0].result["requests"] == 1
+    assert answer.finish_reason == "abort"
+    engine.assert_nothing_left()
+    assert not engine.store.blocks and not engine.scheduler.cache.tree.roots
+    assert ask(engine, text, ALICE) == 0
+    engine.close()
+
+
+def test_writes_under_way_are_erased_too(model_config: ModelConfig) -> None:
+    engine = Engine(model_config)
+    text = prompt(23, 100)
+    gate = Gate(engine.store, "set")
+    engine.generate([text], PARAMS, extra_key=ALICE)
+    engine.step_until(lambda: engine.scheduler.cache.ledger.oldest(STORE) is not None)
+    assert gate.entered.wait(60)
+    threading.Timer(0.2, gate.open.set).start()
+    assert erase(engine, "alice").success, "it is behind the writes"
+    engine.assert_nothing_left()
+    assert engine.store.tenants and not engine.store.blocks
+    engine.close()
+
+
+def test_a_backend_that_cannot_erase_is_told_of(model_config: ModelConfig) -> None:
+    engine = Engine(model_config)
+    ask(engine, prompt(24, 100), ALICE)
+    engine.store.erase = lambda tenant: False  # type: ignore[method-assign]
+    reply = erase(engine, "alice")
+    assert not reply.success and "storage was not" in reply.message and reply.result["erased_tokens"]["host"]
+    engine.assert_nothing_left()
+    engine.close()
+
+
+# -- quotas ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_tenant_over_its_quota_gives_up_its_own_pages(model_config: ModelConfig) -> None:
+    engine = Engine(model_config, storage=None, num_device_pages=200, num_host_pages=200)
+    first = prompt(30, 60)
+    ask(engine, first, BOB)
+    assert set_quota(engine, "alice", {"device": 160, "host": 80}).result["quotas"] == {"device": 160, "host": 80}
+    for seed in range(31, 37):
+        ask(engine, prompt(seed, 60), ALICE)
+    engine.settle()
+    used = set_quota(engine, "alice", None).result["used_tokens"]
+    assert 100 <= used["device"] <= 160 and 40 <= used["host"] <= 80
+    # The last one is there, the first is not; and the other tenant has lost nothing.
+    tree = engine.scheduler.cache.tree
+    assert tree.match(ALICE, prompt(36, 60)).total_len == 60
+    assert tree.match(ALICE, prompt(31, 60)).total_len == 0
+    assert tree.match(BOB, first).device_len == 60
+    assert set_quota(engine, "alice", {}).success
+    for seed in range(41, 47):
+        ask(engine, prompt(seed, 60), ALICE)
+    assert set_quota(engine, "alice", None).result["used_tokens"]["device"] > 300
+    engine.close()
+
+
+def test_a_quota_of_nothing_and_what_is_in_use(model_config: ModelConfig) -> None:
+    engine = Engine(model_config, storage=None)
+    assert set_quota(engine, "alice", {"device": 0, "host": 0}).success
+    for seed in range(50, 54):
+        ask(engine, prompt(seed, 60), ALICE)
+    engine.settle()
+    assert set_quota(engine, "alice", None).result["used_tokens"] == {"device": 0, "host": 0}
+    engine.close()
+
+
+def test_quotas_of_storage_are_its_own(model_config: ModelConfig) -> None:
+    engine = Engine(model_config)
+    assert set_quota(engine, "alice", {"disk": 10 * BLOCK + 1}).success
+    tenant = engine.scheduler.cache.tree.names.keys.tenant("alice")
+    assert engine.store.limits == {tenant: 10}
+    assert set_quota(engine, "alice", {"host": 100}).success
+    assert engine.store.limits == {tenant: -1}
+    assert "no tier 'remote'" in set_quota(engine, "alice", {"remote": 1}).message
+    remote = dataclasses.replace(SETUP, tiers=(Tier.REMOTE,))
+    other = Engine(model_config, storage=remote)
+    assert "a remote store is shared" in set_quota(other, "alice", {"remote": 1}).message
+    other.close()
+    engine.close()

@@ -1,0 +1,173 @@
+"""Blocks of one tenant, erased and limited, where several stores share the folder, example by example."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from test_file_store_shared import SEGMENT_BYTES, Process, folder_of
+
+from sglang.srt.mem_cache.storage.file import tenant_blocks
+from sglang.srt.mem_cache.storage.file.tenant_log import TenantLog
+from support.fake_pages import keys_of
+
+ALICE, BOB = b"alice---", b"bob-----"
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Process]]:
+    started: list[Process] = []
+
+    def start(**options: object) -> Process:
+        started.append(Process(tmp_path / "root", **options))  # type: ignore[arg-type]
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.store.close()
+
+
+def put(process: Process, tenant: bytes, *numbers: int) -> int:
+    keys = keys_of(*numbers)
+    process.pool.put(keys, process.frames(keys))
+    return process.store.set(keys, process.frames(keys), tenant)
+
+
+def payload(process: Process, number: int) -> bytes:
+    """What a block's first page holds, which no other block has."""
+    (key,) = keys_of(number)
+    pages = process.frames([key])
+    process.pool.put([key], pages)
+    return bytes(b"".join(process.pool.buffers(pages))[:200])
+
+
+def on_disk(root: Path) -> bytes:
+    return b"".join(path.read_bytes() for path in sorted(folder_of(root).glob("*.kv")))
+
+
+def test_a_tenants_blocks_leave_the_disk_and_no_others(start, tmp_path: Path) -> None:
+    process, other = start(), start()
+    put(process, ALICE, 1, 2, 3)
+    put(process, BOB, 4, 5)
+    put(process, b"", 6)
+    put(other, ALICE, 7, 8)
+    secrets = {number: payload(process, number) for number in range(1, 9)}
+    assert all(secret in on_disk(tmp_path / "root") for secret in secrets.values())
+    assert process.store.erase(ALICE)
+    left = on_disk(tmp_path / "root")
+    assert [number for number, secret in secrets.items() if secret in left] == [4, 5, 6]
+    for each in (process, other, start()):
+        assert [number for number in range(1, 9) if each.exists(number)] == [4, 5, 6]
+        assert each.get(4, 5, 6) == 3 and each.no_errors()
+    # They may be stored again, and are erased again.
+    put(other, ALICE, 1)
+    assert process.get(1) == 1 and process.store.erase(ALICE) and not other.exists(1)
+
+
+def test_nothing_of_a_tenant_is_nothing_to_erase(start) -> None:
+    process = start()
+    assert process.store.erase(ALICE)
+    put(process, b"", 1)
+    assert process.store.erase(ALICE) and process.get(1) == 1
+
+
+def test_a_segment_without_blocks_gives_its_space_back(start, tmp_path: Path) -> None:
+    process = start()
+    put(process, ALICE, *range(20))
+    before = process.stat("size_bytes")
+    assert process.store.erase(ALICE)
+    assert process.stat("blocks") == 0 and process.stat("size_bytes") < before / 2
+    assert len(list(folder_of(tmp_path / "root").glob("*.kv"))) <= 1
+    put(process, ALICE, *range(20, 40))
+    assert process.get(*range(20, 40)) == 20
+
+
+def test_blocks_that_another_process_is_writing_are_waited_for(start, tmp_path: Path) -> None:
+    process, other = start(), start()
+    put(process, ALICE, 1)
+    outcomes = []
+    process.store._tenants._sleep = lambda seconds: outcomes.append(seconds)  # type: ignore[method-assign]
+    other.during_write(lambda: outcomes.append(process.store.erase(ALICE)))
+    put(other, ALICE, 2)
+    assert outcomes[-1] is False and sum(outcomes[:-1]) >= tenant_blocks.WAIT_S, "it was being written all the time"
+    assert not process.exists(1) and process.exists(2)
+    assert process.store.erase(ALICE) and not process.exists(2), "it is still known whose it is"
+
+
+def test_a_block_that_is_read_meanwhile_is_no_error(start) -> None:
+    process, other = start(), start()
+    put(process, ALICE, 1, 2)
+    read = other.store._files.read
+    keys = keys_of(1, 2)
+
+    def erased_before(*args: object) -> object:
+        other.store._files.read = read  # type: ignore[method-assign]
+        assert process.store.erase(ALICE)
+        return read(*args)  # type: ignore[arg-type]
+
+    other.store._files.read = erased_before  # type: ignore[method-assign,assignment]
+    assert other.store.get(keys, other.frames(keys)) == 0
+    assert other.no_errors() and not other.exists(1)
+
+
+def test_a_process_that_dies_while_it_writes_leaves_whose_they_are(start, tmp_path: Path) -> None:
+    process = start()
+    put(process, ALICE, 1, 2)
+    log = folder_of(tmp_path / "root") / "tenants"
+    with open(log, "ab") as file:
+        file.write(b"torn")
+    put(process, ALICE, 3)
+    assert process.store.erase(ALICE) and not any(process.exists(n) for n in (1, 2, 3))
+
+
+def test_blocks_from_before_there_was_a_log_are_told_of(start, tmp_path: Path, caplog) -> None:
+    process = start()
+    put(process, ALICE, 1)
+    process.store.close()
+    (folder_of(tmp_path / "root") / "tenants").unlink()
+    again = start()
+    with caplog.at_level(logging.WARNING):
+        assert not again.store.erase(ALICE)
+    assert "clear it to be certain" in caplog.text and again.exists(1)
+    again.store.clear()
+
+
+def test_a_folder_that_was_deleted_has_a_log_again(start, tmp_path: Path) -> None:
+    process = start()
+    put(process, ALICE, 1)
+    shutil.rmtree(tmp_path / "root")
+    put(process, ALICE, 2)
+    put(process, ALICE, 3)
+    assert process.exists(3) and process.store.erase(ALICE) and not process.exists(3)
+
+
+def test_a_limit_keeps_what_was_used_last(start) -> None:
+    process = start()
+    put(process, BOB, 100, 101)
+    assert process.store.limit(ALICE, 10)
+    for number in range(30):
+        assert put(process, ALICE, number) == 1
+        process.exists(0)
+    kept = [number for number in range(30) if process.exists(number)]
+    assert len(kept) <= 10 and {0, 29} <= set(kept), "one is used all the time, one is the newest"
+    assert process.get(100, 101) == 2
+    assert process.store.limit(ALICE, 0) and not process.exists(0) and process.get(100, 101) == 2
+    assert process.store.limit(ALICE, -1)
+    put(process, ALICE, *range(40, 60))
+    assert process.get(*range(40, 60)) == 20
+
+
+def test_a_log_is_rewritten_when_it_has_grown(tmp_path: Path) -> None:
+    log = TenantLog(tmp_path, lambda num_bytes: None)
+    log.create(is_complete=True)
+    keys = keys_of(*range(1000))
+    is_large = [log.append(ALICE, keys) for _ in range(60)]
+    assert not is_large[0] and is_large[-1]
+    size = (tmp_path / "tenants").stat().st_size
+    log.rewrite(lambda tenant, key: key in keys[:10])
+    assert log.keys_of(ALICE) == keys[:10] and log.is_complete
+    assert (tmp_path / "tenants").stat().st_size < size / 1000
+    assert log.keys_of(BOB) == []
