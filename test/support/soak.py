@@ -27,8 +27,12 @@ import torch
 from sglang.srt.managers.engine_core import EngineCore, StepRecorder, digest_of, replay
 from sglang.srt.managers.io_struct import (
     AdminReqInput,
+    EraseSaltReqInput,
     FinishReason,
     PromptKeys,
+    RetainPrefixReqInput,
+    SetPoliciesReqInput,
+    SetQuotaReqInput,
     SwitchTierReqInput,
     TokenizedGenerateReqInput,
     TokenOutput,
@@ -38,13 +42,16 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.managers.lost_hits import REASONS
 from sglang.srt.managers.progress import reduce_progress
 from sglang.srt.managers.schedule_batch import BatchDecision, StorageRequest
+from sglang.srt.managers.schedule_policy import QUEUE_POLICIES
 from sglang.srt.managers.scheduler import SCHEDULING_COUNTERS, Scheduler, SchedulerConfig
 from sglang.srt.managers.scheduler_config import LayerStreamConfig
-from sglang.srt.managers.storage_setup import PrefetchConfig, StorageLimits, StorageSetup
+from sglang.srt.managers.storage_setup import PREFETCH_POLICIES, PrefetchConfig, StorageLimits, StorageSetup
+from sglang.srt.mem_cache.eviction import EVICTION_POLICIES
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.link import CopyOptions, HasPages
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.namespaces import namespace_of
 from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.placement import WRITE_POLICIES
 from sglang.srt.mem_cache.storage.tiered_store import TieredStore, parts_of
@@ -99,6 +106,9 @@ class WrongTokensError(AssertionError):
 
 class StuckError(AssertionError):
     pass
+
+
+TENANT = namespace_of("tenant", "")
 
 
 @dataclass(frozen=True)
@@ -185,6 +195,8 @@ class SoakConfig:
     cache_modes: bool = True
     # How often an administrator turns a tier's reads or writes off or on.
     switch_rate: float = 0.0
+    # How often an administrator erases, limits, keeps something, or changes policies.
+    admin_rate: float = 0.0
     # Of hits, and of comparisons that are said to have found a difference.
     canary_rate: float = 0.0
     check_fail_rate: float = 0.0
@@ -276,6 +288,8 @@ class SoakConfig:
             config = config.with_hangs()
         if seed % 7 == 3:
             config = replace(config, switch_rate=0.03)
+        if seed % 7 in (2, 3):
+            config = replace(config, admin_rate=0.03)
         if seed % 6 == 5:
             # Checks are made between requests.
             config = replace(config, canary_rate=0.5, check_fail_rate=0.0 if seed % 4 else 0.1, arrival_rate=0.05)
@@ -563,8 +577,12 @@ class Soak:
             build_rank(config, self.model, rank, recorder if rank == 0 else None, nets)
             for rank in range(config.num_ranks)
         ]
+        # Of its own, so that requests are the same with and without.
+        self._admin_random = random.Random(f"administrator {config.seed}")
         self.live: dict[str, _Expected] = {}
         self.aborted: set[str] = set()
+        # Requests that were there when their salt was erased.
+        self.erased: set[str] = set()
         # Few distinct tokens, so that paths fork everywhere.
         self.documents = [self._random_tokens(config.max_prompt - 8) for _ in range(config.num_documents)]
         self.histories: list[np.ndarray] = [self.documents[0]]
@@ -595,7 +613,7 @@ class Soak:
                 if what.is_lossy and self.random.random() < 0.5:
                     what = replace(what, is_lossy=False)
                 storage.append(StorageRequest(id="admin", action=action, what=what))
-            self._tick(arrivals, aborts, flush, storage, self._switches())
+            self._tick(arrivals, aborts, flush, storage, [*self._switches(), *self._administration()])
         limit = self.num_ticks + 400 * (len(self.live) + 5)
         while self.live:
             self._tick()
@@ -649,6 +667,43 @@ class Soak:
         reads, writes = (self.random.choice((None, False, True)) for _ in range(2))
         return [SwitchTierReqInput(id="switch", tier=tier, reads=reads, writes=writes)]
 
+    def _administration(self) -> list[AdminReqInput]:
+        rng = self._admin_random
+        if not self.config.admin_rate or rng.random() >= self.config.admin_rate:
+            return []
+        kind = rng.randrange(4)
+        if kind == 0:
+            aborts = rng.random() < 0.5
+            if aborts:
+                self.erased |= {rid for rid, request in self.live.items() if request.extra_key == TENANT}
+            return [EraseSaltReqInput(id="erase", cache_salt="tenant", aborts_requests=aborts)]
+        if kind == 1:
+            tiers = [TIER_NAMES[tier] for tier in self.ranks[0].core.scheduler.cache.tables]
+            limits = {tier: rng.choice((0, 8, 64, 1000)) for tier in tiers if rng.random() < 0.7}
+            return [SetQuotaReqInput(id="quota", cache_salt="tenant", tokens=limits)]
+        if kind == 2:
+            kept = rng.choice(self.histories + self.documents)
+            return [
+                RetainPrefixReqInput(
+                    id="retain",
+                    name=rng.choice("abc"),
+                    seconds=rng.choice((0.0, 100 * self.config.tick_s, 1e4)),
+                    extra_key=rng.choice(("", TENANT)),
+                    input_ids=ids_to_bytes(kept[: rng.randrange(1, len(kept) + 1)]),
+                )
+            ]
+        changes = {
+            "radix_eviction_policy": rng.choice(list(EVICTION_POLICIES)),
+            "schedule_policy": rng.choice(list(QUEUE_POLICIES)),
+            "hicache_load_ratio": rng.choice(("auto", 0.0, 100.0)),
+            "hicache_bubble_filling": rng.random() < 0.5,
+            "hicache_load_or_recompute": rng.random() < 0.5,
+            "hicache_deferral_threshold": rng.choice((0, 8, 100)),
+            "hicache_storage_prefetch_policy": rng.choice(PREFETCH_POLICIES),
+        }
+        name = rng.choice(list(changes))
+        return [SetPoliciesReqInput(id="policies", policies={name: changes[name]})]
+
     def _random_tokens(self, n: int) -> np.ndarray:
         return np.array([self.random.randrange(1, 3) for _ in range(n)], np.int32)
 
@@ -663,7 +718,7 @@ class Soak:
             if self.random.random() >= self.config.whole_rate:
                 kept = self.random.randrange(kept + 1)
             prompt = np.concatenate([base[:kept], self._random_tokens(self.random.randrange(1, 9))])
-            extra_key = self.random.choice(("", "", "", "tenant"))
+            extra_key = self.random.choice(("", "", "", TENANT))
         rid = f"r{self._next_rid}"
         self._next_rid += 1
         # What does not fit is refused, and answers end where the pool does.
@@ -722,6 +777,8 @@ class Soak:
         allowed = {499: rid in self.aborted, 500: faults, 400: expected.refused, None: not expected.refused}
         if expected.needs_peers:
             allowed |= {400: True, 503: True}
+        if rid in self.erased:
+            allowed |= {503: True}
         assert allowed[reason.status_code], f"{rid} ended with {reason}"
 
     def _ask_oracle(self) -> None:

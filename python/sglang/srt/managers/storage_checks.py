@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sglang.srt.mem_cache.transfer import FETCH, OPS_OF_BLOCKS, PROBE, STORAGE_LINKS, STORE, StorageOp
+from sglang.srt.mem_cache.transfer import FETCH, OPS_OF_BLOCKS, OPS_OF_TENANTS, PROBE, STORAGE_LINKS, STORE, StorageOp
 from sglang.srt.mem_cache.tree_checks import check_soft_pins
 
 if TYPE_CHECKING:
@@ -18,7 +18,8 @@ def check_storage_ops(storage: StorageController) -> None:
         if isinstance(op, StorageOp):
             by_link[ticket.link] += len(op.frames)
             num_ops = sum(t.link in STORAGE_LINKS for t in storage.ledger.in_flight)
-            assert num_ops == 1 or op.action in OPS_OF_BLOCKS, f"{op.action.name} beside other operations"
+            goes_beside = op.action in (*OPS_OF_BLOCKS, *OPS_OF_TENANTS)
+            assert num_ops == 1 or goes_beside, f"{op.action.name} beside other operations"
     reading = storage.fetching_pages + storage._trial.num_pages
     assert by_link == {PROBE: 0, FETCH: reading, STORE: storage.writer.storing_pages}
     fetches = {t for t in storage.ledger.in_flight if t.link == FETCH and t != storage._trial.ticket}

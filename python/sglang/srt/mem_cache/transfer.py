@@ -111,7 +111,8 @@ class StorageAction(IntEnum):
 
 # The count of an EXISTS that failed. Ranks agree on the least of their counts.
 PROBE_FAILED = -1
-# What may be under way together. The others run alone.
+# What may be under way together, and what goes with them in the order of the link for writes. The others run alone.
+OPS_OF_TENANTS = (StorageAction.ERASE, StorageAction.LIMIT)
 OPS_OF_BLOCKS = (StorageAction.EXISTS, StorageAction.GET, StorageAction.SET, StorageAction.TOUCH)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from test_file_store_shared import SEGMENT_BYTES, Process, folder_of
+from test_file_store_shared import Process, folder_of
 
 from sglang.srt.mem_cache.storage.file import tenant_blocks
 from sglang.srt.mem_cache.storage.file.tenant_log import TenantLog
