@@ -49,8 +49,14 @@ def test_the_served_name():
     "flags, words",
     [
         ("", "--model-path is missing"),
-        ("--model m --pp-size 2", "--pp-size is not a flag of this engine"),
-        ("--model m --quantization=fp8", "--quantization is not a flag of this engine"),
+        (
+            "--model m --pp-size 2",
+            "this engine does not have the flag --pp-size: a model is split by --tp-size alone",
+        ),
+        (
+            "--model m --quantization=fp8",
+            "this engine does not have the flag --quantization: it computes in the data type of --dtype",
+        ),
         ("--model m --nonsense", "--nonsense is not a flag of this engine"),
         ("--model m --hicache-rat 3", "--hicache-rat is not a flag"),
         ("--model m stray", "'stray' belongs to no flag"),

@@ -25,6 +25,7 @@ from sglang.srt.managers.schedule_policy import PRIORITIES, QUEUE_POLICIES
 from sglang.srt.mem_cache.eviction import EVICTION_POLICIES
 from sglang.srt.mem_cache.placement import WRITE_POLICIES
 from sglang.srt.mem_cache.storage.registry import describe_backends, parse_backends
+from sglang.srt.missing_flags import missing_flag
 from sglang.srt.parser.reasoning_parser import REASONING_PARSERS
 from sglang.srt.setting_sources import CONFIG_VARIABLE, from_environment, from_file, variable_of
 from sglang.srt.utils.peer_endpoint import PeerError, check_endpoint
@@ -650,11 +651,10 @@ class ServerArgs:
         given, unknown = parser.parse_known_args(argv)
         if unknown:
             flags = [word.split("=")[0] for word in unknown if word.startswith("-")]
-            parser.error(
-                f"{flags[0]} is not a flag of this engine; --help lists those that are"
-                if flags
-                else f"{unknown[0]!r} belongs to no flag; --help lists the flags"
-            )
+            if not flags:
+                parser.error(f"{unknown[0]!r} belongs to no flag; --help lists the flags")
+            missing = missing_flag(flags[0])
+            parser.error(missing or f"{flags[0]} is not a flag of this engine; --help lists those that are")
         values = vars(given)
         path = values.pop("config", None) or environ.get(CONFIG_VARIABLE)
         try:

@@ -16,6 +16,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.missing_flags import missing_flag
+
 if TYPE_CHECKING:
     import yaml
 
@@ -96,7 +98,9 @@ def from_file(path: str, kinds: Kinds, aliases: Aliases) -> dict[str, Any]:
         name = key.lstrip("-").replace("-", "_")
         name = aliases.get(name, name)
         if name not in kinds:
-            raise ValueError(f"{path}: {key!r} is not a flag of this engine{_did_you_mean(name, kinds)}")
+            missing = missing_flag("--" + name.replace("_", "-"))
+            unknown = f"{key!r} is not a flag of this engine{_did_you_mean(name, kinds)}"
+            raise ValueError(f"{path}: {missing or unknown}")
         if name in keys:
             both = f"{keys[name]!r} and {key!r} set the same flag" if keys[name] != key else f"{key!r} is there twice"
             raise ValueError(f"{path}: {both}: keep one of the two")

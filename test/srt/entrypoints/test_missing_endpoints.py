@@ -30,8 +30,9 @@ ELSEWHERE = _names("""
     /release_memory_occupation /resume_memory_occupation /weights_checker /slow_down /pd_role_switch
     /load_lora_adapter /load_lora_adapter_from_tensors /unload_lora_adapter /open_session /close_session
     /configure_logging /pause_generation /continue_generation
-    /v1/classify /v1/audio/transcriptions /v1/score /v1/decisions /v1/rerank /api/chat /api/generate /api/tags
-    /api/show /v1/systemone /invocations /vertex_generate /dumper/stop /gate/activate /get_transfer_engine_info
+    /v1/classify /v1/realtime /v1/audio/transcriptions /v1/score /v1/decisions /v1/rerank /api/chat
+    /api/generate /api/tags /api/show /v1/systemone /invocations
+    /vertex_generate /dumper/stop /gate/activate /get_transfer_engine_info
     /is_scaling_elastic_ep /register_transfer_engine_info /scale_elastic_ep /scheduler_receive_meta_data
     /scheduler_receive_url /send
     /v1/responses/resp_1 /v1/responses/resp_1/cancel /v1/responses/resp_1/input_items /v1/files

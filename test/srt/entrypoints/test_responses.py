@@ -8,7 +8,9 @@ from typing import Any
 import openai
 import pytest
 
+from sglang.srt.entrypoints.openai.responses_protocol import UNSUPPORTED_RESPONSES, ResponsesRequest
 from sglang.srt.entrypoints.openai.serving_responses import _status, _why_incomplete
+from sglang.srt.entrypoints.request_fields import convert
 from sglang.srt.managers.io_struct import FinishReason
 from support.scripted_server import CALLS, FIRST, SECOND, Scripted
 from support.tool_texts import WEATHER_SCHEMA
@@ -138,3 +140,11 @@ def test_what_is_refused(scripted: Scripted, fields: dict[str, Any], param: str)
 def test_an_answer_that_is_cut_is_not_complete(kind: str, status: str, reason: str) -> None:
     chunk: Any = SimpleNamespace(finish_reason=FinishReason(type=kind))
     assert (_status(chunk), _why_incomplete(chunk)) == (status, reason)
+
+
+def test_upstreams_sampling_fields_are_those_of_chats() -> None:
+    fields = {"top_k": 3, "min_p": 0.25, "stop": "x", "presence_penalty": 1.0, "frequency_penalty": 0.5}
+    request = convert({"input": "a", "repetition_penalty": 1.5, **fields}, ResponsesRequest, UNSUPPORTED_RESPONSES)
+    params = request.chat().sampling_params(8)
+    assert (params.top_k, params.min_p, params.stop, params.repetition_penalty) == (3, 0.25, ("x",), 1.5)
+    assert (params.presence_penalty, params.frequency_penalty) == (1.0, 0.5)

@@ -64,3 +64,12 @@ def test_requests_that_gave_way_are_counted() -> None:
     shown = metrics.render().decode().splitlines()
     assert 'sglang:num_retracted_requests_total{model_name="m"} 3.0' in shown
     assert 'sglang:num_preempted_requests_total{model_name="m"} 2.0' in shown
+
+
+def test_time_per_token_is_of_answers_with_two_tokens_and_more() -> None:
+    metrics = MetricsCollector("m")
+    metrics.finished(9.0, 1, 0.0)
+    metrics.finished(9.0, 5, 2.0)
+    shown = metrics.render().decode().splitlines()
+    assert 'sglang:request_time_per_output_token_seconds_count{model_name="m"} 1.0' in shown
+    assert 'sglang:request_time_per_output_token_seconds_sum{model_name="m"} 0.5' in shown

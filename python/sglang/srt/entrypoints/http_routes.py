@@ -45,6 +45,7 @@ from sglang.srt.entrypoints.request_bodies import parsed
 from sglang.srt.entrypoints.request_fields import (
     UNSUPPORTED_CHAT,
     UNSUPPORTED_COMPLETION,
+    UNSUPPORTED_EMBEDDING,
     UNSUPPORTED_GENERATE,
     check_prompts,
 )
@@ -162,7 +163,7 @@ def _add_generation(app: FastAPI, args: ServerArgs, manager: TokenizerManager) -
 
     @app.post("/v1/embeddings")
     async def embeddings(request: Request) -> Response:
-        req = await parsed(request, args, EmbeddingRequest, check=check("input"))
+        req = await parsed(request, args, EmbeddingRequest, UNSUPPORTED_EMBEDDING, check("input"))
         _check_model(args, req.model)
         return await answer(request.receive, serve_embeddings(req, manager, args.model_name), stream=False)
 
@@ -301,6 +302,18 @@ def _add_information(app: FastAPI, args: ServerArgs, manager: TokenizerManager, 
         about = {"model_name": args.model_name, "uptime_seconds": round(time.time() - started, 1)}
         state = about | await manager.get_internal_state()
         return Response(msgspec.json.encode(state), media_type="application/json")
+
+    @app.get("/get_hicache_l3_cache_layout")
+    async def get_hicache_l3_cache_layout() -> dict[str, Any]:
+        """As upstream answers where a router cannot name the objects of storage by itself."""
+        storage = (await manager.get_internal_state())["storage"] or {}
+        return {
+            "enabled": False,
+            "backend": storage.get("backend"),
+            "page_size": args.page_size,
+            "hicache_object_layout": {"pools": []},
+            "reason": "names of blocks are keyed, and their bytes opaque" if storage else "storage is not attached",
+        }
 
     @app.get("/hicache")
     async def hicache() -> Response:

@@ -73,6 +73,7 @@ MISSING_ENDPOINTS = {
     "/v1/batches": _BATCHES,
     "/v1/batches/": _BATCHES,
     "/v1/audio/transcriptions": _MULTIMODAL,
+    "/v1/realtime": _MULTIMODAL,
     "/scheduler_receive_meta_data": _MULTIMODAL,
     "/scheduler_receive_url": _MULTIMODAL,
     "/send": _MULTIMODAL,

@@ -25,6 +25,7 @@ T = TypeVar("T")
 
 # Field -> the values, beside null, that change nothing.
 _UNSUPPORTED_SAMPLING: dict[str, tuple[Any, ...]] = {
+    "watermark": (),
     "stop_regex": ([], ""),
     "custom_params": ({},),
 }
@@ -50,6 +51,7 @@ _UNSUPPORTED_ROUTING: dict[str, tuple[Any, ...]] = {
     "routed_experts_start_len": (0,),
     "return_sampling_mask": (False,),
     "sampling_logprobs_mode": (),
+    "mm_processor_kwargs": ({},),
 }
 _UNSUPPORTED_OPENAI: dict[str, tuple[Any, ...]] = {
     # Upstream has it as a response_format.
@@ -69,6 +71,9 @@ UNSUPPORTED_CHAT = {
     "return_input_ids_in_sglext": (False,),
     "return_output_ids_in_sglext": (False,),
     "reasoning_effort": (),
+    "thinking": (),
+    "return_flat_raw_output_top_logprobs": (False,),
+    "return_flat_raw_top_logprobs_b64": (False,),
     "task": (),
     "max_dynamic_patch": (),
     "min_dynamic_patch": (),
@@ -81,8 +86,15 @@ UNSUPPORTED_COMPLETION = {
     "suffix": ("",),
     "custom_labels": ({},),
 }
+UNSUPPORTED_EMBEDDING: dict[str, tuple[Any, ...]] = {
+    "lora_path": (),
+    "embed_override_token_id": (),
+    "embed_overrides": (),
+}
 UNSUPPORTED_GENERATE = {
     **_UNSUPPORTED_ROUTING,
+    "watermark": (),
+    "return_flat_raw_output_top_logprobs": (False,),
     "input_embeds": (),
     "image_data": (),
     "video_data": (),
@@ -121,7 +133,7 @@ NOTHING_TO_DO = frozenset(
         *("conversation_id", "need_wait_for_mm_inputs", "num_items_assigned", "encoder_urls", "mm_hashes"),
         *("mm_content_hashes", "parallel_tool_calls", "separate_reasoning", "stream_reasoning", "bootstrap_pair_key"),
         *("stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized"),
-        *("ebnf_full_assistant", "abort_message"),
+        *("ebnf_full_assistant", "abort_message", "betas"),
     }
 )
 

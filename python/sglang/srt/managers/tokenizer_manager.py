@@ -681,7 +681,7 @@ class TokenizerManager:
             if reason.type == "abort":
                 self.metrics.aborted()
             else:
-                self.metrics.finished(now - state.arrived, output.completion_tokens)
+                self.metrics.finished(now - state.arrived, output.completion_tokens, now - state.first)
             if isinstance(reason.matched, str):
                 self._send(encode(AbortReq(rid=state.rid)))
         if state.finished or (state.stream and (first or state.unread_tokens >= self._args.stream_interval)):

@@ -39,6 +39,15 @@ class HiCacheStorageConfig:
     should_split_heads: bool = False
     dp_rank: int = 0
     extra_config: dict | None = None
+    # Ranks that share a sequence's pages; this engine has none.
+    dcp_size: int = 1
+    dcp_rank: int = 0
+    logical_page_size: int | None = None
+
+    @property
+    def is_storage_writer(self) -> bool:
+        """Whether this rank stores pages. Ranks of an MLA model hold equal ones, which one of them stores."""
+        return not self.is_mla_model or self.tp_rank == self.dcp_rank
 
 
 @dataclass
@@ -60,6 +69,7 @@ class PoolHitPolicy(StrEnum):
 
     ALL_PAGES = "all_pages"
     TRAILING_PAGES = "trailing_pages"
+    BLOCK_GROUPS = "block_groups"
 
 
 @dataclass
@@ -73,7 +83,11 @@ class PoolTransfer:
     hit_policy: PoolHitPolicy = PoolHitPolicy.ALL_PAGES
     nodes_to_load: list[Any] | None = None
     indices_from_pool: PoolName | None = None
+    # Of upstream 0.5.21; later versions lack it.
     anchor_index_parts: list[torch.Tensor | slice] | None = None
+    # For BLOCK_GROUPS: pages per block, and keys per group.
+    block_pages: int = 0
+    group_pages: int = 0
 
 
 @dataclass
@@ -103,6 +117,10 @@ class HiCacheStorage(ABC):
         if not hasattr(self, "registered_pools"):
             self.registered_pools: dict[str, HostKVCache] = {}
         self.registered_pools[host_pool_name] = host_pool
+
+    def on_host_pools_registered(self) -> None:
+        """Called once, when all pools are registered. An error of it refuses the plugin."""
+        return None
 
     def batch_exists_v2(
         self,

@@ -36,6 +36,8 @@ class HostKVCache:
     dcp_size = 1
     dcp_rank = 0
     mtp_draft_device_pools: tuple = ()
+    # What upstream adds to the model's name where a page has a form of its own.
+    storage_format_tag: str | None = None
 
     def __init__(self, page_num: int, page_size: int, min_page_bytes: int, dtype: torch.dtype) -> None:
         """min_page_bytes: what a page has to hold; it becomes larger, until both runs are aligned."""
@@ -59,6 +61,15 @@ class HostKVCache:
     @property
     def k_buffer(self) -> torch.Tensor:
         return self.kv_buffer[0]
+
+    @property
+    def logical_size(self) -> int:
+        """Tokens of all ranks that share a page, which are one here."""
+        return self.size
+
+    @property
+    def logical_page_size(self) -> int:
+        return self.page_size
 
     @property
     def v_buffer(self) -> torch.Tensor:

@@ -205,6 +205,9 @@ class MetricsCollector:
         self._aborted = self._counter("num_aborted_requests", "Requests that were aborted.")
         self._first_token = self._histogram("time_to_first_token_seconds", "Time to the first token.", _SECONDS)
         self._inter_token = self._histogram("inter_token_latency_seconds", "Time between tokens.", _TOKEN_SECONDS)
+        self._per_token = self._histogram(
+            "request_time_per_output_token_seconds", "Mean time per token of an answer.", _TOKEN_SECONDS
+        )
         self._queue_time = self._histogram(
             "queue_time_seconds", "Time in the queue, from arrival to the first launch.", _SECONDS
         )
@@ -252,8 +255,11 @@ class MetricsCollector:
             for _ in range(count):
                 self._inter_token.observe(seconds_each)
 
-    def finished(self, seconds: float, completion_tokens: int) -> None:
+    def finished(self, seconds: float, completion_tokens: int, decode_seconds: float) -> None:
+        """seconds: of the whole request. decode_seconds: from its first token to its last."""
         self._requests.inc()
+        if completion_tokens > 1:
+            self._per_token.observe(decode_seconds / (completion_tokens - 1))
         self._e2e.observe(seconds)
         self._answer_lengths.observe(completion_tokens)
 

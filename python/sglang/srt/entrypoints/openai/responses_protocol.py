@@ -20,6 +20,14 @@ UNSUPPORTED_RESPONSES: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "max_tool_calls": (),
     "lora_path": (),
+    # A response is named by this engine.
+    "request_id": (),
+    "bootstrap_host": (),
+    "bootstrap_port": (),
+    "bootstrap_room": (),
+    "routed_dp_rank": (),
+    "disagg_prefill_dp_rank": (),
+    "data_parallel_rank": (),
 }
 
 
@@ -32,6 +40,13 @@ class ResponsesRequest(EngineFields, frozen=True, kw_only=True):
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
+    # Upstream's, beside OpenAI's.
+    top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    stop: str | list[str] | None = None
     stream: bool | None = False
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -57,6 +72,12 @@ class ResponsesRequest(EngineFields, frozen=True, kw_only=True):
             max_completion_tokens=self.max_output_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
+            repetition_penalty=self.repetition_penalty,
+            stop=self.stop,
             stream=self.stream,
             tools=[_chat_tool(tool, f"tools[{at}]") for at, tool in enumerate(self.tools or ())],
             tool_choice=_chat_tool_choice(self.tool_choice),

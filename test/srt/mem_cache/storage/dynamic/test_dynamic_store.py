@@ -856,6 +856,11 @@ class RefusesPool(Plugin):
         raise RuntimeError("no RDMA here")
 
 
+class RefusesAllPools(Plugin):
+    def on_host_pools_registered(self):
+        raise RuntimeError(f"no room for {self.mem_pool_host.page_num} pages")
+
+
 not_a_class = 3
 
 
@@ -889,6 +894,7 @@ not_a_class = 3
         (mine("Incomplete"), "Incomplete does not start (TypeError: Can't instantiate abstract class"),
         (mine("TakesOne"), "it is made as TakesOne(storage_config, {})"),
         (mine("RefusesPool"), "RefusesPool does not start (RuntimeError: no RDMA here)"),
+        (mine("RefusesAllPools"), "RefusesAllPools does not start (RuntimeError: no room for "),
     ],
 )
 def test_a_wrong_config_is_refused_with_a_sentence(config, sentence):

@@ -124,6 +124,9 @@ class PluginStore:
         self._unlogged: Counter[str] = Counter()
 
         plugin.register_mem_pool_host(self.staging)
+        # A class that does not derive from ours may be older than this method.
+        if callable(registered := getattr(plugin, "on_host_pools_registered", None)):
+            registered()
 
     # BlockStore
 
