@@ -139,9 +139,10 @@ $(PEERS)/.setup-done: $(STAMP)
 harm: setup
 	$(PY) -m benchmark.harm --jobs 2
 
-# Pages that are made from the code.
+# Pages that are made from the code, and where it stands on the names of upstream.
 docs: setup
 	$(PY) -m sglang.srt.flag_reference docs/reference
+	$(PY) -m sglang.rebase --table python/sglang/rebase/upstream.json > test/support/upstream_stands.json
 
 clean:
 	rm -rf $(VENV) $(CLIENTS) $(PEERS) build bench-out .pytest_cache .ruff_cache .mypy_cache

@@ -214,6 +214,7 @@ RULES = [
         SRT,
         [
             "support",
+            "sglang.rebase",
             "sglang.simulator",
             "sglang.demo",
             "sglang.demo_common",

@@ -22,6 +22,7 @@ USER_PAGES = [
 CONTRIBUTOR_PAGES = [
     DOCS / "architecture.md",
     DOCS / "contributing.md",
+    DOCS / "rebase.md",
     *sorted((DOCS / "design").glob("*.md")),
 ]
 # Pages at the root that have commands as well.

@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+from sglang.rebase.ours import REQUESTS
+from sglang.rebase.upstream_names import RECORDED, load_names
 from sglang.srt.entrypoints import request_fields
 from sglang.srt.entrypoints.native import GenerateReqInput, sampling_fields
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
@@ -354,64 +356,15 @@ def test_native_parameters_are_strict():
             sampling_fields(wrong)
 
 
-# See the wheel of sglang 0.5.21.
-UPSTREAM_GENERATE = """
-    rid session_id text input_ids input_embeds image_data video_data audio_data mm_hashes mm_content_hashes
-    use_audio_in_video video_config sampling_params return_logprob logprob_start_len top_logprobs_num
-    token_ids_logprob return_sampling_mask sampling_logprobs_mode return_text_in_logprobs
-    return_flat_raw_top_logprobs return_flat_raw_top_logprobs_b64 stream log_metrics return_hidden_states
-    return_routed_experts routed_experts_start_len return_indexer_topk modalities session_params lora_path
-    lora_id custom_logit_processor positional_embed_overrides bootstrap_host bootstrap_port bootstrap_room
-    bootstrap_pair_key decode_tp_size routed_dp_rank data_parallel_rank disagg_prefill_dp_rank routing_key
-    conversation_id http_worker_ipc background require_reasoning max_thinking_tokens priority extra_key
-    no_logs custom_labels return_bytes return_entropy return_prompt_token_ids external_trace_header
-    received_time need_wait_for_mm_inputs num_items_assigned encoder_urls max_dynamic_patch min_dynamic_patch
-    image_max_dynamic_patch video_max_dynamic_patch images_config multi_item_delimiter_indices
-    token_indices_to_pool cache_salt kv_hints
-"""
-UPSTREAM_SAMPLING = """
-    max_new_tokens stop stop_token_ids stop_regex temperature top_p top_k min_p frequency_penalty
-    presence_penalty repetition_penalty min_new_tokens n beam_width json_schema regex ebnf structural_tag
-    ignore_eos skip_special_tokens spaces_between_special_tokens no_stop_trim stream_interval logit_bias
-    sampling_seed custom_params
-"""
-UPSTREAM_CHAT = """
-    messages model frequency_penalty logit_bias logprobs top_logprobs max_tokens max_completion_tokens n
-    presence_penalty response_format seed stop stream stream_options temperature top_p user tools tool_choice
-    parallel_tool_calls return_hidden_states return_routed_experts routed_experts_start_len
-    return_cached_tokens_details return_spec_tokens_details return_prompt_token_ids return_token_ids
-    return_meta_info return_input_ids_in_sglext return_output_ids_in_sglext return_sampling_mask
-    sampling_logprobs_mode reasoning_effort task top_k min_p min_tokens regex ebnf repetition_penalty
-    stop_token_ids stop_regex no_stop_trim ignore_eos continue_final_message skip_special_tokens lora_path
-    session_id session_params separate_reasoning stream_reasoning chat_template_kwargs max_dynamic_patch
-    min_dynamic_patch use_audio_in_video images_config video_config custom_logit_processor custom_params
-    input_ids rid extra_key cache_salt priority bootstrap_host bootstrap_port bootstrap_room routed_dp_rank
-    disagg_prefill_dp_rank data_parallel_rank
-"""
-UPSTREAM_COMPLETION = """
-    model prompt best_of echo frequency_penalty logit_bias logprobs max_tokens n presence_penalty seed stop
-    stream stream_options suffix temperature top_p user return_hidden_states return_routed_experts
-    routed_experts_start_len return_cached_tokens_details return_spec_tokens_details return_token_ids top_k
-    min_p min_tokens json_schema regex ebnf repetition_penalty stop_token_ids stop_regex no_stop_trim
-    ignore_eos skip_special_tokens lora_path session_id session_params response_format custom_params
-    custom_logit_processor images_config bootstrap_host bootstrap_port bootstrap_room routed_dp_rank
-    disagg_prefill_dp_rank data_parallel_rank rid extra_key cache_salt priority custom_labels
-"""
+UPSTREAM = load_names(str(RECORDED)).fields
 
 
-@pytest.mark.parametrize(
-    "upstream, kind, refused",
-    [
-        (UPSTREAM_GENERATE, GenerateReqInput, request_fields.UNSUPPORTED_GENERATE),
-        (UPSTREAM_SAMPLING, SamplingFields, request_fields.UNSUPPORTED_NATIVE_SAMPLING),
-        (UPSTREAM_CHAT, ChatCompletionRequest, request_fields.UNSUPPORTED_CHAT),
-        (UPSTREAM_COMPLETION, CompletionRequest, request_fields.UNSUPPORTED_COMPLETION),
-    ],
-)
-def test_every_field_of_upstreams_is_served_or_refused(upstream, kind, refused):
+@pytest.mark.parametrize("name", REQUESTS)
+def test_every_field_of_upstreams_is_served_or_refused(name):
+    kind, refused = REQUESTS[name]
     assert not set(kind.__struct_fields__) & set(refused)
-    assert set(upstream.split()) - set(kind.__struct_fields__) - set(refused) <= request_fields.NOTHING_TO_DO
-    assert check_fields(dict.fromkeys(upstream.split(), 1), kind, refused, strict=True) == []
+    assert set(UPSTREAM[name]) - set(kind.__struct_fields__) - set(refused) <= request_fields.NOTHING_TO_DO
+    assert check_fields(dict.fromkeys(UPSTREAM[name], 1), kind, refused, strict=True) == []
 
 
 @pytest.mark.parametrize(

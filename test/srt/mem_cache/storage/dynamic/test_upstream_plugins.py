@@ -11,9 +11,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import importlib.util
-import os
 import signal
-import subprocess
 import sys
 import types
 import zipfile
@@ -29,29 +27,12 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 from sglang.srt.mem_cache.page_memory import torch_dtype
 from sglang.srt.mem_cache.storage.registry import StoreParams, storage_backend
 from support.plugin_fixture import Blocks, FakePool, block_keys
+from support.upstream_wheel import STANDS_ON, upstream_wheel
 
 pytestmark = pytest.mark.clients
 
-VERSION = "0.5.21"
 BLOCK = 64
 STORAGE = "sglang.srt.mem_cache.storage"
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sglang-test"
-
-
-def wheel() -> Path:
-    """Upstream's wheel. Which interpreter it was built for does not matter: only Python source is read from it."""
-    if not list(CACHE.glob(f"sglang-{VERSION}-*.whl")):
-        command = [sys.executable, "-m", "pip", "download", f"sglang=={VERSION}", "--no-deps", "--only-binary=:all:"]
-        command += ["--python-version=3.11", "--implementation=cp", "--platform=manylinux_2_34_x86_64", "--quiet"]
-        command += ["--timeout=10", "--retries=0", "--disable-pip-version-check", f"--dest={CACHE}"]
-        try:
-            CACHE.mkdir(parents=True, exist_ok=True)
-            done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            pytest.skip(f"upstream's wheel cannot be had: {error}")
-        if done.returncode:
-            pytest.skip(f"upstream's wheel cannot be had: {(done.stderr.strip() or 'pip failed').splitlines()[-1]}")
-    return next(CACHE.glob(f"sglang-{VERSION}-*.whl"))
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +40,7 @@ def upstream(tmp_path_factory) -> Path:
     """The folder sglang/srt of the wheel, with those parts that are used here."""
     folder = tmp_path_factory.mktemp("upstream")
     wanted = ("sglang/srt/environ.py", "sglang/srt/mem_cache/hicache_storage.py", "sglang/srt/mem_cache/storage/")
-    with zipfile.ZipFile(wheel()) as archive:
+    with zipfile.ZipFile(upstream_wheel(STANDS_ON)) as archive:
         archive.extractall(folder, [name for name in archive.namelist() if name.startswith(wanted)])
     return folder / "sglang" / "srt"
 
