@@ -112,6 +112,10 @@ def _add_cache(app: FastAPI, manager: TokenizerManager) -> None:
     async def flush_cache() -> Response:
         return _done(await manager.control.flush_cache(), "Cache flushed.")
 
+    @app.get("/hicache/sample")
+    async def hicache_sample() -> Response:
+        return Response(msgspec.json.encode(manager.prefixes.state()), media_type="application/json")
+
 
 def _add_tiers(app: FastAPI, args: ServerArgs, manager: TokenizerManager) -> None:
     @app.put("/hicache/storage-backend")

@@ -41,6 +41,7 @@ from sglang.srt.managers.io_struct import (
     encode,
     ids_to_bytes,
 )
+from sglang.srt.managers.prefix_sampler import PrefixSampler
 from sglang.srt.managers.schedule_policy import PRIORITIES
 from sglang.srt.managers.scheduler_control import SchedulerControl
 from sglang.srt.managers.text_encoder import EncodedText, TextEncoder
@@ -161,6 +162,9 @@ class ReqState:
     arrived: float
     # When the scheduler was sent the request; None before.
     sent: float | None = None
+    # What it was sent, and the ids of the answer so far, for the sample of prefixes; None: it is not sampled.
+    prompt: TokenizedGenerateReqInput | None = None
+    answer: list[bytes] = field(default_factory=list)
     # A client requested the end, so that the abort is an answer and no error.
     aborting: bool = False
     # When the first token was known and the last output came, in seconds of the same clock.
@@ -289,6 +293,7 @@ class TokenizerManager:
         self.last_state: dict[str, Any] = {}
         # How storage names blocks; None while there is none.
         self._names: BlockKeys | None = None
+        self.prefixes = PrefixSampler()
 
     # Requests
 
@@ -405,8 +410,16 @@ class TokenizerManager:
             raise state.error
         self._send(encode(message))
         state.sent = time.perf_counter()
+        if not message.cache and not message.is_embedding:
+            state.prompt = message
+            self.prefixes.note_prompt(message.extra_key, np.frombuffer(message.input_ids, np.int32))
         if state.aborting:
             self._send(encode(AbortReq(rid=state.rid)))
+
+    def _sample_answer(self, prompt: TokenizedGenerateReqInput, answer: bytes) -> None:
+        """The last token of an answer is not in the cache."""
+        ids = np.frombuffer(prompt.input_ids + answer[:-4], np.int32)
+        self.prefixes.note_answer(prompt.extra_key, ids, len(prompt.input_ids) // 4)
 
     @staticmethod
     def _time_out(state: ReqState, timeout_s: float) -> None:
@@ -674,6 +687,10 @@ class TokenizerManager:
             self.metrics.first_token(state.first - state.arrived, output.prompt_tokens, details)
         self.metrics.tokens(num_tokens, None if state.last is None else (now - state.last) / max(num_tokens, 1))
         state.last, state.last_output = now, output
+        if state.prompt is not None:
+            state.answer.append(output.output_ids)
+            if reason is not None:
+                self._sample_answer(state.prompt, b"".join(state.answer))
         state.unread.append(output)
         state.unread_tokens += num_tokens
         if reason is not None:

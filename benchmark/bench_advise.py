@@ -1,0 +1,108 @@
+"""What `hicache advise` predicts beside what the simulator finds, on the first rows of a trace.
+
+    python -m benchmark.bench_advise --trace FILE [--num-rows N] [--predict-only]
+
+The real scheduler runs on the virtual clock with a device, a host and a disk: all its numbers are simulated. Answers
+have one token, because a simulated decode step takes a millisecond of ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import tempfile
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from benchmark.common import print_table, write_json
+from benchmark.simulator.small_machine import SmallMachine
+from benchmark.simulator.traces import read_agentic, read_mooncake
+
+from sglang.cli.reference_sources import read_trace
+from sglang.cli.reuse import HitCurve
+from sglang.simulator.simulation import Simulation
+from sglang.srt.mem_cache.transfer import Tier
+
+PAGE_SIZE = 64
+CONTEXT_LEN = 262_144
+CHUNK_TOKENS = 16_384
+# Sessions at a time.
+NUM_OPEN = 16
+# Requests come so much more slowly than in the trace, so that few wait.
+SLOWER = 0.1
+# Tokens by tier: device, host, disk.
+CASES = (
+    (524_288, 0, 0),
+    (524_288, 1_048_576, 0),
+    (524_288, 4_194_304, 0),
+    (524_288, 1_048_576, 4_194_304),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    device: int
+    host: int
+    disk: int
+    # Shares of all prompt tokens.
+    predicted: float
+    simulated: float | None
+
+
+def cut(trace: Path, num_rows: int, folder: Path) -> Path:
+    """The first rows, with answers of one token."""
+    path = folder / "cut.jsonl"
+    with gzip.open(trace, "rt") if trace.suffix == ".gz" else open(trace) as lines:
+        rows = [json.loads(line) for line in islice(lines, num_rows)]
+    path.write_text("".join(json.dumps(row | {"output_length": 1}) + "\n" for row in rows))
+    return path
+
+
+def simulate(path: Path, sizes: tuple[int, int, int]) -> float:
+    workload = read_agentic(path, NUM_OPEN) if "session_id" in path.read_text() else read_mooncake(path, SLOWER)
+    tiers = {tier: size for tier, size in zip((Tier.DEVICE, Tier.HOST, Tier.DISK), sizes) if size}
+    machine = SmallMachine(tiers, page_size=PAGE_SIZE, chunk_tokens=CHUNK_TOKENS, context_len=CONTEXT_LEN)
+    sim = Simulation(machine.config(), machine.hardware())
+    times = sim.run(workload.source())
+    found = sum(sum(each.cached_tokens_details.values()) for each in times.values())
+    counters = sim.core.scheduler.counters
+    return found / counters["prompt_tokens"]
+
+
+def predict(curve: HitCurve, sizes: tuple[int, int, int]) -> float:
+    return curve.hits(sum(sizes)) / curve.prompt_tokens
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", type=Path, required=True)
+    parser.add_argument("--num-rows", type=int, default=2000)
+    parser.add_argument("--predict-only", action="store_true", help="leave the simulator out")
+    args = parser.parse_args()
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = cut(args.trace, args.num_rows, Path(folder))
+        log, _ = read_trace(path, args.num_rows)
+        curve = log.curve()
+        for sizes in CASES:
+            simulated = None if args.predict_only else simulate(path, sizes)
+            results.append(Result(*sizes, predict(curve, sizes), simulated))
+    print(f"{curve.prompt_tokens:,.0f} prompt tokens; an endless cache finds {curve.most / curve.prompt_tokens:.1%}")
+    rows = [
+        {
+            "device": each.device,
+            "host": each.host,
+            "disk": each.disk,
+            "predicted %": round(100 * each.predicted, 1),
+            "simulated %": None if each.simulated is None else round(100 * each.simulated, 1),
+        }
+        for each in results
+    ]
+    print_table("Prompt tokens found", rows)
+    write_json("advise", {"trace": args.trace.name, "num_rows": args.num_rows}, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,288 @@
+"""`hicache advise`: how large each tier should be, from a trace or from a live server's sample of prompts.
+
+Owns the command's arguments and its text. What a cache of any size hits is in reuse.py. Tiers add up: each keeps what
+the ones above it have evicted, so that a tier gets the hits between two sizes of one cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shlex
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang.cli.reference_sources import SourceError, load_json, read_sample, read_trace
+from sglang.cli.reuse import HitCurve
+
+SUMMARY = "how large the tiers should be, and which links pay"
+TIERS = ("device", "host", "disk", "remote")
+GB = 1e9
+_TIMEOUT_S = 30.0
+# A tier whose size is not given grows by this factor, while it brings enough.
+_GROWTH = 2**0.125
+_SMALLEST_GB = 0.001
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What one token costs. prefill_tokens_per_s: how fast prompts are computed."""
+
+    bytes_per_token: float
+    prefill_tokens_per_s: float
+
+    @property
+    def pays_above(self) -> float:
+        """Bytes per second of a link that brings a token as fast as it is computed."""
+        return self.bytes_per_token * self.prefill_tokens_per_s
+
+
+@dataclass(frozen=True)
+class TierPlan:
+    """Of one tier. size_gb: 0 if it is left out."""
+
+    name: str
+    size_gb: float
+    # Prompt tokens that it finds.
+    hits: float
+    # More hits per gigabyte, as a share of all prompt tokens, if the tiers up to it were a tenth larger.
+    next_gb: float
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """sizes_gb: tier -> its size, None: to be found. least_gain: the least share of the prompt tokens that a gigabyte
+    has to bring, by tier, for a size that is to be found."""
+
+    sizes_gb: Mapping[str, float | None]
+    least_gain: Mapping[str, float]
+
+
+def plan(curve: HitCurve, costs: Costs, wishes: Wishes) -> list[TierPlan]:
+    """The tiers from the nearest, each with what the ones above it leave over."""
+    plans = []
+    above_gb = 0.0
+    for name in TIERS:
+        size_gb = wishes.sizes_gb.get(name, 0.0)
+        if size_gb is None:
+            size_gb = _worthwhile_gb(curve, costs, above_gb, wishes.least_gain[name])
+        end_gb = above_gb + size_gb
+        hits = _hits(curve, costs, end_gb) - _hits(curve, costs, above_gb)
+        tenth_gb = max(_SMALLEST_GB, end_gb / 10)
+        more = (_hits(curve, costs, end_gb + tenth_gb) - _hits(curve, costs, end_gb)) / tenth_gb
+        plans.append(TierPlan(name, size_gb, hits, more / max(1.0, curve.prompt_tokens)))
+        above_gb = end_gb
+    return plans
+
+
+def _hits(curve: HitCurve, costs: Costs, size_gb: float) -> float:
+    return curve.hits(size_gb * GB / costs.bytes_per_token)
+
+
+def _worthwhile_gb(curve: HitCurve, costs: Costs, above_gb: float, least_gain: float) -> float:
+    """The largest size behind which gigabytes bring less. A plateau before a steep part is passed, if what is behind
+    makes up for it: of all sizes the one whose hits, less least_gain for each gigabyte, are the most."""
+    total = max(1.0, curve.prompt_tokens)
+    start = _hits(curve, costs, above_gb)
+    best_gb, best, size_gb = 0.0, 0.0, _SMALLEST_GB
+    most_gb = curve.distinct_tokens * costs.bytes_per_token / GB
+    while size_gb < most_gb * _GROWTH:
+        value = (_hits(curve, costs, above_gb + size_gb) - start) / total - least_gain * size_gb
+        if value > best:
+            best_gb, best = size_gb, value
+        size_gb *= _GROWTH
+    return best_gb
+
+
+def as_text(curve: HitCurve, costs: Costs, plans: Sequence[TierPlan], seconds: float) -> str:
+    total = max(1.0, curve.prompt_tokens)
+    endless_gb = curve.distinct_tokens * costs.bytes_per_token / GB
+    lines = [
+        f"{curve.prompt_tokens:,.0f} prompt tokens in {seconds:,.0f} s, {costs.bytes_per_token:,.0f} bytes each",
+        f"a cache without end: {100 * curve.most / total:.1f} % of them found, {endless_gb:,.1f} GB",
+        "",
+        "tier      size GB   found %   per GB %   next GB %   reads GB/s on average",
+    ]
+    for each in plans:
+        share = 100 * each.hits / total
+        per_gb = f"{share / each.size_gb:10.3f}" if each.size_gb else "         -"
+        reads = each.hits * costs.bytes_per_token / GB / seconds if seconds and each.name != "device" else None
+        shown = "-" if reads is None else f"{reads:.3f}"
+        lines.append(
+            f"{each.name:8}{each.size_gb:9.2f} {share:9.1f} {per_gb} {100 * each.next_gb:11.3f}   {shown:>21}"
+        )
+    saved = curve.hits(sum(each.size_gb for each in plans) * GB / costs.bytes_per_token)
+    lines += [
+        "",
+        f"computing saved: {saved / costs.prefill_tokens_per_s:,.0f} s at {costs.prefill_tokens_per_s:,.0f} tokens/s",
+        f"a link pays above {costs.pays_above / GB:.3f} GB/s: below, computing a token is faster than bringing it",
+        "",
+        "flags: "
+        + (
+            shlex.join(flags(plans, least_host_gb(curve, costs)))
+            or "none: no tier below the device brings enough, leave --hicache out"
+        ),
+    ]
+    return "\n".join(lines)
+
+
+def as_json(curve: HitCurve, costs: Costs, plans: Sequence[TierPlan], seconds: float) -> dict[str, Any]:
+    total = max(1.0, curve.prompt_tokens)
+    return {
+        "prompt_tokens": curve.prompt_tokens,
+        "seconds": seconds,
+        "bytes_per_token": costs.bytes_per_token,
+        "endless": {
+            "found_share": curve.most / total,
+            "size_gb": curve.distinct_tokens * costs.bytes_per_token / GB,
+        },
+        "tiers": [
+            {
+                "name": each.name,
+                "size_gb": each.size_gb,
+                "found_share": each.hits / total,
+                "next_gb_share": each.next_gb,
+            }
+            for each in plans
+        ],
+        "pays_above_gb_per_s": costs.pays_above / GB,
+        "flags": flags(plans, least_host_gb(curve, costs)),
+    }
+
+
+def least_host_gb(curve: HitCurve, costs: Costs) -> float:
+    """What storage brings passes through the host: room for two of the longest prompts."""
+    return 2 * curve.longest_prompt * costs.bytes_per_token / GB
+
+
+def flags(plans: Sequence[TierPlan], host_gb: float) -> list[str]:
+    """Of the server, for the tiers below the device. host_gb: the least of the host."""
+    sizes = {each.name: each.size_gb for each in plans}
+    if not any(sizes[name] for name in TIERS[1:]):
+        return []
+    found = ["--hicache", "--hicache-size", f"{max(sizes['host'], host_gb):.4g}"]
+    limits = {
+        backend: {"limit_gb": float(f"{sizes[tier]:.4g}")}
+        for tier, backend in (("disk", "file"), ("remote", "remote"))
+        if sizes[tier]
+    }
+    if limits:
+        settings = next(iter(limits.values())) if len(limits) == 1 else limits
+        found += ["--hicache-storage-backend", ",".join(limits)]
+        found += ["--hicache-storage-backend-extra-config", json.dumps(settings)]
+    return found
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--trace", type=Path, metavar="FILE", help="a trace of Mooncake's kind, or of agents' sessions"
+    )
+    source.add_argument("--url", help="a live server, as http://127.0.0.1:30000")
+    source.add_argument("--sample", type=Path, metavar="FILE", help="a saved reply of GET /hicache/sample")
+    parser.add_argument("--api-key", help="the key of the live server, its administrator's if it has one")
+    parser.add_argument("--num-rows", type=int, default=1_000_000, help="the most rows of a trace that are read")
+    parser.add_argument("--bytes-per-token", type=float, help="of KV, over all layers (default: the live server's)")
+    parser.add_argument("--model-path", help="computes --bytes-per-token from a model's configuration")
+    parser.add_argument(
+        "--prefill-tokens-per-s", type=float, help="how fast prompts are computed (default: as measured)"
+    )
+    parser.add_argument("--device-gb", type=float, help="KV cache on the device (default: the live server's)")
+    for tier, least in (("host", 0.1), ("disk", 0.01), ("remote", 0.0)):
+        kind = "0" if tier == "remote" else "as large as it is worth"
+        parser.add_argument(f"--{tier}-gb", type=float, help=f"size of the tier (default: {kind})")
+        if tier != "remote":
+            parser.add_argument(
+                f"--{tier}-gain",
+                type=float,
+                default=least,
+                help="what a gigabyte of it has to bring, in %% of the prompt tokens (default: %(default)s)",
+            )
+    parser.add_argument("--json", action="store_true", help="print the advice as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        state = _get(args, "/hicache/state") if args.url else {}
+        if args.trace is not None:
+            log, seconds = read_trace(args.trace, args.num_rows)
+        else:
+            log, seconds = read_sample(_get(args, "/hicache/sample") if args.url else load_json(args.sample))
+        costs = _costs(args, state, log.prompt_tokens / max(1, log.num_requests))
+        device_gb = args.device_gb
+        if device_gb is None:
+            if not state:
+                raise SourceError("how large is the KV cache on the device? Give --device-gb")
+            device_gb = state["tiers"]["device"]["total_tokens"] * costs.bytes_per_token / GB
+        curve = log.curve()
+        wishes = Wishes(
+            {"device": device_gb, "host": args.host_gb, "disk": args.disk_gb, "remote": args.remote_gb or 0.0},
+            {"host": args.host_gain / 100, "disk": args.disk_gain / 100},
+        )
+        plans = plan(curve, costs, wishes)
+    except SourceError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if args.json:
+        print(json.dumps(as_json(curve, costs, plans, seconds), indent=1))
+        return 0
+    if log.rate < 1:
+        print(f"a sample of 1 block in {1 / log.rate:.0f}; {log.num_requests} requests")
+    print(as_text(curve, costs, plans, seconds))
+    return 0
+
+
+def _costs(args: argparse.Namespace, state: Mapping[str, Any], mean_prompt: float) -> Costs:
+    size, speed = args.bytes_per_token, args.prefill_tokens_per_s
+    if size is None and args.model_path is not None:
+        size = _bytes_per_token(args.model_path)
+    if size is None and state:
+        size = state["page_bytes"] / state["page_size"]
+    if speed is None and state:
+        costs = state["costs"]
+        # Each new token attends to half of the prompt, on average.
+        token_s = costs.get("token_s", 0.0) + costs.get("pair_s", 0.0) * mean_prompt / 2
+        if token_s > 0:
+            speed = 1 / token_s
+    if size is None:
+        raise SourceError("how much KV has a token? Give --bytes-per-token or --model-path")
+    if speed is None:
+        known = "the server has not measured it yet" if state else "a trace does not tell"
+        raise SourceError(f"how fast are prompts computed ({known})? Give --prefill-tokens-per-s")
+    for name, value in (("--bytes-per-token", size), ("--prefill-tokens-per-s", speed)):
+        if not 0 < value < math.inf:
+            raise SourceError(f"{name} is {value:g}, but it must be above 0")
+    return Costs(float(size), float(speed))
+
+
+def _bytes_per_token(model_path: str) -> float:
+    # These import torch and transformers.
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.configs.model_files import ModelConfigError
+    from sglang.srt.mem_cache.page_layout import PageLayout
+
+    try:
+        config = ModelConfig.from_pretrained(model_path)
+    except (ModelConfigError, OSError) as error:
+        raise SourceError(f"--model-path {model_path} cannot be read: {error}") from None
+    layout = PageLayout.kv(1, config.num_layers, config.num_kv_heads, config.head_dim, config.dtype)
+    return float(layout.page_bytes)
+
+
+def _get(args: argparse.Namespace, path: str) -> Any:
+    headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
+    request = urllib.request.Request(args.url.rstrip("/") + path, headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as reply:
+            return json.load(reply)
+    except urllib.error.HTTPError as error:
+        hint = "give its key with --api-key" if error.code == 401 else "is it a server of this engine?"
+        raise SourceError(f"{args.url}{path} answers {error.code}: {hint}") from None
+    except (OSError, ValueError) as error:
+        raise SourceError(f"{args.url}{path} cannot be read ({error}): is the server up?") from None

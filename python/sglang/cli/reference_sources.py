@@ -1,0 +1,118 @@
+"""Where uses of blocks come from: a trace's file, or a sample of a live server. Stateless."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from sglang.cli.reuse import ReferenceLog
+from sglang.serving_benchmark.datasets.errors import DatasetError
+from sglang.serving_benchmark.datasets.traces import agentic, mooncake
+from sglang.serving_benchmark.workload import Message, Session
+
+
+class SourceError(Exception):
+    """The message tells what to do."""
+
+
+def read_trace(path: Path, num_rows: int) -> tuple[ReferenceLog, float]:
+    """The uses of blocks in a trace, and its seconds. num_rows: the most that are read. Both kinds of traces of
+    `bench_serving` are known. Requests come in the order of their times; an answer takes none."""
+    settings = Namespace(
+        dataset_path=str(path),
+        num_prompts=num_rows,
+        scale_lengths=1.0,
+        mooncake_workload="",
+        mooncake_num_rounds=1,
+        mooncake_slowdown_factor=1.0,
+    )
+    try:
+        # A trace without texts needs no vocabulary.
+        sessions = (agentic if _has_sessions(path) else mooncake)(settings, cast(Any, None)).sessions
+    except DatasetError as error:
+        raise SourceError(str(error)) from None
+    log, numbers = ReferenceLog(), _Numbers()
+    turns = sorted(_turns(sessions), key=lambda each: each[0])
+    for _, blocks, tokens, prompt_len, num_looked_up in turns:
+        ids = numbers.of_path(blocks)
+        log.add_request(prompt_len, prompt_len)
+        log.use(ids, tokens, num_looked_up)
+    return log, (turns[-1][0] - turns[0][0]) if turns else 0.0
+
+
+def _has_sessions(path: Path) -> bool:
+    try:
+        with gzip.open(path, "rt") if path.suffix == ".gz" else open(path) as lines:
+            return '"session_id"' in lines.readline(1 << 16)
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise SourceError(f"{path} cannot be read ({error}): give a trace in JSON lines") from None
+
+
+Parts = list[tuple[Any, ...]]
+
+
+def _turns(sessions: tuple[Session, ...]) -> Iterator[tuple[float, Parts, list[int], int, int]]:
+    """Of each turn: when, the parts of its prompt and answer, their tokens, the prompt's tokens, its parts."""
+    for number, session in enumerate(sessions):
+        now = session.start_s or 0.0
+        parts: Parts = []
+        tokens: list[int] = []
+        for place, turn in enumerate(session.turns):
+            now += turn.delay_s
+            for part, size in _parts_of(turn.message):
+                parts.append(part)
+                tokens.append(size)
+            prompt = len(parts), sum(tokens)
+            # Answers are read by their own session alone.
+            parts.append(("answer", number, place))
+            tokens.append(turn.output_len)
+            yield now, list(parts), list(tokens), prompt[1], prompt[0]
+
+
+def _parts_of(message: Message) -> Iterator[tuple[tuple[Any, ...], int]]:
+    for place, key in enumerate(message.keys):
+        size = min(message.block_len, message.num_tokens - place * message.block_len)
+        yield (key, size), size
+
+
+class _Numbers:
+    """Numbers for paths of parts: equal ones for equal beginnings."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[int, tuple[Any, ...]], int] = {}
+
+    def of_path(self, parts: Parts) -> list[int]:
+        found: list[int] = []
+        last = -1
+        for part in parts:
+            last = self._numbers.setdefault((last, part), len(self._numbers))
+            found.append(last)
+        return found
+
+
+def read_sample(sample: Mapping[str, Any]) -> tuple[ReferenceLog, float]:
+    """The uses of blocks in the reply of GET /hicache/sample, and its seconds."""
+    try:
+        size, rate = int(sample["block_tokens"]), float(sample["rate"])
+        log, numbers = ReferenceLog(rate), _Numbers()
+        for event in sample["events"]:
+            # A digest stands for everything up to its block's end.
+            ids = [numbers.of_path([(digest,)])[0] for digest in event["blocks"]]
+            prompt_len = int(event["prompt_tokens"])
+            if not event["is_answer"]:
+                log.add_request(prompt_len, prompt_len // size * size)
+            log.use(ids, [size] * len(ids), 0 if event["is_answer"] else len(ids))
+        return log, float(sample["seconds"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise SourceError(f"this is no reply of GET /hicache/sample ({type(error).__name__}: {error})") from None
+
+
+def load_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise SourceError(f"{path} cannot be read ({error}): save the reply of GET /hicache/sample there") from None
