@@ -16,13 +16,17 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 from benchmark.common import print_table, write_json
 from benchmark.simulator.small_machine import SmallMachine
 from benchmark.simulator.traces import read_agentic, read_mooncake
+from benchmark.simulator.workloads import WorkloadSource
 
-from sglang.cli.reference_sources import read_trace
+from sglang.cli.reference_sources import read_sample, read_trace
 from sglang.cli.reuse import HitCurve
 from sglang.simulator.simulation import Simulation
+from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+from sglang.srt.managers.prefix_sampler import PrefixSampler
 from sglang.srt.mem_cache.transfer import Tier
 
 PAGE_SIZE = 64
@@ -46,8 +50,9 @@ class Result:
     device: int
     host: int
     disk: int
-    # Shares of all prompt tokens.
+    # Shares of all prompt tokens: from the trace, and from a sample as a live server takes it.
     predicted: float
+    sampled: float | None
     simulated: float | None
 
 
@@ -60,15 +65,38 @@ def cut(trace: Path, num_rows: int, folder: Path) -> Path:
     return path
 
 
-def simulate(path: Path, sizes: tuple[int, int, int]) -> float:
+class SampledSource:
+    """A `RequestSource` whose prompts are sampled when they are sent."""
+
+    def __init__(self, source: WorkloadSource) -> None:
+        self.sampler = PrefixSampler()
+        self._source = source
+
+    def next_at(self) -> float | None:
+        return self._source.next_at()
+
+    def take(self, now: float) -> list[TokenizedGenerateReqInput]:
+        sent = self._source.take(now)
+        for request in sent:
+            self.sampler.note_prompt("", np.frombuffer(request.input_ids, np.int32))
+        return sent
+
+    def finished(self, rid: str, now: float) -> None:
+        self._source.finished(rid, now)
+
+
+def simulate(path: Path, sizes: tuple[int, int, int]) -> tuple[float, float]:
+    """What a sample of the run's prompts predicts, and what the run found."""
     workload = read_agentic(path, NUM_OPEN) if "session_id" in path.read_text() else read_mooncake(path, SLOWER)
     tiers = {tier: size for tier, size in zip((Tier.DEVICE, Tier.HOST, Tier.DISK), sizes) if size}
     machine = SmallMachine(tiers, page_size=PAGE_SIZE, chunk_tokens=CHUNK_TOKENS, context_len=CONTEXT_LEN)
     sim = Simulation(machine.config(), machine.hardware())
-    times = sim.run(workload.source())
+    source = SampledSource(workload.source())
+    times = sim.run(source)
     found = sum(sum(each.cached_tokens_details.values()) for each in times.values())
     counters = sim.core.scheduler.counters
-    return found / counters["prompt_tokens"]
+    log, _ = read_sample(source.sampler.state())
+    return predict(log.curve(), sizes), found / counters["prompt_tokens"]
 
 
 def predict(curve: HitCurve, sizes: tuple[int, int, int]) -> float:
@@ -87,8 +115,8 @@ def main() -> None:
         log, _ = read_trace(path, args.num_rows)
         curve = log.curve()
         for sizes in CASES:
-            simulated = None if args.predict_only else simulate(path, sizes)
-            results.append(Result(*sizes, predict(curve, sizes), simulated))
+            sampled, simulated = (None, None) if args.predict_only else simulate(path, sizes)
+            results.append(Result(*sizes, predict(curve, sizes), sampled, simulated))
     print(f"{curve.prompt_tokens:,.0f} prompt tokens; an endless cache finds {curve.most / curve.prompt_tokens:.1%}")
     rows = [
         {
@@ -96,6 +124,7 @@ def main() -> None:
             "host": each.host,
             "disk": each.disk,
             "predicted %": round(100 * each.predicted, 1),
+            "from a sample %": None if each.sampled is None else round(100 * each.sampled, 1),
             "simulated %": None if each.simulated is None else round(100 * each.simulated, 1),
         }
         for each in results

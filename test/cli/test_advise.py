@@ -1,0 +1,142 @@
+"""The advice: sizes, flags, links; from a trace, from a saved sample, and from a server."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sglang.cli import advise
+from sglang.cli.__main__ import main
+from sglang.cli.advise import GB, Costs, Wishes, plan
+from sglang.cli.reference_sources import read_trace
+from sglang.cli.reuse import HitCurve
+from sglang.srt.server_args import ServerArgs
+from support.server_fixture import Server
+
+COSTS = Costs(bytes_per_token=1e6, prefill_tokens_per_s=1000)
+# 1 GB are 1,000 tokens. Of 10,000 prompt tokens 2,000 are found with 2 GB, 3,000 more with 5 GB, 100 more with 50 GB.
+CURVE = HitCurve(10_000, 800, 50_000, np.array([2000.0, 5000, 50_000]), np.array([2000.0, 5000, 5100]))
+
+
+def sizes(**wishes: float | None) -> dict[str, tuple[float, float]]:
+    gains = {"host": 0.01, "disk": 0.0001}
+    return {each.name: (each.size_gb, each.hits) for each in plan(CURVE, COSTS, Wishes(wishes, gains))}
+
+
+def test_tiers_add_up() -> None:
+    found = sizes(device=2.0, host=2.0, disk=1.0, remote=45.0)
+    assert found == {"device": (2, 2000), "host": (2, 0), "disk": (1, 3000), "remote": (45, 100)}
+
+
+def test_sizes_that_are_worth_it() -> None:
+    found = sizes(device=2.0, host=None, disk=None)
+    assert found["host"][0] == pytest.approx(3, rel=0.1) and found["host"][1] == 3000
+    assert found["disk"][0] == pytest.approx(45, rel=0.1) and found["disk"][1] == 100
+    assert sizes(device=5.0, host=None)["host"] == (0, 0), "a gigabyte brings less than one percent"
+
+
+def test_a_link_pays_where_it_is_faster_than_computing() -> None:
+    assert COSTS.pays_above == 1e6 * 1000 == GB
+
+
+def test_the_flags_are_the_server_s() -> None:
+    plans = plan(CURVE, COSTS, Wishes({"device": 1.0, "host": 4.0, "disk": 45.0}, {}))
+    found = advise.flags(plans, 1.6)
+    args = ServerArgs.from_cli(["--model-path", "m", *found], {})
+    assert (args.enable_hierarchical_cache, args.hicache_size, args.hicache_storage_backend) == (True, 4, "file")
+    assert json.loads(args.hicache_storage_backend_extra_config) == {"limit_gb": 45}
+    both = advise.flags(plan(CURVE, COSTS, Wishes({"disk": 3.0, "remote": 2.0}, {})), 1.6)
+    args = ServerArgs.from_cli(["--model-path", "m", *both], {})
+    assert (args.hicache_size, args.hicache_storage_backend) == (1.6, "file,remote"), "storage passes through a host"
+    assert advise.flags(plan(CURVE, COSTS, Wishes({"device": 9.0}, {})), 1.6) == []
+
+
+ROWS = [
+    {"timestamp": 0, "input_length": 1200, "output_length": 9, "hash_ids": [1, 2, 3]},
+    {"timestamp": 2000, "input_length": 1536, "output_length": 9, "hash_ids": [1, 2, 4]},
+    {"timestamp": 1000, "input_length": 512, "output_length": 9, "hash_ids": [2]},
+]
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    with gzip.open(path, "wt") if path.suffix == ".gz" else open(path, "w") as file:
+        file.write(text)
+    return path
+
+
+def test_a_trace_of_single_prompts(tmp_path: Path) -> None:
+    log, seconds = read_trace(write(tmp_path / "trace.jsonl.gz", ROWS), 100)
+    curve = log.curve()
+    assert (log.num_requests, log.prompt_tokens, log.longest_prompt, seconds) == (3, 3248, 1536, 2)
+    # The front of the first prompt; not block 2 at the beginning of another.
+    assert curve.most == 1024 and curve.distinct_tokens == 1200 + 512 + 512 + 3 * 9
+    assert [curve.hits(size) for size in (1032, 1033, 1544, 1545)] == [0, 512, 512, 1024]
+
+
+def test_a_trace_of_sessions(tmp_path: Path) -> None:
+    rows = [
+        {"session_id": "a", "timestamp": 0, "input_length": 512, "output_length": 100, "hash_ids": [1]},
+        {"session_id": "b", "timestamp": 500, "input_length": 512, "output_length": 7, "hash_ids": [1]},
+        {"session_id": "a", "delay": 1000, "input_length": 30, "output_length": 5, "hash_ids": [2]},
+    ]
+    log, seconds = read_trace(write(tmp_path / "trace.jsonl", rows), 100)
+    curve = log.curve()
+    assert log.prompt_tokens == 512 + 512 + (512 + 100 + 30) and seconds == 1
+    assert curve.most == 512 + 512 + 100, "the session finds its own answer"
+
+
+def test_the_command_on_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = str(write(tmp_path / "trace.jsonl", ROWS))
+    command = ["hicache", "advise", "--trace", trace, "--device-gb", "0.5"]
+    assert main(command) == 2 and "Give --bytes-per-token or --model-path" in capsys.readouterr().err
+    command += ["--bytes-per-token", "1e6"]
+    assert main(command) == 2 and "a trace does not tell" in capsys.readouterr().err
+    command += ["--prefill-tokens-per-s", "1000", "--host-gb", "1.2", "--disk-gb", "0"]
+    assert main(command) == 0
+    text = capsys.readouterr().out
+    assert "a cache without end: 31.5 % of them found, 2.3 GB" in text and "a link pays above 1.000 GB/s" in text
+    assert "flags: --hicache --hicache-size 3.072" in text, "two of the longest prompts"
+    assert main([*command, "--json"]) == 0
+    host = json.loads(capsys.readouterr().out)["tiers"][1]
+    assert host["name"] == "host" and host["found_share"] == pytest.approx(1024 / 3248)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--sample", "nothing.json"], "save the reply of GET /hicache/sample there"),
+        (["--trace", "nothing.jsonl"], "give a trace in JSON lines"),
+        (["--url", "http://127.0.0.1:9"], "is the server up?"),
+    ],
+)
+def test_what_cannot_be_read(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    costs = ["--bytes-per-token", "1", "--prefill-tokens-per-s", "1", "--device-gb", "1"]
+    assert main(["hicache", "advise", *arguments, *costs]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.e2e
+def test_a_live_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Server("--hicache", "--admin-api-key", "root") as server:
+        ids = list(range(1, 301))
+        for _ in range(3):
+            body = {
+                "input_ids": ids,
+                "sampling_params": {"max_new_tokens": 100, "ignore_eos": True, "temperature": 0},
+            }
+            answer = server.post("/generate", body).json()
+        server.post("/generate", {**body, "input_ids": [*ids, *answer["output_ids"], 5]})
+        command = ["hicache", "advise", "--url", server.url]
+        assert main(command) == 2 and "give its key with --api-key" in capsys.readouterr().err
+        assert main([*command, "--api-key", "root", "--json"]) == 0
+        advice = json.loads(capsys.readouterr().out)
+    # Whole blocks of 64 tokens: four of 300, six of 401 with the answer's.
+    assert advice["prompt_tokens"] == 3 * 300 + 401
+    assert advice["endless"]["found_share"] == pytest.approx((2 * 4 + 6) * 64 / 1301)
+    assert advice["tiers"][0]["size_gb"] > 0 and advice["pays_above_gb_per_s"] > 0
