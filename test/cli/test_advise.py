@@ -100,7 +100,7 @@ def test_the_command_on_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[st
     command += ["--prefill-tokens-per-s", "1000", "--host-gb", "1.2", "--disk-gb", "0"]
     assert main(command) == 0
     text = capsys.readouterr().out
-    assert "a cache without end: 31.5 % of them found, 2.3 GB" in text and "a link pays above 1.000 GB/s" in text
+    assert "a cache without end: 31.5 % of them found, 2.251 GB" in text and "a link pays above 1 GB/s" in text
     assert "flags: --hicache --hicache-size 3.072" in text, "two of the longest prompts"
     assert main([*command, "--json"]) == 0
     host = json.loads(capsys.readouterr().out)["tiers"][1]

@@ -214,6 +214,7 @@ RULES = [
         SRT,
         [
             "support",
+            "sglang.cli",
             "sglang.rebase",
             "sglang.simulator",
             "sglang.demo",

@@ -105,23 +105,23 @@ def as_text(curve: HitCurve, costs: Costs, plans: Sequence[TierPlan], seconds: f
     endless_gb = curve.distinct_tokens * costs.bytes_per_token / GB
     lines = [
         f"{curve.prompt_tokens:,.0f} prompt tokens in {seconds:,.0f} s, {costs.bytes_per_token:,.0f} bytes each",
-        f"a cache without end: {100 * curve.most / total:.1f} % of them found, {endless_gb:,.1f} GB",
+        f"a cache without end: {100 * curve.most / total:.1f} % of them found, {endless_gb:,.4g} GB",
         "",
         "tier      size GB   found %   per GB %   next GB %   reads GB/s on average",
     ]
     for each in plans:
         share = 100 * each.hits / total
-        per_gb = f"{share / each.size_gb:10.3f}" if each.size_gb else "         -"
+        per_gb = f"{share / each.size_gb:10,.3g}" if each.size_gb else "         -"
         reads = each.hits * costs.bytes_per_token / GB / seconds if seconds and each.name != "device" else None
-        shown = "-" if reads is None else f"{reads:.3f}"
+        shown = "-" if reads is None else f"{reads:.3g}"
         lines.append(
-            f"{each.name:8}{each.size_gb:9.2f} {share:9.1f} {per_gb} {100 * each.next_gb:11.3f}   {shown:>21}"
+            f"{each.name:8}{each.size_gb:9,.4g} {share:9.1f} {per_gb} {100 * each.next_gb:11,.3g}   {shown:>21}"
         )
     saved = curve.hits(sum(each.size_gb for each in plans) * GB / costs.bytes_per_token)
     lines += [
         "",
         f"computing saved: {saved / costs.prefill_tokens_per_s:,.0f} s at {costs.prefill_tokens_per_s:,.0f} tokens/s",
-        f"a link pays above {costs.pays_above / GB:.3f} GB/s: below, computing a token is faster than bringing it",
+        f"a link pays above {costs.pays_above / GB:.3g} GB/s: below, computing a token is faster than bringing it",
         "",
         "flags: "
         + (
@@ -168,7 +168,7 @@ def flags(plans: Sequence[TierPlan], host_gb: float) -> list[str]:
         return []
     found = ["--hicache", "--hicache-size", f"{max(sizes['host'], host_gb):.4g}"]
     limits = {
-        backend: {"limit_gb": float(f"{sizes[tier]:.4g}")}
+        backend: {"limit_gb": round(sizes[tier], 3)}
         for tier, backend in (("disk", "file"), ("remote", "remote"))
         if sizes[tier]
     }
@@ -189,7 +189,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key", help="the key of the live server, its administrator's if it has one")
     parser.add_argument("--num-rows", type=int, default=1_000_000, help="the most rows of a trace that are read")
     parser.add_argument("--bytes-per-token", type=float, help="of KV, over all layers (default: the live server's)")
-    parser.add_argument("--model-path", help="computes --bytes-per-token from a model's configuration")
+    parser.add_argument("--model-path", help="a model, whose checkpoint gives --bytes-per-token")
     parser.add_argument(
         "--prefill-tokens-per-s", type=float, help="how fast prompts are computed (default: as measured)"
     )
