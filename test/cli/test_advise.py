@@ -121,6 +121,7 @@ def test_what_cannot_be_read(arguments: list[str], sentence: str, capsys: pytest
     assert sentence in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_a_live_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Server("--hicache", "--admin-api-key", "root") as server:

@@ -32,6 +32,17 @@ def test_routers_are_told_that_blocks_have_no_names_for_them(server):
     assert (found["backend"], found["page_size"], found["reason"]) == (None, 1, "storage is not attached")
 
 
+def test_the_sample_of_prompts_is_the_administrators(server):
+    body = {"input_ids": list(range(1, 131)), "sampling_params": {"max_new_tokens": 2}}
+    for _ in range(2):
+        assert ask(server, "POST", "/generate", body).status_code == 200
+    assert ask(server, "GET", "/hicache/sample", headers=None).status_code == 401
+    sample = ask(server, "GET", "/hicache/sample").json()
+    first, second = (each for each in sample["events"] if not each["is_answer"])
+    assert (sample["block_tokens"], sample["rate"], first["prompt_tokens"]) == (64, 1.0, 130)
+    assert first["blocks"] == second["blocks"] and len(first["blocks"]) == 2
+
+
 def test_attach_look_clear_and_detach(server):
     nothing = {
         "hicache_storage_backend": None,
