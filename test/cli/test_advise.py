@@ -94,9 +94,9 @@ def test_a_trace_of_sessions(tmp_path: Path) -> None:
 def test_the_command_on_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = str(write(tmp_path / "trace.jsonl", ROWS))
     command = ["hicache", "advise", "--trace", trace, "--device-gb", "0.5"]
-    assert main(command) == 2 and "Give --bytes-per-token or --model-path" in capsys.readouterr().err
+    assert main(command) == 1 and "Give --bytes-per-token or --model-path" in capsys.readouterr().err
     command += ["--bytes-per-token", "1e6"]
-    assert main(command) == 2 and "a trace does not tell" in capsys.readouterr().err
+    assert main(command) == 1 and "a trace does not tell" in capsys.readouterr().err
     command += ["--prefill-tokens-per-s", "1000", "--host-gb", "1.2", "--disk-gb", "0"]
     assert main(command) == 0
     text = capsys.readouterr().out
@@ -112,12 +112,12 @@ def test_the_command_on_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[st
     [
         (["--sample", "nothing.json"], "save the reply of GET /hicache/sample there"),
         (["--trace", "nothing.jsonl"], "give a trace in JSON lines"),
-        (["--url", "http://127.0.0.1:9"], "is the server up?"),
+        (["--url", "http://127.0.0.1:9"], "cannot be reached"),
     ],
 )
 def test_what_cannot_be_read(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     costs = ["--bytes-per-token", "1", "--prefill-tokens-per-s", "1", "--device-gb", "1"]
-    assert main(["hicache", "advise", *arguments, *costs]) == 2
+    assert main(["hicache", "advise", *arguments, *costs]) == 1
     assert sentence in capsys.readouterr().err
 
 
@@ -134,8 +134,8 @@ def test_a_live_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
             answer = server.post("/generate", body).json()
         server.post("/generate", {**body, "input_ids": [*ids, *answer["output_ids"], 5]})
         command = ["hicache", "advise", "--url", server.url]
-        assert main(command) == 2 and "give its key with --api-key" in capsys.readouterr().err
-        assert main([*command, "--api-key", "root", "--json"]) == 0
+        assert main(command) == 1 and "the server wants its admin key" in capsys.readouterr().err
+        assert main([*command, "--admin-api-key", "root", "--json"]) == 0
         advice = json.loads(capsys.readouterr().out)
     # Whole blocks of 64 tokens: four of 300, six of 401 with the answer's.
     assert advice["prompt_tokens"] == 3 * 300 + 401

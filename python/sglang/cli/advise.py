@@ -10,21 +10,17 @@ import argparse
 import json
 import math
 import shlex
-import sys
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang.cli.reference_sources import SourceError, load_json, read_sample, read_trace
+from sglang.cli.reference_sources import load_json, read_sample, read_trace
 from sglang.cli.reuse import HitCurve
+from sglang.cli.server import CommandError, Server
 
-SUMMARY = "how large the tiers should be, and which links pay"
 TIERS = ("device", "host", "disk", "remote")
 GB = 1e9
-_TIMEOUT_S = 30.0
 # A tier whose size is not given grows by this factor, while it brings enough.
 _GROWTH = 2**0.125
 _SMALLEST_GB = 0.001
@@ -180,62 +176,57 @@ def flags(plans: Sequence[TierPlan], host_gb: float) -> list[str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument(
-        "--trace", type=Path, metavar="FILE", help="a trace of Mooncake's kind, or of agents' sessions"
-    )
-    source.add_argument("--url", help="a live server, as http://127.0.0.1:30000")
-    source.add_argument("--sample", type=Path, metavar="FILE", help="a saved reply of GET /hicache/sample")
-    parser.add_argument("--api-key", help="the key of the live server, its administrator's if it has one")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--trace", type=Path, metavar="FILE", help="Mooncake's kind, or agents' sessions; no server")
+    source.add_argument("--sample", type=Path, metavar="FILE", help="a saved reply of GET /hicache/sample; no server")
     parser.add_argument("--num-rows", type=int, default=1_000_000, help="the most rows of a trace that are read")
-    parser.add_argument("--bytes-per-token", type=float, help="of KV, over all layers (default: the live server's)")
+    parser.add_argument("--bytes-per-token", type=float, help="of KV, over all layers (default: the server's)")
     parser.add_argument("--model-path", help="a model, whose checkpoint gives --bytes-per-token")
     parser.add_argument(
-        "--prefill-tokens-per-s", type=float, help="how fast prompts are computed (default: as measured)"
+        "--prefill-tokens-per-s", type=float, help="how fast prompts are computed (default: measured)"
     )
-    parser.add_argument("--device-gb", type=float, help="KV cache on the device (default: the live server's)")
-    for tier, least in (("host", 0.1), ("disk", 0.01), ("remote", 0.0)):
-        kind = "0" if tier == "remote" else "as large as it is worth"
-        parser.add_argument(f"--{tier}-gb", type=float, help=f"size of the tier (default: {kind})")
-        if tier != "remote":
-            parser.add_argument(
-                f"--{tier}-gain",
-                type=float,
-                default=least,
-                help="what a gigabyte of it has to bring, in %% of the prompt tokens (default: %(default)s)",
-            )
+    parser.add_argument("--device-gb", type=float, help="KV cache on the device (default: the server's)")
+    for tier, least in (("host", 0.1), ("disk", 0.01)):
+        parser.add_argument(f"--{tier}-gb", type=float, help="size of the tier (default: as large as it is worth)")
+        parser.add_argument(
+            f"--{tier}-gain",
+            type=float,
+            default=least,
+            help="what a gigabyte of it has to bring, in %% of the prompt tokens (default: %(default)s)",
+        )
+    parser.add_argument("--remote-gb", type=float, default=0.0, help="size of the tier (default: 0)")
     parser.add_argument("--json", action="store_true", help="print the advice as JSON")
 
 
-def run(args: argparse.Namespace) -> int:
-    try:
-        state = _get(args, "/hicache/state") if args.url else {}
-        if args.trace is not None:
-            log, seconds = read_trace(args.trace, args.num_rows)
-        else:
-            log, seconds = read_sample(_get(args, "/hicache/sample") if args.url else load_json(args.sample))
-        costs = _costs(args, state, log.prompt_tokens / max(1, log.num_requests))
-        device_gb = args.device_gb
-        if device_gb is None:
-            if not state:
-                raise SourceError("how large is the KV cache on the device? Give --device-gb")
-            device_gb = state["tiers"]["device"]["total_tokens"] * costs.bytes_per_token / GB
-        curve = log.curve()
-        wishes = Wishes(
-            {"device": device_gb, "host": args.host_gb, "disk": args.disk_gb, "remote": args.remote_gb or 0.0},
-            {"host": args.host_gain / 100, "disk": args.disk_gain / 100},
-        )
-        plans = plan(curve, costs, wishes)
-    except SourceError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+def run(args: argparse.Namespace) -> str:
+    """advise how large the tiers should be, and which links pay, from a trace or from what a server is asked"""
+    state: Mapping[str, Any] = {}
+    if args.trace is not None:
+        log, seconds = read_trace(args.trace, args.num_rows)
+    elif args.sample is not None:
+        log, seconds = read_sample(load_json(args.sample))
+    else:
+        server = Server(args)
+        state = server.ask("GET", "/hicache/state")
+        log, seconds = read_sample(server.ask("GET", "/hicache/sample"))
+    costs = _costs(args, state, log.prompt_tokens / max(1, log.num_requests))
+    device_gb = args.device_gb
+    if device_gb is None:
+        if not state:
+            raise CommandError("how large is the KV cache on the device? Give --device-gb")
+        device_gb = state["tiers"]["device"]["total_tokens"] * costs.bytes_per_token / GB
+    curve = log.curve()
+    wishes = Wishes(
+        {"device": device_gb, "host": args.host_gb, "disk": args.disk_gb, "remote": args.remote_gb},
+        {"host": args.host_gain / 100, "disk": args.disk_gain / 100},
+    )
+    plans = plan(curve, costs, wishes)
     if args.json:
-        print(json.dumps(as_json(curve, costs, plans, seconds), indent=1))
-        return 0
+        return json.dumps(as_json(curve, costs, plans, seconds), indent=1)
+    text = as_text(curve, costs, plans, seconds)
     if log.rate < 1:
-        print(f"a sample of 1 block in {1 / log.rate:.0f}; {log.num_requests} requests")
-    print(as_text(curve, costs, plans, seconds))
-    return 0
+        return f"a sample of 1 block in {1 / log.rate:.0f}; {log.num_requests} requests\n{text}"
+    return text
 
 
 def _costs(args: argparse.Namespace, state: Mapping[str, Any], mean_prompt: float) -> Costs:
@@ -251,13 +242,13 @@ def _costs(args: argparse.Namespace, state: Mapping[str, Any], mean_prompt: floa
         if token_s > 0:
             speed = 1 / token_s
     if size is None:
-        raise SourceError("how much KV has a token? Give --bytes-per-token or --model-path")
+        raise CommandError("how much KV has a token? Give --bytes-per-token or --model-path")
     if speed is None:
         known = "the server has not measured it yet" if state else "a trace does not tell"
-        raise SourceError(f"how fast are prompts computed ({known})? Give --prefill-tokens-per-s")
+        raise CommandError(f"how fast are prompts computed ({known})? Give --prefill-tokens-per-s")
     for name, value in (("--bytes-per-token", size), ("--prefill-tokens-per-s", speed)):
         if not 0 < value < math.inf:
-            raise SourceError(f"{name} is {value:g}, but it must be above 0")
+            raise CommandError(f"{name} is {value:g}, but it must be above 0")
     return Costs(float(size), float(speed))
 
 
@@ -270,19 +261,6 @@ def _bytes_per_token(model_path: str) -> float:
     try:
         config = ModelConfig.from_pretrained(model_path)
     except (ModelConfigError, OSError) as error:
-        raise SourceError(f"--model-path {model_path} cannot be read: {error}") from None
+        raise CommandError(f"--model-path {model_path} cannot be read: {error}") from None
     layout = PageLayout.kv(1, config.num_layers, config.num_kv_heads, config.head_dim, config.dtype)
     return float(layout.page_bytes)
-
-
-def _get(args: argparse.Namespace, path: str) -> Any:
-    headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
-    request = urllib.request.Request(args.url.rstrip("/") + path, headers=headers)
-    try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as reply:
-            return json.load(reply)
-    except urllib.error.HTTPError as error:
-        hint = "give its key with --api-key" if error.code == 401 else "is it a server of this engine?"
-        raise SourceError(f"{args.url}{path} answers {error.code}: {hint}") from None
-    except (OSError, ValueError) as error:
-        raise SourceError(f"{args.url}{path} cannot be read ({error}): is the server up?") from None

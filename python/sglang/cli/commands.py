@@ -1,4 +1,4 @@
-"""The commands of `python -m sglang.cli hicache`, by name. Each asks one endpoint of the server. Stateless."""
+"""The commands of `python -m sglang.cli hicache`, by name. Most ask one endpoint of the server. Stateless."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from sglang.cli import advise
 from sglang.cli.server import CommandError, Server, add_server, shown
 
 
@@ -231,6 +232,7 @@ def _quota_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 HICACHE = {
+    "advise": Command(advise.run, advise.add_arguments),
     "state": Command(_state, _state_arguments),
     "flush": Command(_flush),
     "attach": Command(_attach, _attach_arguments),

@@ -10,13 +10,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from sglang.cli.reuse import ReferenceLog
+from sglang.cli.server import CommandError
 from sglang.serving_benchmark.datasets.errors import DatasetError
 from sglang.serving_benchmark.datasets.traces import agentic, mooncake
 from sglang.serving_benchmark.workload import Message, Session
-
-
-class SourceError(Exception):
-    """The message tells what to do."""
 
 
 def read_trace(path: Path, num_rows: int) -> tuple[ReferenceLog, float]:
@@ -34,7 +31,7 @@ def read_trace(path: Path, num_rows: int) -> tuple[ReferenceLog, float]:
         # A trace without texts needs no vocabulary.
         sessions = (agentic if _has_sessions(path) else mooncake)(settings, cast(Any, None)).sessions
     except DatasetError as error:
-        raise SourceError(str(error)) from None
+        raise CommandError(str(error)) from None
     log, numbers = ReferenceLog(), _Numbers()
     turns = sorted(_turns(sessions), key=lambda each: each[0])
     for _, blocks, tokens, prompt_len, num_looked_up in turns:
@@ -49,7 +46,7 @@ def _has_sessions(path: Path) -> bool:
         with gzip.open(path, "rt") if path.suffix == ".gz" else open(path) as lines:
             return '"session_id"' in lines.readline(1 << 16)
     except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise SourceError(f"{path} cannot be read ({error}): give a trace in JSON lines") from None
+        raise CommandError(f"{path} cannot be read ({error}): give a trace in JSON lines") from None
 
 
 Parts = list[tuple[Any, ...]]
@@ -108,11 +105,11 @@ def read_sample(sample: Mapping[str, Any]) -> tuple[ReferenceLog, float]:
             log.use(ids, [size] * len(ids), 0 if event["is_answer"] else len(ids))
         return log, float(sample["seconds"])
     except (KeyError, TypeError, ValueError) as error:
-        raise SourceError(f"this is no reply of GET /hicache/sample ({type(error).__name__}: {error})") from None
+        raise CommandError(f"this is no reply of GET /hicache/sample ({type(error).__name__}: {error})") from None
 
 
 def load_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise SourceError(f"{path} cannot be read ({error}): save the reply of GET /hicache/sample there") from None
+        raise CommandError(f"{path} cannot be read ({error}): save the reply of GET /hicache/sample there") from None
