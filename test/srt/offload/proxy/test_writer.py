@@ -32,7 +32,7 @@ class FakeStore:
     def block_writer(self, thread: int) -> Any:
         return SimpleNamespace(write=self._write)
 
-    def _write(self, key: bytes, pieces: Sequence[Sequence[memoryview]]) -> bool:
+    def _write(self, key: bytes, pieces: Sequence[Sequence[memoryview]], tenant: bytes) -> bool:
         if key in self.refused:
             return False
         self.there.add(key)
