@@ -84,12 +84,12 @@ def dead_links(page: Path) -> list[str]:
         if ":" in path:
             continue
         target = (page.parent / path).resolve() if path else page
-        if not target.exists() or (anchor and anchor not in _anchors(target)):
+        if not target.exists() or (anchor and anchor not in anchors(target)):
             found.append(link)
     return found
 
 
-def _anchors(page: Path) -> set[str]:
+def anchors(page: Path) -> set[str]:
     """As GitHub makes them: lower case, no punctuation, hyphens for spaces, numbers behind repeated ones."""
     seen: dict[str, int] = {}
     for heading in _HEADING.findall(_without_blocks(page.read_text())):
