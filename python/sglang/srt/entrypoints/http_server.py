@@ -27,6 +27,7 @@ from sglang.srt.entrypoints.engine import SCHEDULER_COMMAND, EngineProcesses
 from sglang.srt.entrypoints.http_limits import KEEP_ALIVE_S, Front, LimitedProtocol, limit_unread_replies
 from sglang.srt.entrypoints.http_routes import make_app
 from sglang.srt.entrypoints.request_scope import RequestScope, with_cors
+from sglang.srt.entrypoints.service_manager import READY, STOPPING, notify
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.child_process import StartupError, is_for_the_user, one_sentence
 from sglang.srt.utils.log import configure_logging
@@ -149,8 +150,11 @@ async def _serve_until_the_end(
     while not server.started and not serving.done():
         await asyncio.sleep(0.005)
     logger.info("The server is up after %.1f s and ready for requests at %s", seconds, url(args.host, args.port))
+    notify(READY, "ready for requests")
 
     done = await _first(died, stopping, serving)
+    if done is not serving:
+        notify(STOPPING, "finishing what runs" if done is stopping else "a process of the server has ended")
     if done is stopping:
         manager.refuse()
         logger.info("stopping: no new requests, the running ones get %g s to finish", drain_timeout_s)
