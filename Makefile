@@ -34,11 +34,13 @@ endef
 CLIENTS := .venv-clients
 # A server that this engine is compared with.
 PEERS := .venv-peers
+# The environments that build and try a release.
+RELEASE := build/release
 HOST ?= 127.0.0.1
 PORT ?= 30000
 MODEL ?= smollm2
 
-.PHONY: setup setup-strict demo demo-peers demo-tiers serve check test test-all test-clients test-gpu memcheck-gpu bench-gpu gpu-site fuzz bench bench-peers harm docs clean
+.PHONY: setup setup-strict demo demo-peers demo-tiers serve check test test-all test-clients test-gpu memcheck-gpu bench-gpu gpu-site fuzz bench bench-peers harm docs release clean
 
 setup: $(STAMP)
 
@@ -139,10 +141,25 @@ $(PEERS)/.setup-done: $(STAMP)
 harm: setup
 	$(PY) -m benchmark.harm --jobs 2
 
+# A wheel and a source distribution in dist/, each checked; the wheel installed into an environment of its own, where a
+# server of it answers. Some minutes.
+release:
+	rm -rf dist $(RELEASE) build/lib build/bdist.*
+	$(PYTHON) -m venv $(RELEASE)/tools
+	$(RELEASE)/tools/bin/python -m pip install --quiet --constraint constraints.txt build twine
+	$(RELEASE)/tools/bin/python -m build --outdir dist .
+	$(RELEASE)/tools/bin/python -m build --wheel --outdir $(RELEASE)/from-tree .
+	$(RELEASE)/tools/bin/python -m twine check --strict dist/*
+	PYTHONPATH=test $(RELEASE)/tools/bin/python -m support.release contents dist $(RELEASE)/from-tree
+	$(PYTHON) -m venv $(RELEASE)/fresh
+	$(RELEASE)/fresh/bin/python -m pip install --quiet --constraint constraints.txt torch
+	$(RELEASE)/fresh/bin/python -m pip install --quiet --constraint constraints.txt dist/*.whl
+	cd $(RELEASE) && PYTHONPATH=$(CURDIR)/test fresh/bin/python -m support.release smoke
+
 # Pages that are made from the code, and where it stands on the names of upstream.
 docs: setup
 	$(PY) -m sglang.srt.flag_reference docs/reference
 	$(PY) -m sglang.rebase --table python/sglang/rebase/upstream.json > test/support/upstream_stands.json
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(PEERS) build bench-out .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(CLIENTS) $(PEERS) build dist bench-out .pytest_cache .ruff_cache .mypy_cache
