@@ -84,6 +84,8 @@ setup-strict: setup
 	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[dev,strict]'
 	$(PY) -m pip install --quiet --constraint constraints.txt --no-deps flashinfer-python
 
+# The queries of docs/deploy need Debian's `prometheus`, the unit `systemd`. They are skipped where those are not
+# installed, which STRICT=1 does not let pass.
 test-clients: $(CLIENTS)/.setup-done
 	STRICT=$(STRICT) $(CLIENTS)/bin/python -m pytest -m clients
 
@@ -143,6 +145,8 @@ harm: setup
 
 # A wheel and a source distribution in dist/, each checked; the wheel installed into an environment of its own, where a
 # server of it answers. Some minutes.
+# What lies on the path is no part of an environment: pip would take it for installed.
+release: export PYTHONPATH :=
 release:
 	rm -rf dist $(RELEASE) build/lib build/bdist.*
 	$(PYTHON) -m venv $(RELEASE)/tools

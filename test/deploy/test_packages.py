@@ -98,7 +98,9 @@ def test_the_flags_of_the_deployment_are_flags(tmp_path: Path) -> None:
 
 def test_the_image_runs_the_server_itself() -> None:
     text = re.sub(r"\\\n", "", (DEPLOY / "Dockerfile").read_text())
-    lines = dict(line.split(maxsplit=1) for line in text.splitlines() if re.match(r"(ENTRYPOINT|USER|STOPSIGNAL) ", line))
+    lines = dict(
+        line.split(maxsplit=1) for line in text.splitlines() if re.match(r"(ENTRYPOINT|USER|STOPSIGNAL) ", line)
+    )
     # A shell between would keep signals to itself.
     assert lines == {
         "ENTRYPOINT": '["python", "-m", "sglang.launch_server"]',

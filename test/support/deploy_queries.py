@@ -115,7 +115,13 @@ def _full_state() -> dict[str, Any]:
         state["tiers"]["remote"].update(dict.fromkeys(parts.values(), 1))
     for tier in ("device", "host"):
         state["tiers"][tier]["free_pages"] = 1
-    lender = {"endpoint": "ipc:///a", "connected": True, "left_alone": False, "times_left_alone": 0, "slabs": {"held": 1}}
+    lender = {
+        "endpoint": "ipc:///a",
+        "connected": True,
+        "left_alone": False,
+        "times_left_alone": 0,
+        "slabs": {"held": 1},
+    }
     state["links"] = {"h2d": {"bytes_done": 1}}
     state["lost_hits"] = {"never_cached": 1}
     state["switches"] = {"host": {"reads": True}}

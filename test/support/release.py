@@ -54,11 +54,18 @@ def smoke() -> None:
         sys.exit(f"this is not the installed package: {installed}")
     from support.server_fixture import Server
 
-    with tempfile.TemporaryDirectory() as folder, Server("--hicache", environment={"XDG_CACHE_HOME": folder}) as server:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Server("--hicache", environment={"XDG_CACHE_HOME": folder}) as server,
+    ):
         body = {"text": "The owl sat in the tree.", "sampling_params": {"max_new_tokens": 4, "temperature": 0}}
         answers = [server.post("/generate", body).raise_for_status().json() for _ in range(2)]
         first, second = (answer["meta_info"] for answer in answers)
-        if first["completion_tokens"] != 4 or second["cached_tokens"] == 0 or answers[0]["text"] != answers[1]["text"]:
+        if (
+            first["completion_tokens"] != 4
+            or second["cached_tokens"] == 0
+            or answers[0]["text"] != answers[1]["text"]
+        ):
             sys.exit(f"the installed server answers wrong: {answers}")
         server.stop()
     print(f"sglang {sglang.__version__} runs from {installed.parent}")

@@ -21,9 +21,7 @@ def manager(tmp_path: Path) -> Iterator[socket.socket]:
         yield sock
 
 
-def test_without_a_manager_nothing_is_sent(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_a_manager_nothing_is_sent(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
     notify(READY, "ready")
     assert caplog.records == []
