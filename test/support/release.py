@@ -1,6 +1,7 @@
 """Checks what `make release` has built: python -m support.release contents DIST FROM_TREE, and smoke.
 
-contents: the wheel from the source distribution in DIST equals the one in FROM_TREE, and has every file of the packages.
+contents: the wheel from the source distribution in DIST equals the one in FROM_TREE, and has every file of the
+packages.
 smoke: by a Python in whose environment the wheel is installed. A server of it answers one request.
 """
 
