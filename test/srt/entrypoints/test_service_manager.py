@@ -60,6 +60,7 @@ def test_a_server_tells_when_it_is_ready_and_when_it_stops(manager: socket.socke
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_a_server_that_loses_a_process_tells_it(manager: socket.socket) -> None:
     with Server(fake=[], environment={"NOTIFY_SOCKET": manager.getsockname()}) as server:
         assert manager.recv(100).startswith(b"READY=1\n")
