@@ -43,9 +43,10 @@ _UNSUPPORTED_ROUTING: dict[str, tuple[Any, ...]] = {
     "bootstrap_host": (),
     "bootstrap_port": (),
     "bootstrap_room": (),
-    "routed_dp_rank": (),
+    # This engine is rank 0. sglang-router sends it with --dp-aware.
+    "routed_dp_rank": (0,),
     "disagg_prefill_dp_rank": (),
-    "data_parallel_rank": (),
+    "data_parallel_rank": (0,),
     "return_hidden_states": (False,),
     "return_routed_experts": (False,),
     "routed_experts_start_len": (0,),

@@ -196,6 +196,7 @@ class MetricsCollector:
             [*self._labels, "cache_source"],
             registry=self._registry,
         )
+        self._cached_tokens.labels(**self._labels, cache_source="device")
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens processed.")
         self._reused_ids = self._counter(
             "tokenizer_reused_tokens", "Prompt tokens whose ids came from an earlier request."
@@ -271,6 +272,11 @@ class MetricsCollector:
         self._state = state
 
     def collect(self) -> Iterator[Metric]:
+        """Not those without samples: sglang-router joins servers' metrics only if their labels agree, and takes such
+        a metric for one without labels."""
+        return (metric for metric in self._metrics() if metric.samples)
+
+    def _metrics(self) -> Iterator[Metric]:
         names, values = list(self._labels), list(self._labels.values())
 
         def gauge(name: str, help: str, value: float) -> Metric:
