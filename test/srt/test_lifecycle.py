@@ -118,6 +118,17 @@ def test_what_runs_is_drained_and_nothing_new_is_taken(tmp_path):
         server.assert_nothing_left()
 
 
+def test_balancers_see_the_end_before_requests_are_refused():
+    with Server("--drain-delay", "600", fake=[]) as server:
+        server.send()
+        wait_until(server.is_stopping)
+        taken = server.post("/generate", {"text": "so long", "sampling_params": {"max_new_tokens": 5}})
+        assert taken.status_code == 200
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == 0
+        server.assert_clean_log()
+
+
 def test_the_drain_is_bounded(tmp_path):
     hold = tmp_path / "hold"
     with Server(fake=["--hold", str(hold)], drain_s=0.5) as server:

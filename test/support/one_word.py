@@ -15,7 +15,7 @@ from sglang.srt.utils.errors import RequestError
 class OneWord:
     """Every answer is one word."""
 
-    accepts = True
+    is_ready = True
     context_length = 100
     token_texts = None
     chat_format = ChatFormat()

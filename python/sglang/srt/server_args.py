@@ -146,6 +146,12 @@ class ServerArgs:
     admin_api_key: str | None = arg(
         HTTP, None, "the key for requests that change the server, in place of --api-key", unset="--api-key"
     )
+    drain_delay: float = arg(
+        HTTP,
+        0.0,
+        "seconds after SIGTERM in which requests are still taken while /health answers 503, as a warning to load "
+        "balancers",
+    )
     strict_fields: bool = arg(HTTP, False, "refuse unknown request fields with status 400 instead of ignoring them")
     grammar_backend: str = arg(
         HTTP,
@@ -498,6 +504,7 @@ class ServerArgs:
             "mem_fraction_static",
             "between 0 and 1",
         )
+        require(self.drain_delay >= 0, "drain_delay", "at least 0 seconds")
         require(self.request_timeout is None or self.request_timeout > 0, "request_timeout", "above 0 seconds")
         for origin in self.cors_allow_origins.split(",") if self.cors_allow_origins is not None else ():
             require(

@@ -69,6 +69,7 @@ def test_what_upstream_has_and_we_do_not_is_refused_by_name(field, value):
 def test_values_that_ask_for_nothing_pass():
     chat(n=1, logprobs=False, frequency_penalty=0.0, tools=[], tool_choice="none", response_format={"type": "text"})
     chat(n=None, logit_bias={}, repetition_penalty=1, min_p=0, regex=None, stop_regex=[])
+    chat(data_parallel_rank=0, routed_dp_rank=0)  # as sglang-router sends it with --dp-aware
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

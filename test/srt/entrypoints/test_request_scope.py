@@ -108,7 +108,7 @@ def test_every_503_tells_when_to_ask_again():
     (reply,) = ask(whole(Failing(RequestError("full", 503, retry_after_s=17))), generate())
     assert (reply.status_code, reply.headers["retry-after"]) == (503, "17")
     manager = OneWord()
-    manager.accepts = False
+    manager.is_ready = False
     (reply,) = ask(whole(manager), ("GET", "/health", {}))
     assert (reply.status_code, reply.headers["retry-after"]) == (503, "5")
     (reply,) = ask(whole(), generate())

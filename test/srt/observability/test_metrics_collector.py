@@ -73,3 +73,13 @@ def test_time_per_token_is_of_answers_with_two_tokens_and_more() -> None:
     shown = metrics.render().decode().splitlines()
     assert 'sglang:request_time_per_output_token_seconds_count{model_name="m"} 1.0' in shown
     assert 'sglang:request_time_per_output_token_seconds_sum{model_name="m"} 0.5' in shown
+
+
+def test_no_metric_is_without_samples() -> None:
+    """But those of HTTP requests, which the scrape before has counted. sglang-router fails on such a metric."""
+    metrics = MetricsCollector("m")
+    metrics.http.began()
+    metrics.http.ended("/metrics", "GET", 200)
+    metrics.set_scheduler_state({"counters": {}})
+    families = metrics._registry.collect()
+    assert [family.name for family in families if not family.samples] == []

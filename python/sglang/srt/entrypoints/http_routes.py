@@ -235,7 +235,7 @@ def _add_information(app: FastAPI, args: ServerArgs, manager: TokenizerManager, 
     @app.get("/ping")
     @app.get("/health")
     async def health() -> Response:
-        return Response(status_code=200 if manager.accepts else 503)
+        return Response(status_code=200 if manager.is_ready else 503)
 
     @app.get("/health_generate")
     async def health_generate() -> Response:

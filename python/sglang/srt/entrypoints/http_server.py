@@ -1,8 +1,8 @@
 """The HTTP server's life, from a free port to an exit code. Owns the listening socket and signals; routes are in
 http_routes.py.
 
-bind port -> start processes -> serve --SIGTERM/SIGINT--> refuse new, finish running -> stop, exit code 0
-                                  |----a child dies-----> fail all waiting            -> stop, exit code 1
+bind port -> start processes -> serve --SIGTERM/SIGINT--> /health 503 -> refuse new, finish running -> stop, exit 0
+                                  |----a child dies-----> fail all waiting                          -> stop, exit 1
 """
 
 from __future__ import annotations
@@ -155,11 +155,17 @@ async def _serve_until_the_end(
     done = await _first(died, stopping, serving)
     if done is not serving:
         notify(STOPPING, "finishing what runs" if done is stopping else "a process of the server has ended")
+    hurrying = asyncio.create_task(hurry.wait())
+    if done is stopping and args.drain_delay:
+        manager.announce_end()
+        logger.info("/health answers 503; new requests are refused in %g s", args.drain_delay)
+        await asyncio.wait((died, hurrying), timeout=args.drain_delay, return_when=asyncio.FIRST_COMPLETED)
+        done = died if died.done() else stopping
     if done is stopping:
         manager.refuse()
         logger.info("stopping: no new requests, the running ones get %g s to finish", drain_timeout_s)
         drained = asyncio.create_task(manager.drained(drain_timeout_s))
-        done = await _first(drained, died, asyncio.create_task(hurry.wait()))
+        done = await _first(drained, died, hurrying)
         if done is not died and not (drained.done() and drained.result()):
             logger.warning("stopping with unfinished requests")
             manager.fail_all("the server is shutting down", 503)

@@ -289,6 +289,7 @@ class TokenizerManager:
         # Everything that is asked of the scheduler beside requests.
         self.control = SchedulerControl(send, self._encoder.forget)
         self._refusal: RequestError | None = None
+        self._is_leaving = False
         self.ready: asyncio.Future[SchedulerReady] = asyncio.get_running_loop().create_future()
         self.last_state: dict[str, Any] = {}
         # How storage names blocks; None while there is none.
@@ -732,8 +733,13 @@ class TokenizerManager:
     # End
 
     @property
-    def accepts(self) -> bool:
-        return self._refusal is None
+    def is_ready(self) -> bool:
+        """Whether load balancers should send requests."""
+        return self._refusal is None and not self._is_leaving
+
+    def announce_end(self) -> None:
+        """Tell load balancers to send no more requests. What they send meanwhile is still taken."""
+        self._is_leaving = True
 
     def refuse(self) -> None:
         """Refuse new requests. Running requests go on."""
