@@ -93,7 +93,8 @@ $(CLIENTS)/.setup-done: $(STAMP)
 	$(PYTHON) -m venv $(CLIENTS)
 	$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
 		"$$($(CLIENTS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
-	$(CLIENTS)/bin/python -m pip install --quiet --constraint constraints.txt anthropic openai-agents 'lm-eval[api]'
+	$(CLIENTS)/bin/python -m pip install --quiet --constraint constraints.txt anthropic openai-agents 'lm-eval[api]' \
+		sglang-router smg
 	touch $@
 
 # Only the files that have such tests: the others' imports may be missing where nothing can be installed. Then equality,
