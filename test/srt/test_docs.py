@@ -30,8 +30,8 @@ COMMANDS = ("bash", "python", "console")
 SHOWN = ("", "json", "ini", "nginx", "yaml")
 # Why blocks are not run, and how many of them.
 NOT_RUN = {
-    "has a test of its own": 3,
-    "installs packages": 4,
+    "has a test of its own": 4,
+    "installs packages": 5,
     "is the test suite": 1,
     "needs a GPU": 2,
     "needs a model of your own": 2,
