@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import psutil
 import torch
 
@@ -26,11 +27,13 @@ from sglang.srt.peer.memory.cuda_slabs import SlabsConfig
 from sglang.srt.peer.memory.lent_memory import LentMemory, LentOptions
 from sglang.srt.utils.peer_timing import PeerTiming
 from support.children import Child
-from support.server_fixture import Server, wait_until
+from support.server_fixture import NO_TLS, PATIENCE_S, Server, wait_until
 from support.store_servers import RedisServer
 
 SOURCES = ("device", "peer", "host", "disk", "remote")
 BLOCK = 32
+ADMIN_KEY = "of-the-tests"
+ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
 SLAB_MIB = 1
 # Slabs wait for a borrower.
 LONG_S = 1e6
@@ -277,6 +280,7 @@ class AllTiers:
             self._stack.callback(self.proxy.close)
         self.disk = Disk(folder)
         self.server: Server
+        self.last_output = self.last_state = ""
 
     def start_server(self, *flags: str, disk_tokens: int) -> Server:
         """It is not ready yet. disk_tokens: what the disk holds."""
@@ -299,12 +303,17 @@ class AllTiers:
             },
             self._backend: remote,
         }
+        self._storage = {
+            "hicache_storage_backend": f"file,{self._backend}",
+            "hicache_storage_backend_extra_config_json": json.dumps(config),
+        }
         self.server = self._stack.enter_context(
             Server(
                 *("--hicache", "--peer-role", "master", "--peer-endpoint", self.lender.endpoint),
                 *("--peer-slab-size", str(SLAB_MIB), "--peer-size", "0.05"),
                 *("--hicache-storage-backend", f"file,{self._backend}"),
                 *("--hicache-storage-backend-extra-config", json.dumps(config)),
+                *("--admin-api-key", ADMIN_KEY),
                 *flags,
                 wait=False,
                 environment=self.disk.environment,
@@ -314,10 +323,38 @@ class AllTiers:
             proxy.server = self.server
         return self.server
 
+    def detach_storage(self) -> None:
+        self._switch_storage("DELETE", None)
+
+    def attach_storage(self) -> None:
+        self._switch_storage("PUT", self._storage)
+
+    def _switch_storage(self, method: str, body: dict[str, str] | None) -> None:
+        url = f"{self.server.url}/hicache/storage-backend"
+        reply = httpx.request(method, url, json=body, headers=ADMIN, timeout=PATIENCE_S, verify=NO_TLS)
+        assert reply.status_code == 200, reply.text
+
+    def damage_store(self) -> None:
+        """Change a byte of each value, most of which are not looked at again."""
+        connection = self.store.connection()
+        keys = connection.call("KEYS", "*")
+        assert isinstance(keys, list)
+        for key in keys:
+            assert isinstance(key, bytes)
+            size = connection.call("STRLEN", key)
+            assert isinstance(size, int)
+            if size:
+                connection.call("SETRANGE", key, str(size * 2 // 3), b"\xa5")
+
     def __enter__(self) -> AllTiers:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """What the server has told last is kept: see last_output, last_state."""
+        if hasattr(self, "server"):
+            self.last_output = self.server.output()
+            with contextlib.suppress(httpx.HTTPError):
+                self.last_state = httpx.get(f"{self.server.url}/hicache/state", timeout=5, verify=NO_TLS).text
         self._stack.close()
 
 
@@ -354,6 +391,15 @@ def relayed_at(relay: Relay, bytes_per_s: float) -> Iterator[None]:
         yield
     finally:
         relay.bytes_per_s = None
+
+
+@contextlib.contextmanager
+def detached(tiers: AllTiers) -> Iterator[None]:
+    tiers.detach_storage()
+    try:
+        yield
+    finally:
+        tiers.attach_storage()
 
 
 @contextlib.contextmanager
@@ -416,6 +462,7 @@ def faults(tiers: AllTiers) -> dict[str, Callable[[], contextlib.AbstractContext
         "store slow": lambda: relayed_at(relay, 300_000),
         "store silent": lambda: relayed_at(relay, 0),
         "store cut off": lambda: done(relay.cut),
+        "store damaged": lambda: done(tiers.damage_store),
         "proxy killed": lambda: killed(proxy),
         "proxy stopped": lambda: stopped(proxy),
         "disk slow": lambda: disk_at(disk, "0.1"),
@@ -425,4 +472,5 @@ def faults(tiers: AllTiers) -> dict[str, Callable[[], contextlib.AbstractContext
         "disk truncated": lambda: done(disk.truncate),
         "disk deleted": lambda: done(disk.delete),
         "disk gone": lambda: gone(disk),
+        "storage detached": lambda: detached(tiers),
     }
