@@ -15,6 +15,7 @@ GPU_PY = $(GPU_PATH) $(GPU_PYTHON)
 # What is tested on the CPU, on an emulated device (test-all) and on a GPU.
 DEVICE_SUITES = $(addprefix test/srt/managers/test_,equality.py exactness.py)
 SEED ?= 1
+MINUTES ?= 5
 # One process per core, few where there are many; whoever is done takes over from the others.
 PARALLEL ?= --numprocesses auto --maxprocesses 8 --dist worksteal
 # Compiled modules are kept, even if the environment forbids it: a run starts some hundred processes, and each would
@@ -40,7 +41,7 @@ HOST ?= 127.0.0.1
 PORT ?= 30000
 MODEL ?= smollm2
 
-.PHONY: setup setup-strict demo demo-peers demo-tiers serve check test test-all test-clients test-gpu memcheck-gpu bench-gpu gpu-site fuzz bench bench-peers harm docs release clean
+.PHONY: setup setup-strict demo demo-peers demo-tiers serve check test test-all test-clients test-gpu memcheck-gpu bench-gpu gpu-site fuzz chaos bench bench-peers harm docs release clean
 
 setup: $(STAMP)
 
@@ -120,6 +121,10 @@ endif
 
 fuzz: setup
 	$(SUPPORT_PY) -m support.soak --seed $(SEED) --seeds 40 --steps 2000
+
+# A server on all tiers, while its parts fail in a seeded order. A failure leaves its plan in build/chaos-SEED.
+chaos: setup
+	$(SUPPORT_PY) -m support.chaos --seed $(SEED) --minutes $(MINUTES)
 
 bench: setup
 	for script in benchmark/bench_*.py; do PYTHONPATH=".:$$PYTHONPATH" $(PY) $$script || exit 1; done

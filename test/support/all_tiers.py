@@ -35,6 +35,7 @@ BLOCK = 32
 ADMIN_KEY = "of-the-tests"
 ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
 SLAB_MIB = 1
+SMALL_DISK_MIB = 16
 # Slabs wait for a borrower.
 LONG_S = 1e6
 # Bytes of a token, K and V of all layers, of the embedded model on a CPU.
@@ -215,10 +216,11 @@ class StartedProxy:
 
 
 class Disk:
-    """The folder of the disk tier, and what slows it (`disk_hook`)."""
+    """The folder of the disk tier, and what slows it (`disk_hook`). mounted: a small file system for it alone."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder / "kv"
+    def __init__(self, folder: Path, mounted: Path | None = None) -> None:
+        self.mounted = mounted
+        self.folder = (mounted or folder) / "kv"
         self._speed = folder / "disk-speed"
         path = os.pathsep.join([str(DISK_HOOK), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
         self.environment = {"PYTHONPATH": path, "HICACHE_TEST_DISK": str(self._speed)}
@@ -256,12 +258,28 @@ class Disk:
                 os.truncate(path, path.stat().st_size // 2)
 
 
+@contextlib.contextmanager
+def small_file_system(folder: Path) -> Iterator[Path | None]:
+    """None where this user cannot mount one."""
+    folder.mkdir(mode=0o700)
+    size = f"size={SMALL_DISK_MIB}m,mode=0700"
+    command = ["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(folder)]
+    is_mounted = shutil.which("mount") and subprocess.run(command, capture_output=True).returncode == 0
+    try:
+        yield folder if is_mounted else None
+    finally:
+        if is_mounted:
+            subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
 class AllTiers:
     """The parts, and a server on top of them once `start_server` was called."""
 
-    def __init__(self, folder: Path, strict: bool = False, backend: str = "bluefield") -> None:
+    def __init__(
+        self, folder: Path, strict: bool = False, backend: str = "bluefield", small_disk: bool = False
+    ) -> None:
         """strict: the lender copies for the server. backend: of the remote store; with `remote` the server starts the
-        proxy itself."""
+        proxy itself. small_disk: the disk tier has a file system of its own, where one can be mounted."""
         folder.chmod(0o700)
         self._backend = backend
         self._stack = contextlib.ExitStack()
@@ -278,7 +296,8 @@ class AllTiers:
         else:
             self.proxy = OffloadProxy(folder / "proxy", self._url)
             self._stack.callback(self.proxy.close)
-        self.disk = Disk(folder)
+        mounted = self._stack.enter_context(small_file_system(folder / "disk")) if small_disk else None
+        self.disk = Disk(folder, mounted)
         self.server: Server
         self.last_output = self.last_state = ""
 
@@ -431,6 +450,23 @@ def _takes_place_of(folder: Path, there: Path) -> bool:
 
 
 @contextlib.contextmanager
+def filled(disk: Disk) -> Iterator[None]:
+    """No space is left, where the disk has a file system of its own; else nothing happens."""
+    if disk.mounted is None:
+        yield
+        return
+    filler = disk.mounted / "filler"
+    # Unbuffered: what is left in a buffer would be written when the file is closed.
+    with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(1 << 12)):
+            pass
+    try:
+        yield
+    finally:
+        filler.unlink()
+
+
+@contextlib.contextmanager
 def disk_at(disk: Disk, speed: str) -> Iterator[None]:
     disk.set_speed(speed)
     try:
@@ -467,6 +503,7 @@ def faults(tiers: AllTiers) -> dict[str, Callable[[], contextlib.AbstractContext
         "proxy stopped": lambda: stopped(proxy),
         "disk slow": lambda: disk_at(disk, "0.1"),
         "disk hangs": lambda: disk_at(disk, "hang"),
+        "disk filled": lambda: filled(disk),
         "disk full": lambda: small_files(tiers.server, 0),
         "disk damaged": lambda: done(disk.damage),
         "disk truncated": lambda: done(disk.truncate),

@@ -449,6 +449,8 @@ class Config:
     # The lender copies for the server.
     strict: bool = False
     backend: str = "bluefield"
+    # The disk tier's file system is small, and can be filled, where this user may mount one.
+    small_disk: bool = False
 
 
 @dataclass(frozen=True)
@@ -478,7 +480,7 @@ def everything(folder: Path, config: Config) -> Iterator[tuple[AllTiers, Clients
     `config.mixed` at the same time. At the end all sources serve prompts again, and the server stops with nothing
     left."""
     with contextlib.ExitStack() as stack:
-        tiers = stack.enter_context(AllTiers(folder, config.strict, config.backend))
+        tiers = stack.enter_context(AllTiers(folder, config.strict, config.backend, config.small_disk))
         server = tiers.start_server(*FLAGS.split(), disk_tokens=DISK_TOKENS)
         server.wait_ready()
         references = hold_all(server)
@@ -568,7 +570,7 @@ def main() -> None:
     parser.add_argument("--backend", choices=("bluefield", "remote"), default="bluefield")
     parser.add_argument("--strict", action="store_true", help="the lender copies for the server")
     args = parser.parse_args()
-    config = Config(args.seed, args.steps, args.minutes, 5, args.router, args.strict, args.backend)
+    config = Config(args.seed, args.steps, args.minutes, 5, args.router, args.strict, args.backend, True)
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         run(Path(folder), config)
 
