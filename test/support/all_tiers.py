@@ -343,15 +343,16 @@ class AllTiers:
         return self.server
 
     def detach_storage(self) -> None:
-        self._switch_storage("DELETE", None)
+        reply = self._switch_storage("DELETE", None)
+        assert reply.status_code == 200, reply.text
 
     def attach_storage(self) -> None:
-        self._switch_storage("PUT", self._storage)
+        """A proxy that was started just now, which does not listen yet, is refused."""
+        wait_until(lambda: self._switch_storage("PUT", self._storage).status_code == 200)
 
-    def _switch_storage(self, method: str, body: dict[str, str] | None) -> None:
+    def _switch_storage(self, method: str, body: dict[str, str] | None) -> httpx.Response:
         url = f"{self.server.url}/hicache/storage-backend"
-        reply = httpx.request(method, url, json=body, headers=ADMIN, timeout=PATIENCE_S, verify=NO_TLS)
-        assert reply.status_code == 200, reply.text
+        return httpx.request(method, url, json=body, headers=ADMIN, timeout=PATIENCE_S, verify=NO_TLS)
 
     def damage_store(self) -> None:
         """Change a byte of each value, most of which are not looked at again."""
