@@ -452,18 +452,30 @@ def _takes_place_of(folder: Path, there: Path) -> bool:
 
 @contextlib.contextmanager
 def filled(disk: Disk) -> Iterator[None]:
-    """No space is left, where the disk has a file system of its own; else nothing happens."""
+    """No space is left, where the disk has a file system of its own; else nothing happens. What the server frees is
+    taken at once."""
     if disk.mounted is None:
         yield
         return
     filler = disk.mounted / "filler"
-    # Unbuffered: what is left in a buffer would be written when the file is closed.
-    with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
-        while file.write(bytes(1 << 12)):
-            pass
+    is_over = threading.Event()
+
+    def fill() -> None:
+        # Unbuffered: what is left in a buffer would be written when the file is closed.
+        with open(filler, "wb", buffering=0) as file:
+            while not is_over.wait(0.001):
+                with contextlib.suppress(OSError):
+                    while file.write(bytes(1 << 12)):
+                        pass
+
+    thread = threading.Thread(target=fill)
+    thread.start()
     try:
+        wait_until(lambda: shutil.disk_usage(filler.parent).free == 0)
         yield
     finally:
+        is_over.set()
+        thread.join()
         filler.unlink()
 
 

@@ -79,8 +79,12 @@ def make_app(args: ServerArgs, manager: TokenizerManager, ready_info: dict[str, 
     return app
 
 
+# What clients name where there is nothing to choose; sglang-router and smg add the second to a request without a model.
+_ANY_MODEL = ("default", "unknown")
+
+
 def _check_model(args: ServerArgs, name: str | None) -> None:
-    if name and name not in (args.model_name, args.model_path, "default"):
+    if name and name not in (args.model_name, args.model_path, *_ANY_MODEL):
         raise RequestError(f"the model {name!r} is not served here, {args.model_name!r} is", 404, param="model")
 
 
