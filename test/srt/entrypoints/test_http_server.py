@@ -71,6 +71,10 @@ def test_streamed_completion_is_the_same_text(slow):
     assert chunks[-2].choices[0].finish_reason == "length"
 
 
+def test_a_router_names_the_model_unknown_where_its_client_named_none(client):
+    assert client.completions.create(model="unknown", prompt="one", max_tokens=1).choices[0].text
+
+
 def test_several_prompts(client):
     reply = client.completions.create(model="echo", prompt=["one two", "three four"], max_tokens=4)
     assert [choice.index for choice in reply.choices] == [0, 1]
