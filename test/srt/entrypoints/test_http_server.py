@@ -72,7 +72,7 @@ def test_streamed_completion_is_the_same_text(slow):
 
 
 def test_a_router_names_the_model_unknown_where_its_client_named_none(client):
-    assert client.completions.create(model="unknown", prompt="one", max_tokens=1).choices[0].text
+    assert client.completions.create(model="unknown", prompt="one", max_tokens=1).usage.completion_tokens == 1
 
 
 def test_several_prompts(client):

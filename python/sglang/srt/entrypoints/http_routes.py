@@ -79,7 +79,7 @@ def make_app(args: ServerArgs, manager: TokenizerManager, ready_info: dict[str, 
     return app
 
 
-# What clients name where there is nothing to choose; sglang-router and smg add the second to a request without a model.
+# What clients name where there is nothing to choose. sglang-router and smg add the second where a client names none.
 _ANY_MODEL = ("default", "unknown")
 
 
