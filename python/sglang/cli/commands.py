@@ -114,6 +114,22 @@ def _retained(args: argparse.Namespace) -> str:
     return shown(Server(args).ask("GET", "/hicache/retention"))
 
 
+def _label(args: argparse.Namespace) -> str:
+    """name the beginning of prompts on the live page; it is not kept for that"""
+    body = {**_tenant(args), "text": _read(args.prompt)}
+    return shown(Server(args).ask("PUT", f"/hicache/labels/{quote(args.name, safe='')}", body))
+
+
+def _unlabel(args: argparse.Namespace) -> str:
+    """drop a label of the live page"""
+    return shown(Server(args).ask("DELETE", f"/hicache/labels/{quote(args.name, safe='')}"))
+
+
+def _labels(args: argparse.Namespace) -> str:
+    """show the labels of prefixes"""
+    return shown(Server(args).ask("GET", "/hicache/labels"))
+
+
 def _warm(args: argparse.Namespace) -> str:
     """compute prompts, so that the cache has them before the first request"""
     prompts = [_read(file) for file in args.prompts]
@@ -212,6 +228,12 @@ def _release_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name")
 
 
+def _label_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", help="that the live page shows")
+    parser.add_argument("prompt", help="a file with the text; - for standard input")
+    _add_tenant(parser)
+
+
 def _warm_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompts", nargs="+", help="files, a text each; - for standard input")
     parser.add_argument(
@@ -244,6 +266,9 @@ HICACHE = {
     "retain": Command(_retain, _retain_arguments),
     "release": Command(_release, _release_arguments),
     "retained": Command(_retained),
+    "label": Command(_label, _label_arguments),
+    "unlabel": Command(_unlabel, _release_arguments),
+    "labels": Command(_labels),
     "warm": Command(_warm, _warm_arguments),
     "erase": Command(_erase, _erase_arguments),
     "quota": Command(_quota, _quota_arguments),

@@ -70,6 +70,11 @@ class RetainRequest(Prefix, frozen=True, kw_only=True):
     extra_key: str | None = None
 
 
+class LabelRequest(Prefix, frozen=True, kw_only=True):
+    cache_salt: str | None = None
+    extra_key: str | None = None
+
+
 class WarmRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompts: list[str | list[int] | Prefix]
     cache_salt: str | None = None
@@ -210,6 +215,27 @@ def _add_prefixes(app: FastAPI, args: ServerArgs, manager: TokenizerManager) -> 
     async def release_hicache_prefix(name: str) -> Response:
         require_a_key(args)
         return _done(await manager.control.retain_prefix(name, "", (), 0.0), f"{name} is kept no longer.")
+
+    @app.get("/hicache/labels")
+    async def hicache_labels() -> dict[str, Any]:
+        return {"labels": (await manager.get_internal_state())["admin"]["labels"]}
+
+    @app.put("/hicache/labels/{name}")
+    async def label_hicache_prefix(name: str, request: Request) -> Response:
+        require_a_key(args)
+        check_name(name, "name")
+        req = await parsed(request, args, LabelRequest)
+        where = namespace(req.cache_salt, req.extra_key)
+        ids = await _ids_of(req, where, manager)
+        request.state.audit = f"{len(ids)} tokens, {shown_salt(req.cache_salt)}"
+        return _done(
+            await manager.control.label_prefix(name, where, ids), f"{len(ids)} tokens have the label {name}."
+        )
+
+    @app.delete("/hicache/labels/{name}")
+    async def unlabel_hicache_prefix(name: str) -> Response:
+        require_a_key(args)
+        return _done(await manager.control.label_prefix(name, "", ()), f"No prefix has the label {name} any more.")
 
     @app.post("/hicache/warm")
     async def warm_hicache(request: Request) -> Response:

@@ -22,7 +22,7 @@ _OPEN = ("/health", "/health_generate", "/ping", "/hicache")
 _ADMIN = "/flush_cache"
 # Everything below this path but what is only read.
 _ADMIN_BELOW = "/hicache/"
-_READ_ONLY = ("/hicache/state", "/hicache/tiers", "/hicache/policies")
+_READ_ONLY = ("/hicache/state", "/hicache/history", "/hicache/tiers", "/hicache/policies")
 
 
 class ApiKeyMiddleware:

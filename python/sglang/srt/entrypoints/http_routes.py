@@ -6,6 +6,7 @@ A reply that takes a while goes through streams.answer, which notices clients th
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -307,6 +308,11 @@ def _add_information(app: FastAPI, args: ServerArgs, manager: TokenizerManager, 
         state = about | await manager.get_internal_state()
         return Response(msgspec.json.encode(state), media_type="application/json")
 
+    @app.get("/hicache/history")
+    async def hicache_history(request: Request) -> Response:
+        since = _seconds(request.query_params.get("since", "0"))
+        return Response(msgspec.json.encode(manager.history.reply(since)), media_type="application/json")
+
     @app.get("/get_hicache_l3_cache_layout")
     async def get_hicache_l3_cache_layout() -> dict[str, Any]:
         """As upstream answers where a router cannot name the objects of storage by itself."""
@@ -322,6 +328,16 @@ def _add_information(app: FastAPI, args: ServerArgs, manager: TokenizerManager, 
     @app.get("/hicache")
     async def hicache() -> Response:
         return hicache_page()
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if math.isnan(seconds):
+        raise RequestError(f"since is {text!r}, but it must be a Unix time in seconds", param="since")
+    return seconds
 
 
 def add_errors(app: FastAPI) -> None:

@@ -145,6 +145,7 @@ async def _serve_until_the_end(
     )
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # its start and stop lines repeat ours
     serving = asyncio.create_task(server.serve(sockets=[sock]))
+    history = asyncio.create_task(manager.keep_history())
     died = asyncio.create_task(processes.wait_for_death())
     stopping = asyncio.create_task(stop.wait())
     while not server.started and not serving.done():
@@ -175,9 +176,10 @@ async def _serve_until_the_end(
     elif done is serving:
         logger.error("the HTTP server ended unexpectedly: %r", serving.exception() if serving.done() else None)
     await manager.drained(_GRACE_S)  # until each waiter has its error
+    history.cancel()
     died.cancel()  # from here on children end because the parent stops them
     server.should_exit = True
-    await asyncio.gather(serving, return_exceptions=True)
+    await asyncio.gather(serving, history, return_exceptions=True)
     logger.info("stopped")
     return 1 if done in (died, serving) else 0
 

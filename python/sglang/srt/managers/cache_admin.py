@@ -1,7 +1,7 @@
 """`CacheAdmin`: what an administrator changes of the cache while the server runs, but for storage itself.
 
-Owns the prefixes that are kept, the tenants' quotas, and which erasures wait for storage. Attaching, detaching and
-clearing storage is in storage_admin.py; which tiers are on in tier_switches.py.
+Owns the prefixes that are kept, the labels of prefixes, the tenants' quotas, and which erasures wait for storage.
+Attaching, detaching and clearing storage is in storage_admin.py; which tiers are on in tier_switches.py.
 
     erase a salt ──► its requests end, or are a reason to refuse ──► it leaves device, peers and host ──► done
                                                                       └── storage is attached: ERASE ──┘
@@ -15,6 +15,7 @@ from typing import Any
 from sglang.srt.managers.io_struct import (
     AdminReqInput,
     EraseSaltReqInput,
+    LabelPrefixReqInput,
     RetainPrefixReqInput,
     SetPoliciesReqInput,
     SetQuotaReqInput,
@@ -32,6 +33,7 @@ from sglang.srt.managers.tenant_quotas import TenantQuotas
 from sglang.srt.mem_cache.eviction import EVICTION_POLICIES
 from sglang.srt.mem_cache.namespaces import salt_of
 from sglang.srt.mem_cache.placement import WRITE_POLICIES
+from sglang.srt.mem_cache.prefix_labels import PrefixLabels
 from sglang.srt.mem_cache.transfer import TIER_NAMES, StorageAction, Ticket, Tier
 from sglang.srt.utils.time_units import Seconds
 
@@ -65,6 +67,7 @@ class CacheAdmin:
         most = most_retained_tokens({t: table.num_pages for t, table in cache.tables.items()}, cache.page_size)
         touches = cache.storage.writer.touches
         self.retention = PrefixRetention(cache.tree, cache.clock, most, touches.note)
+        self.labels = PrefixLabels(cache.page_size)
         self.quotas: TenantQuotas = cache.quotas
         # Erasures and quotas that storage is being told of -> what they are replied with.
         self._told: dict[Ticket, ControlReply] = {}
@@ -78,6 +81,8 @@ class CacheAdmin:
                 self._reply(request.id, self._set_policies(request.policies))
             elif isinstance(request, RetainPrefixReqInput):
                 self._reply(request.id, self._retain(request, now))
+            elif isinstance(request, LabelPrefixReqInput):
+                self._reply(request.id, self._label(request))
             elif isinstance(request, EraseSaltReqInput):
                 self._erase(request)
             else:
@@ -146,6 +151,11 @@ class CacheAdmin:
         return self.retention.keep(
             request.name, request.extra_key, bytes_to_ids(request.input_ids), request.seconds, now
         )
+
+    def _label(self, request: LabelPrefixReqInput) -> str:
+        if not request.input_ids:
+            return "" if self.labels.remove(request.name) else f"no prefix has the label {request.name!r}"
+        return self.labels.put(request.name, request.extra_key, bytes_to_ids(request.input_ids))
 
     # -- tenants ------------------------------------------------------------------------------------------------
 
@@ -239,10 +249,12 @@ class CacheAdmin:
         return {
             "policies": self.policies(),
             "retention": self.retention.state(now),
+            "labels": self.labels.state(),
             "quotas": self.quotas.state(),
         }
 
     def check_invariants(self) -> None:
         self.retention.check_invariants()
+        self.labels.check_invariants()
         self.quotas.check_invariants()
         assert self._told.keys() <= self._cache.in_flight.keys()

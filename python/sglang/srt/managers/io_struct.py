@@ -159,6 +159,16 @@ class RetainPrefixReqInput(Message, frozen=True):
     input_ids: bytes = b""
 
 
+class LabelPrefixReqInput(Message, frozen=True):
+    """Name the beginning of a prompt, see `PrefixLabels`; without ids: drop the name."""
+
+    id: str
+    name: str
+    # The namespace, and int32 bytes.
+    extra_key: str = ""
+    input_ids: bytes = b""
+
+
 class EraseSaltReqInput(Message, frozen=True):
     """Drop all that requests with this cache_salt have left, on every tier."""
 
@@ -177,11 +187,20 @@ class SetQuotaReqInput(Message, frozen=True):
     tokens: dict[str, int] | None = None
 
 
-AdminReqInput = SwitchTierReqInput | SetPoliciesReqInput | RetainPrefixReqInput | EraseSaltReqInput | SetQuotaReqInput
+AdminReqInput = (
+    SwitchTierReqInput
+    | SetPoliciesReqInput
+    | RetainPrefixReqInput
+    | LabelPrefixReqInput
+    | EraseSaltReqInput
+    | SetQuotaReqInput
+)
 
 
 class GetInternalStateReq(Message, frozen=True):
     id: str
+    # Without lists of prefixes, which take milliseconds where there are many.
+    is_brief: bool = False
 
 
 class ControlReqOutput(Message, frozen=True):

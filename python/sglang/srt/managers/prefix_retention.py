@@ -16,6 +16,7 @@ import numpy as np
 
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
 from sglang.srt.mem_cache.node import Node
+from sglang.srt.mem_cache.prefix_labels import PrefixLabels
 from sglang.srt.mem_cache.transfer import FRAME_TIERS, Tier
 from sglang.srt.utils.time_units import LaunchClock, LaunchSeq, Seconds
 
@@ -47,6 +48,8 @@ class PrefixRetention:
         self._clock = clock
         self._most_tokens = most_tokens
         self._used = used
+        # The names are labels as well.
+        self.labels = PrefixLabels(tree.page_size)
         # By name, the one that was refreshed longest ago first.
         self._kept: dict[str, _Kept] = {}
 
@@ -72,16 +75,19 @@ class PrefixRetention:
         self._kept.pop(name, None)
         kept = _Kept(namespace, tokens, Seconds(now + seconds), self._clock.next)
         self._kept[name] = kept
+        self.labels.put(name, namespace, tokens)
         self._refresh(kept)
         return ""
 
     def release(self, name: str) -> bool:
         """Keep a prefix no longer. False: it was not kept."""
+        self.labels.remove(name)
         return self._kept.pop(name, None) is not None
 
     def forget(self, namespaces: set[str]) -> None:
         """Keep nothing of the namespaces any more."""
-        self._kept = {name: kept for name, kept in self._kept.items() if kept.namespace not in namespaces}
+        for name in [name for name, kept in self._kept.items() if kept.namespace in namespaces]:
+            self.release(name)
 
     def step(self, now: Seconds) -> None:
         """Have prefixes count as used where that is due, and drop those whose time is over."""
@@ -93,6 +99,8 @@ class PrefixRetention:
             if kept.until > now:
                 self._kept[name] = kept
                 self._refresh(kept)
+            else:
+                self.labels.remove(name)
 
     def _refresh(self, kept: _Kept) -> None:
         kept.used_at = now = self._clock.next
@@ -123,6 +131,8 @@ class PrefixRetention:
 
     def check_invariants(self) -> None:
         assert len(self._kept) <= MAX_PREFIXES
+        assert {each["name"] for each in self.labels.state()} <= self._kept.keys()
+        self.labels.check_invariants()
         assert sum(len(kept.tokens) for kept in self._kept.values()) <= self._most_tokens
         for name, kept in self._kept.items():
             assert kept.used_at <= self._clock.next, f"{name} is used by a launch that does not exist"

@@ -789,8 +789,8 @@ class Scheduler:
             parts.append(self.lender.counters)
         return sum(parts, self._counters + self.cache.all_counters())
 
-    def state(self) -> dict[str, Any]:
-        """What `GET /hicache/state` shows: plain numbers."""
+    def state(self, is_brief: bool = False) -> dict[str, Any]:
+        """What `GET /hicache/state` shows: plain numbers. is_brief: without what takes longer for many prefixes."""
         storage, claims = self.storage_admin.state(), self.cache.claims
         return {
             "page_size": self.page_size,
@@ -816,7 +816,7 @@ class Scheduler:
             },
             "layer_stream": self.streaming.state(),
             "canary": self.canary.state(),
-            "admin": self.cache_admin.state(self.planner.expected.now),
+            "admin": {} if is_brief else self.cache_admin.state(self.planner.expected.now),
             "lost_hits": {reason: self.cache.lost_hits.counts[reason] for reason in REASONS},
             "counters": dict(sorted(self.counters.items())),
         }

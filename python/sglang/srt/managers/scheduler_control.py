@@ -20,6 +20,7 @@ from sglang.srt.managers.io_struct import (
     FlushCacheReqInput,
     GetInternalStateReq,
     GetInternalStateReqOutput,
+    LabelPrefixReqInput,
     RetainPrefixReqInput,
     SetPoliciesReqInput,
     SetQuotaReqInput,
@@ -40,6 +41,8 @@ class SchedulerControl:
         self._send = send
         self._forget_texts = forget_texts
         self._waiting: dict[str, asyncio.Future[Any]] = {}
+        # Questions that may change something.
+        self.num_changes = 0
         # Why nothing is answered any more.
         self._end: RequestError | None = None
 
@@ -54,9 +57,9 @@ class SchedulerControl:
             if not future.done():
                 future.set_exception(error)
 
-    async def state(self) -> bytes:
-        """The JSON of `GET /hicache/state`."""
-        answer: GetInternalStateReqOutput = await self._ask(lambda id: GetInternalStateReq(id=id))
+    async def state(self, is_brief: bool = False) -> bytes:
+        """The JSON of `GET /hicache/state`; without lists of prefixes if it is brief."""
+        answer: GetInternalStateReqOutput = await self._ask(lambda id: GetInternalStateReq(id=id, is_brief=is_brief))
         return answer.state
 
     async def flush_cache(self) -> ControlReqOutput:
@@ -97,6 +100,11 @@ class SchedulerControl:
             )
         )
 
+    async def label_prefix(self, name: str, extra_key: str, ids: Sequence[int]) -> ControlReqOutput:
+        return await self._ask(
+            lambda id: LabelPrefixReqInput(id=id, name=name, extra_key=extra_key, input_ids=ids_to_bytes(ids))
+        )
+
     async def erase_salt(self, cache_salt: str, aborts_requests: bool) -> ControlReqOutput:
         # Of all tenants: without them texts are only tokenised again.
         self._forget_texts()
@@ -117,7 +125,9 @@ class SchedulerControl:
         id = uuid.uuid4().hex
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting[id] = future
-        self._send(encode(make(id)))
+        message = make(id)
+        self.num_changes += not isinstance(message, GetInternalStateReq)
+        self._send(encode(message))
         try:
             return await asyncio.wait_for(future, timeout_s)
         except TimeoutError:

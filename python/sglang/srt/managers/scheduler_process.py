@@ -131,7 +131,8 @@ class SchedulerProcess:
         # Of storage's breakers, why they are open.
         self._logged_reasons = {"reads": "", "writes": ""}
         self._logged_differences = 0
-        self._hottest = HottestPrefixes(core.scheduler.cache.tree)
+        admin = core.scheduler.cache_admin
+        self._hottest = HottestPrefixes(core.scheduler.cache.tree, labels=(admin.labels, admin.retention.labels))
         # How the tokenizer manager names blocks.
         self._announced: BlockKeys | None = None
         self._announce_naming()
@@ -204,7 +205,9 @@ class SchedulerProcess:
             elif isinstance(message, AdminReqInput):
                 inbox.admin.append(message)
             elif isinstance(message, GetInternalStateReq):
-                self.sender.send(encode(GetInternalStateReqOutput(id=message.id, state=self._state())))
+                self.sender.send(
+                    encode(GetInternalStateReqOutput(id=message.id, state=self._state(message.is_brief)))
+                )
             else:
                 try:
                     inbox.storage.append(self._storage_request(message))
@@ -269,8 +272,8 @@ class SchedulerProcess:
             self._gen_throughput = 0.0
             tidy_up(self.core)
 
-    def _state(self) -> bytes:
-        state = self.core.scheduler.state()
+    def _state(self, is_brief: bool) -> bytes:
+        state = self.core.scheduler.state(is_brief)
         state["gen_throughput"] = round(self._gen_throughput, 2)
         state["steps"] = self.core.num_steps
         store = self.storage.slot.store if self.storage is not None else None
@@ -280,7 +283,8 @@ class SchedulerProcess:
                 state["tiers"][tier] = {"cached_tokens": stats["blocks"] * part.block_tokens, **stats}
         peers = self.core.slabs
         state["peers"] = peers.state() if isinstance(peers, BorrowedMemory | LentMemory) else None
-        state["hottest"] = self._hottest.table(self.core.scheduler.clock.next)
+        if not is_brief:
+            state["hottest"] = self._hottest.table(self.core.scheduler.clock.next)
         return msgspec.json.encode(state)
 
     def _announce_naming(self) -> None:

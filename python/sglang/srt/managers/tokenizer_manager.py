@@ -46,6 +46,7 @@ from sglang.srt.managers.schedule_policy import PRIORITIES
 from sglang.srt.managers.scheduler_control import SchedulerControl
 from sglang.srt.managers.text_encoder import EncodedText, TextEncoder
 from sglang.srt.mem_cache.block_keys import BlockKeys
+from sglang.srt.observability.history import StateHistory
 from sglang.srt.observability.metrics_collector import MetricsCollector
 from sglang.srt.observability.trace import NO_TRACE, GeneratedTrace, Tracer
 from sglang.srt.parser.chat_format import ChatFormat
@@ -282,6 +283,7 @@ class TokenizerManager:
         )
         self._states: dict[str, ReqState] = {}
         self._num_active = 0
+        self._num_begun = 0
         # The requests among them without a token so far.
         self._num_waiting = 0
         self._idle = asyncio.Event()
@@ -295,6 +297,7 @@ class TokenizerManager:
         # How storage names blocks; None while there is none.
         self._names: BlockKeys | None = None
         self.prefixes = PrefixSampler()
+        self.history = StateHistory(metrics.recent)
 
     # Requests
 
@@ -323,6 +326,7 @@ class TokenizerManager:
         )
         self._states[state.rid] = state
         self._num_active += 1
+        self._num_begun += 1
         self._num_waiting += 1
         self._idle.clear()
         timeout_s = self._args.request_timeout
@@ -721,6 +725,17 @@ class TokenizerManager:
         self.last_state = msgspec.json.decode(await self.control.state())
         self.metrics.set_scheduler_state(self.last_state)
         return self.last_state
+
+    async def keep_history(self) -> None:
+        """For ever: what the live page shows of the past."""
+
+        async def state() -> dict[str, Any]:
+            found: dict[str, Any] = msgspec.json.decode(await self.control.state(is_brief=True))
+            return found
+
+        await self.history.sample_forever(
+            state, lambda: (self._num_begun, self._num_active, self.control.num_changes)
+        )
 
     async def render_metrics(self) -> bytes:
         """With the scheduler's last known state, if it is too busy to answer."""

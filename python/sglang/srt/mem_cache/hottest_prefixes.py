@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import secrets
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
@@ -26,6 +27,7 @@ from sglang.srt.mem_cache.block_keys import BlockKeys
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
 from sglang.srt.mem_cache.namespaces import is_private
 from sglang.srt.mem_cache.node import Node, Root
+from sglang.srt.mem_cache.prefix_labels import PrefixLabels
 from sglang.srt.mem_cache.transfer import FRAME_TIERS, TIER_NAMES
 from sglang.srt.utils.time_units import LaunchSeq
 
@@ -35,6 +37,8 @@ _SAME = 0.9
 # large the tree is.
 _MAX_LOOKS = 4096
 _MAX_CHILDREN = 1024
+# Of so many times the prefixes that are shown, those with the most hits, those that saved the most tokens are shown.
+_CANDIDATES = 4
 
 
 def hottest(tree: HiRadixTree, num_prefixes: int, max_looks: int = _MAX_LOOKS) -> list[Node]:
@@ -77,10 +81,15 @@ def hottest(tree: HiRadixTree, num_prefixes: int, max_looks: int = _MAX_LOOKS) -
     return [node for _, _, node in sorted(found)[:num_prefixes]]
 
 
+def saved_tokens(node: Node) -> int:
+    """What the requests after the first did not compute of the prefix."""
+    return max(0, node.hits - 1) * node.end
+
+
 class HottestPrefixes:
     """Owns the secret, and the hashes that were computed with it."""
 
-    def __init__(self, tree: HiRadixTree, num_prefixes: int = 20) -> None:
+    def __init__(self, tree: HiRadixTree, num_prefixes: int = 20, labels: Sequence[PrefixLabels] = ()) -> None:
         self.tree = tree
         self.num_prefixes = num_prefixes
         self._secret = secrets.token_bytes(32)
@@ -88,13 +97,19 @@ class HottestPrefixes:
         self._names = self._own_names
         # Hash by node id. A node keeps its end, and therefore its prefix, as long as it exists.
         self._given: dict[int, str] = {}
+        self._labels = labels
+        # Likewise the labels, as long as none changes.
+        self._labelled: dict[int, str | None] = {}
+        self._versions: list[int] = []
 
     def table(self, launch: LaunchSeq) -> list[dict[str, Any]]:
         """launch: the next one. docs/reference/state.md explains the fields under /hicache/state."""
         names = self.tree.names.keys or self._own_names
         if names is not self._names:
             self._names, self._given = names, {}
-        nodes = hottest(self.tree, self.num_prefixes)
+        nodes = hottest(self.tree, _CANDIDATES * self.num_prefixes)
+        nodes = sorted(nodes, key=saved_tokens, reverse=True)[: self.num_prefixes]
+        self._find_labels(nodes)
         self._given = {node.id: self._given.get(node.id) or self._hash(self._key_of(node)) for node in nodes}
         return [self._entry(node, launch) for node in nodes]
 
@@ -114,14 +129,32 @@ class HottestPrefixes:
         return {
             "hash": self._given[node.id],
             # The namespace without a salt is no secret.
+            "label": self._labelled[node.id],
             "namespace": self._hash(names.root(step.namespace)) if step.namespace else None,
             "tokens": node.end,
             "hits": node.hits,
+            "saved_tokens": saved_tokens(node),
             "tokens_on": tokens,
             "stored": 0 < num_blocks * names.block_tokens == tokens["storage"] if storage else None,
             "locks": node.lock,
             "idle_launches": 0 if node.lock else max(0, launch - last_access),
         }
+
+    def _find_labels(self, nodes: list[Node]) -> None:
+        versions = [labels.version for labels in self._labels]
+        known = self._labelled if versions == self._versions else {}
+        self._versions = versions
+        self._labelled = {node.id: known[node.id] if node.id in known else self._label_of(node) for node in nodes}
+
+    def _label_of(self, node: Node) -> str | None:
+        """The longest label that the prefix begins with."""
+        pieces, step = [], node
+        while step.parent is not None:
+            pieces.append(step.key)
+            step = step.parent
+        assert isinstance(step, Root)
+        found = [labels.find(step.namespace, pieces[::-1]) for labels in self._labels]
+        return max((each for each in found if each is not None), default=(0, None))[1]
 
     def _hash(self, key: bytes) -> str:
         return hashlib.blake2b(key, key=self._secret, digest_size=16).hexdigest()

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, disable_cre
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from sglang.srt.observability.http_metrics import HttpMetrics
+from sglang.srt.observability.latency_sketch import LatencySketch
 
 _SECONDS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 120, 240)
 _TOKEN_SECONDS = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4, 0.8, 2)
@@ -190,6 +191,8 @@ class MetricsCollector:
         self._state: Mapping[str, Any] = {}
         self._prompt_total = 0
         self._cached_total = 0
+        # Since the last point of the history: time to first token, between tokens, in the queue.
+        self.recent = {name: LatencySketch() for name in ("ttft", "itl", "queue")}
         self._cached_tokens = Counter(
             "sglang:cached_tokens",
             "Prompt tokens found in the cache, by tier.",
@@ -230,6 +233,7 @@ class MetricsCollector:
 
     def first_token(self, seconds: float, prompt_tokens: int, cached_tokens: Mapping[str, int]) -> None:
         self._first_token.observe(seconds)
+        self.recent["ttft"].add(seconds)
         self._prompt_tokens.inc(prompt_tokens)
         self._prompt_total += prompt_tokens
         self._prompt_lengths.observe(prompt_tokens)
@@ -240,6 +244,7 @@ class MetricsCollector:
 
     def queued(self, seconds: float) -> None:
         self._queue_time.observe(seconds)
+        self.recent["queue"].add(seconds)
 
     @property
     def cache_hit_rate(self) -> float:
@@ -252,7 +257,8 @@ class MetricsCollector:
     def tokens(self, count: int, seconds_each: float | None) -> None:
         """seconds_each: None for an answer's first tokens, which follow no other token."""
         self._generation_tokens.inc(count)
-        if seconds_each is not None:
+        if seconds_each is not None and count:
+            self.recent["itl"].add(seconds_each, count)
             for _ in range(count):
                 self._inter_token.observe(seconds_each)
 
