@@ -99,7 +99,7 @@ class HottestPrefixes:
         self._given: dict[int, str] = {}
         self._labels = labels
         # Likewise the labels, as long as none changes.
-        self._labelled: dict[int, str | None] = {}
+        self._labelled: dict[int, tuple[int, str | None]] = {}
         self._versions: list[int] = []
 
     def table(self, launch: LaunchSeq) -> list[dict[str, Any]]:
@@ -129,7 +129,8 @@ class HottestPrefixes:
         return {
             "hash": self._given[node.id],
             # The namespace without a salt is no secret.
-            "label": self._labelled[node.id],
+            "label": self._labelled[node.id][1],
+            "label_tokens": self._labelled[node.id][0],
             "namespace": self._hash(names.root(step.namespace)) if step.namespace else None,
             "tokens": node.end,
             "hits": node.hits,
@@ -146,15 +147,15 @@ class HottestPrefixes:
         self._versions = versions
         self._labelled = {node.id: known[node.id] if node.id in known else self._label_of(node) for node in nodes}
 
-    def _label_of(self, node: Node) -> str | None:
-        """The longest label that the prefix begins with."""
+    def _label_of(self, node: Node) -> tuple[int, str | None]:
+        """The longest label that the prefix begins with, see `PrefixLabels.find`."""
         pieces, step = [], node
         while step.parent is not None:
             pieces.append(step.key)
             step = step.parent
         assert isinstance(step, Root)
         found = [labels.find(step.namespace, pieces[::-1]) for labels in self._labels]
-        return max((each for each in found if each is not None), default=(0, None))[1]
+        return max((each for each in found if each is not None), default=(0, None))
 
     def _hash(self, key: bytes) -> str:
         return hashlib.blake2b(key, key=self._secret, digest_size=16).hexdigest()

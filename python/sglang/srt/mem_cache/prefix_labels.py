@@ -57,9 +57,11 @@ class PrefixLabels:
         return self._labels.pop(name, None) is not None
 
     def find(self, namespace: str, pieces: Iterable[np.ndarray]) -> tuple[int, str] | None:
-        """The longest label that a prefix begins with: length and name. pieces: the prefix's tokens (int32)."""
+        """The longest label that a prefix begins with: the tokens of what was named, and the name. pieces: the
+        prefix's tokens (int32)."""
         lengths = sorted({label.num_matched for label in self._labels.values()})
-        hasher, pos, found = self._hasher(namespace), 0, None
+        hasher, pos = self._hasher(namespace), 0
+        found: tuple[int, str] | None = None
         for piece in pieces:
             start = 0
             while lengths and lengths[0] <= pos + len(piece):
@@ -67,9 +69,9 @@ class PrefixLabels:
                 hasher.update(np.ascontiguousarray(piece[start : length - pos]))
                 start = length - pos
                 digest = hasher.digest()
-                names = (n for n, each in self._labels.items() if (each.num_matched, each.digest) == (length, digest))
-                if (name := next(names, None)) is not None:
-                    found = length, name
+                for name, label in self._labels.items():
+                    if (label.num_matched, label.digest) == (length, digest):
+                        found = label.num_tokens, name
             if not lengths:
                 break
             hasher.update(np.ascontiguousarray(piece[start:]))
