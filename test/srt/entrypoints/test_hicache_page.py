@@ -17,6 +17,9 @@ import torch
 from sglang.srt.managers.lost_hits import REASONS
 from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.storage.file.file_store import HiCacheFile
+from sglang.srt.observability.history import StateHistory
+from sglang.srt.observability.latency_sketch import LatencySketch
+from sglang.srt.observability.metrics_collector import MetricsCollector
 from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory
 from sglang.srt.peer.memory.cuda_slabs import SlabsConfig
 from sglang.srt.peer.memory.lent_memory import LentMemory
@@ -26,7 +29,7 @@ from support.server_fixture import NO_TLS, PATIENCE_S, Server, wait_until
 ROOT = Path(__file__).parents[3]
 SRT = ROOT / "python" / "sglang" / "srt"
 PAGE = (SRT / "entrypoints" / "hicache_page.html").read_text()
-REFERENCE = (ROOT / "docs" / "reference" / "state.md").read_text()
+REFERENCE, HISTORY = (ROOT / "docs" / "reference" / "state.md").read_text().split("## /hicache/history")
 FIELDS, COUNTERS = (
     set(re.findall(r"`([^`]+)`", " ".join(line.split("|")[1] for line in table.splitlines() if "|" in line)))
     for table in REFERENCE.split("Counters start at 0")
@@ -94,6 +97,8 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             "0.5",
             "--hicache-storage-backend",
             "dynamic",
+            "--admin-api-key",
+            "root",
         )
         server = Server(*flags, "--hicache-storage-backend-extra-config", json.dumps(config))
     with server:
@@ -101,6 +106,15 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             prompt = [*range(100, 250), *range(last - 50, last)]
             body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 2}}
             assert server.post("/generate", body | ({"cache_salt": salt} if salt else {})).status_code == 200
+        label = {"input_ids": list(range(100, 250))}
+        labelled = httpx.put(
+            server.url + "/hicache/labels/the%20system%20prompt",
+            json=label,
+            headers={"Authorization": "Bearer root"},
+            timeout=PATIENCE_S,
+            verify=NO_TLS,
+        )
+        assert labelled.status_code == 200, labelled.text
         wait_until(lambda: not any(link["operations_in_flight"] for link in server.state()["links"].values()))
         return server.state()
 
@@ -140,6 +154,9 @@ def test_the_state_says_which_prefixes_are_hot_and_not_what_they_are(state):
     assert (first["tokens"], first["hits"], first["namespace"], first["locks"]) == (150, 2, None, 0)
     assert first["tokens_on"] == {"device": 150, "peer": 0, "host": 150, "storage": 128} and first["stored"] is True
     assert {each["hits"] for each in others} == {1} and {each["tokens"] for each in others} == {201}
+    assert (first["label"], first["label_tokens"], first["saved_tokens"]) == ("the system prompt", 150, 150)
+    assert state["admin"]["labels"] == [{"name": "the system prompt", "tokens": 150}]
+    assert [each["label"] for each in others if each["namespace"]] == [None], "of another namespace"
     (namespace,) = {each["namespace"] for each in others} - {None}
     assert re.fullmatch("[0-9a-f]{32}", namespace) and "salt" not in json.dumps(state)
     assert len({each["hash"] for each in state["hottest"]}) == 4
@@ -159,6 +176,60 @@ def test_the_reference_and_the_page_list_every_counter():
     assert counted == COUNTERS
     (table,) = re.findall(r"const COUNTERS = \{(.*?)\n\};", PAGE, re.DOTALL)
     assert set(re.findall(r"(\w+): \"", table)) == counted
+
+
+@pytest.mark.e2e
+def test_reference_and_page_know_the_columns_of_the_history(state):
+    """A column that never was other than 0 is left out, so that all numbers are made to grow."""
+    latencies = {name: LatencySketch() for name in MetricsCollector("m").recent}
+    for sketch in latencies.values():
+        sketch.add(1.0)
+    history, now = StateHistory(latencies), json.loads(json.dumps(state))
+    history.note(0.0, state, None)
+    for part in ("queues", "lost_hits"):
+        now[part] = dict.fromkeys(now[part], 10**9)
+    for link in now["links"].values():
+        link["bytes_done"] += 1
+    now["counters"] = dict.fromkeys(COUNTERS, 10**9)
+    for tier in now["tiers"].values():
+        tier |= {"size_bytes": 5, "limit_bytes": 10} if "size_bytes" in tier else {"free_pages": 0}
+    history.note(5.0, now, None)
+    columns = set(history.reply()["columns"])
+    grouped = {re.sub(r"^(filled\.|links\.|lost_hits\.|hit_tokens_|evicted_tokens_)\w+", r"\1*", c) for c in columns}
+    rows = " ".join(line.split("|")[1] for line in HISTORY.splitlines() if line.startswith("| `"))
+    assert grouped == set(re.findall(r"`([^`]+)`", rows))
+    columns |= {f"{name}_tokens_{tier}" for name in ("hit", "evicted") for tier in ("device", "peer", "host")}
+    columns |= {"hit_tokens_disk", "hit_tokens_remote"}
+    drawn = set(re.findall(r'column: "(\w+)"', PAGE)) - {"computed"}
+    assert len(drawn) > 4 and drawn <= columns
+
+
+def test_the_history_has_the_key_of_the_state(keyed_server):
+    assert keyed_server.get("/hicache/history").status_code == 401
+
+    def get(since: str) -> httpx.Response:
+        return httpx.get(
+            f"{keyed_server.url}/hicache/history?since={since}",
+            headers={"Authorization": "Bearer user"},
+            timeout=PATIENCE_S,
+            verify=NO_TLS,
+        )
+
+    reply = get("0").json()
+    assert reply.keys() == {"started", "interval_s", "num_points", "time", "columns"}
+    assert reply["interval_s"] * reply["num_points"] == 900
+    assert get("9e99").json()["time"] == []
+    for wrong in ("yesterday", "nan", ""):
+        assert get(wrong).status_code == 400 and "Unix time" in get(wrong).text
+
+
+def test_a_label_needs_the_administrators_key(keyed_server):
+    body = {"input_ids": [1, 2, 3]}
+    url = keyed_server.url + "/hicache/labels/x"
+    for key in ("user", "wrong"):
+        headers = {"Authorization": f"Bearer {key}"}
+        reply = httpx.put(url, json=body, headers=headers, timeout=PATIENCE_S, verify=NO_TLS)
+        assert reply.status_code == 401
 
 
 def test_the_page_is_open_where_the_state_is_not(keyed_server):
@@ -212,6 +283,8 @@ def test_the_page_is_one_file_that_writes_text_only():
         "@import",
     ):
         assert word not in PAGE
+    # So its titles and drawings need no namespace of their own.
+    assert "createElement(" in PAGE and "createElementNS(" in PAGE and "xmlns" not in PAGE
     used = set(re.findall(r'(?:at|show|showShares)\("([\w-]+)"', PAGE))
     assert used and used <= set(parser.ids)
 
@@ -221,7 +294,8 @@ const assert = require("node:assert"), { readFileSync } = require("node:fs");
 const html = readFileSync(process.argv[1], "utf8");
 const run = require("node:vm");
 const names = ["bytes", "percent", "duration", "partsOf", "sharesOf", "growth", "withSample", "partOf", "rate",
-  "slabsOf"];
+  "slabsOf", "seconds", "shortened", "withHistory", "columnOf", "niceMax", "runsOf", "troublesOf", "wrapped",
+  "placesOf", "nameOf", "flowsOf", "reasonSeries", "isNothing"];
 const script = html.split("<script>")[1].split("</script>")[0];
 const page = run.runInNewContext(`${script}; ({${names}})`, {});
 const same = (a, b) => assert.strictEqual(JSON.stringify(a), JSON.stringify(b));
@@ -250,6 +324,69 @@ same([1, 2, 3, 4, 5, 6, 7].map((t) => add(t, t, t * t)), [1, 2, 3, 4, 5, 7, 9]);
 for (let t = 8; t < 100; t += 1) add(t, t, 0);
 assert(samples.length >= 31 && samples.length <= 34);
 same(add(100, 5, 9), null);
+same([0.00018, 0.0312, 0.9999, 2.345, 33.3].map(page.seconds), ["0.2 ms", "31 ms", "1.00 s", "2.35 s", "33.3 s"]);
+same(["2.50 s", "5.00 s", "200 ms", "1.0/s", "10,000/s"].map(page.shortened),
+  ["2.5 s", "5 s", "200 ms", "1/s", "10,000/s"]);
+same([0, 0.003, 1, 1.2, 99, 500].map(page.niceMax), [1, 0.005, 1, 2, 100, 500]);
+same(["0", "0 B", "none", "–", "0.3", "10"].map(page.isNothing), [true, true, true, true, false, false]);
+same(page.wrapped("one two three four", 9, 2), ["one two", "three…"]);
+same(page.wrapped("one two", 9, 2), ["one two"]);
+same([{ hash: "0123456789abcdef01" }, { label: "a", label_tokens: 5, tokens: 5 },
+  { label: "a", label_tokens: 5, tokens: 1205 }].map(page.nameOf), ["0123456789abcdef", "a", "a + 1,200"]);
+// A column that a reply lacks was 0 where there is a state, and latencies are unknown without requests.
+const reply = (started, time, columns) => ({ started, interval_s: 5, num_points: 4, time, columns });
+let history = page.withHistory(null, reply(1, [5, 10], { running: [1, null], ttft_p50: [2, null] }));
+const more = { running: [0, 0], prompt_tokens: [9, 8], hit_tokens_disk: [4, 0] };
+history = page.withHistory(history, reply(1, [15, 20], more));
+same(history.columns, { running: [1, null, 0, 0], ttft_p50: [2, null, null, null],
+  prompt_tokens: [0, null, 9, 8], hit_tokens_disk: [0, null, 4, 0] });
+same(page.columnOf(history, "computed"), [0, null, 5, 8]);
+same([page.columnOf(history, "waiting"), page.columnOf(history, "itl_p95")],
+  [[0, null, 0, 0], [null, null, null, null]]);
+history = page.withHistory(history, reply(1, [25], { running: [3] }));
+same([history.time, history.columns.running], [[10, 15, 20, 25], [null, 0, 0, 3]]);
+same(page.withHistory(history, reply(2, [30], { running: [7] })).columns, { running: [7] });
+same(page.withHistory(null, reply(1, [], {})).time, []);
+same(page.runsOf([0, 5, 10, 15, 60, 65], [1, 2, null, 3, 4, 5], 5), [[0, 1], [3], [4, 5]]);
+const many = Object.fromEntries([...Array(9).keys()].map((i) => [`lost_hits.r${i}`, [i, null]]));
+const series = page.reasonSeries({ columns: many });
+same(series.map((s) => s.name), ["r8", "r7", "r6", "r5", "r4", "r3", "2 others"]);
+same(series[6].columns, ["lost_hits.r2", "lost_hits.r1"]);
+const well = { tiers: { device: {}, host: {}, disk: { read_errors: 3 }, remote: {} },
+  switches: { host: { reads: true, writes: true } },
+  storage: { tiers: ["disk", "remote"], reads: { off: false }, writes: { off: false } } };
+same(page.troublesOf(well, well), {});
+const sick = JSON.parse(JSON.stringify(well));
+sick.switches.host.writes = false;
+sick.tiers.disk.read_errors = 5;
+sick.tiers.remote.left_alone = 1;
+sick.storage.writes = { off: true, reason: "it hangs" };
+sick.peers = { lenders: [{ endpoint: "a", connected: false }], problems: ["another model"] };
+same(Object.entries(page.troublesOf(sick, well)).map(([tier, texts]) => [tier, texts.length]).sort(),
+  [["device", 1], ["disk", 2], ["host", 1], ["peer", 1], ["remote", 2]]);
+assert(page.troublesOf(sick, well).disk[0].includes("it hangs"));
+// Boxes lie in the picture, and none over another.
+const all = ["device", "peer", "host", "disk", "remote"];
+for (const width of [300, 639, 640, 1200]) for (let mask = 0; mask < 16; mask += 1) for (const lines of [0, 6]) {
+  const tiers = all.filter((tier, i) => i === 0 || mask & 1 << i - 1);
+  const { places, height } = page.placesOf(tiers, width, { disk: lines, peer: lines });
+  const boxes = tiers.map((tier) => places[tier]);
+  boxes.forEach((a, i) => {
+    assert(a.x >= 0 && a.y >= 0 && a.x + a.w <= width + 0.01 && a.y + a.h <= height + 0.01, `${tiers} ${width}`);
+    assert(a.h >= 84);
+    for (const b of boxes.slice(0, i)) {
+      assert(a.x >= b.x + b.w || b.x >= a.x + a.w || a.y >= b.y + b.h || b.y >= a.y + a.h,
+        `${tiers} ${width}`);
+    }
+  });
+}
+const moving = (moved) => ({ page_bytes: 10, page_size: 1,
+  links: { h2d: { bytes_done: moved }, store: { bytes_done: 7 * moved } },
+  tiers: { device: {}, host: {}, disk: { written_bytes: moved }, remote: { read_bytes: 2 * moved } },
+  storage: { tiers: ["disk", "remote"], block_tokens: 4 } });
+const two = [0, 10].map((t) => ({ t, state: moving(100 * t) }));
+same(page.flowsOf(two[1].state, two, null).map((f) => [f.from, f.to, f.speed]), [["host", "device", 100],
+  ["host", "disk", 100], ["disk", "host", 0], ["host", "remote", 0], ["remote", "host", 200]]);
 """
 
 

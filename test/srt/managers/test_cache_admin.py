@@ -12,6 +12,7 @@ from test_storage import BLOCK, PARAMS, SETUP, Engine, computed, prompt
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers.io_struct import (
     EraseSaltReqInput,
+    LabelPrefixReqInput,
     RetainPrefixReqInput,
     SetPoliciesReqInput,
     SetQuotaReqInput,
@@ -129,6 +130,28 @@ def test_a_prefix_stays_until_its_time_is_over(model_config: ModelConfig) -> Non
         ask(engine, prompt(seed, 40))
     assert tree.match("", kept).device_len == 0
     assert not engine.scheduler.state()["admin"]["retention"]
+    engine.close()
+
+
+def test_names_of_kept_prefixes_and_labels_are_found(model_config: ModelConfig) -> None:
+    engine = Engine(model_config, storage=None)
+    text = prompt(10, 48)
+    admin = engine.scheduler.cache_admin
+    label = LabelPrefixReqInput(id="1", name="bot", extra_key=ALICE, input_ids=ids_to_bytes(text))
+    assert engine.ask_admin(label).success and engine.scheduler.state()["admin"]["labels"] == [
+        {"name": "bot", "tokens": 48}
+    ]
+    assert admin.labels.find(ALICE, [text]) == (48, "bot") and admin.labels.find("", [text]) is None
+    drop = LabelPrefixReqInput(id="1", name="bot")
+    assert engine.ask_admin(drop).success and "no prefix has the label" in engine.ask_admin(drop).message
+    assert admin.labels.find(ALICE, [text]) is None
+    # What is kept has its name as long as it is kept.
+    names = admin.retention.labels
+    assert retain(engine, "system", text, 100).success and names.find("", [text]) == (48, "system")
+    assert retain(engine, "system", text, 0).success and names.find("", [text]) is None
+    assert retain(engine, "system", text, 1e-9).success
+    ask(engine, prompt(11, 40))
+    assert names.state() == []
     engine.close()
 
 

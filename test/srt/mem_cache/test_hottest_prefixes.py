@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
 from sglang.srt.mem_cache.hottest_prefixes import HottestPrefixes, hottest
 from sglang.srt.mem_cache.namespaces import private
 from sglang.srt.mem_cache.node import Node
+from sglang.srt.mem_cache.prefix_labels import PrefixLabels
 from sglang.srt.mem_cache.transfer import D2H, Ticket, Tier
 
 
@@ -129,9 +130,12 @@ def test_what_is_shown_of_a_prefix():
     entry = table.table(launch=5)[0]
     assert entry | {"hash": ""} == {
         "hash": "",
+        "label": None,
+        "label_tokens": 0,
         "namespace": None,
         "tokens": 10,
         "hits": 1,
+        "saved_tokens": 0,
         "tokens_on": {"device": 10, "peer": 0, "host": 0, "storage": 0},
         "stored": False,
         "locks": 0,
@@ -156,6 +160,24 @@ def test_what_is_shown_of_a_prefix():
     world.tree.rename_blocks(None)
     entry = table.table(launch=9)[0]
     assert entry["tokens_on"] == {"device": 10, "peer": 0, "host": 10} and entry["stored"] is None
+
+
+def test_what_saved_the_most_tokens_comes_first_with_its_label():
+    world = World()
+    for i in range(6):
+        world.request("abc" + f"{i}" * 5)
+    for _ in range(3):
+        world.request("a long prompt that few have")
+    labels, kept = PrefixLabels(1), PrefixLabels(1)
+    table = HottestPrefixes(world.tree, 3, labels=(labels, kept))
+    shown = lambda: [(p["tokens"], p["saved_tokens"], p["label"], p["label_tokens"]) for p in table.table(9)[:2]]  # noqa: E731
+    assert shown() == [(27, 54, None, 0), (3, 15, None, 0)]
+    labels.put("letters", "", np.array([ord(c) for c in "abc"], np.int32))
+    kept.put("few", "", np.array([ord(c) for c in "a long"], np.int32))
+    assert shown() == [(27, 54, "few", 6), (3, 15, "letters", 3)]
+    kept.put("more", "", np.array([ord(c) for c in "a long prompt"], np.int32))
+    labels.remove("letters")
+    assert shown() == [(27, 54, "more", 13), (3, 15, None, 0)]
 
 
 @pytest.mark.parametrize("block_keys", [None, BlockKeys(b"", 4)])

@@ -21,6 +21,7 @@ from typing import Any
 
 from sglang.srt.observability.latency_sketch import LatencySketch
 from sglang.srt.utils.clock import monotonic
+from sglang.srt.utils.errors import RequestError
 
 INTERVAL_S = 5.0
 NUM_POINTS = 180
@@ -47,7 +48,8 @@ class StateHistory:
         self._wall = wall
         self._started = round(wall(), 3)
         self._times = array("d")
-        self._columns: dict[str, array[float]] = {}
+        # By name; `running` tells which points are gaps.
+        self._columns = {"running": array("d")}
         # The last state, and when it was asked for.
         self._state: Mapping[str, Any] = {}
         self._state_at = -math.inf
@@ -90,7 +92,7 @@ class StateHistory:
             values |= {f"{name}_{part}": value for part, value in zip(_QUANTILES, found)}
         for name, value in values.items():
             # A column begins with its first value: links and reasons that never occur take no room.
-            if name not in self._columns and (value or name == "running"):
+            if name not in self._columns and value and not math.isnan(value):
                 self._columns[name] = array("d", self._before_first(name))
         for name, column in self._columns.items():
             column.append(float(f"{values.get(name, other):.4g}"))
@@ -102,9 +104,8 @@ class StateHistory:
 
     def _before_first(self, name: str) -> list[float]:
         """What a column that begins now held so far: nothing, where the scheduler answered."""
-        if "running" not in self._columns or name.endswith(tuple(_QUANTILES)):
-            return [math.nan] * len(self._times)
-        return [each and 0.0 for each in self._columns["running"]]
+        is_latency = name.endswith(tuple(_QUANTILES))
+        return [math.nan if is_latency or math.isnan(each) else 0.0 for each in self._columns["running"]]
 
     def reply(self, since: float = 0.0) -> dict[str, Any]:
         """The points after a Unix time. Of the columns without any value but 0 only `running` is there."""
@@ -129,7 +130,7 @@ class StateHistory:
         clock: Callable[[], float] = monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """ask: the scheduler for its state; raises what it likes if there is none."""
+        """ask: the scheduler for its state; raises RequestError if there is none."""
         due = self._totals_at = clock()
         while True:
             due = max(due + INTERVAL_S, clock())
@@ -140,7 +141,7 @@ class StateHistory:
                 continue
             try:
                 state = await asyncio.wait_for(ask(), ANSWER_S)
-            except Exception:  # too busy, or ending: whatever it is, there is no state
+            except (TimeoutError, RequestError):  # too busy, or ending
                 self.note(clock(), None, before)
             else:
                 self.note(clock(), state, before)
