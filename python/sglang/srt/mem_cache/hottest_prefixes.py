@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import math
 import secrets
 from collections.abc import Sequence
 from itertools import islice
@@ -37,12 +38,15 @@ _SAME = 0.9
 # large the tree is.
 _MAX_LOOKS = 4096
 _MAX_CHILDREN = 1024
-# Of so many times the prefixes that are shown, those with the most hits, those that saved the most tokens are shown.
-_CANDIDATES = 4
+# Prefixes with fewer hits than those that are shown at least: some are longer, and saved more tokens. After so many
+# looks for them the search ends.
+_MORE_PREFIXES = 60
+_MORE_LOOKS = 128
 
 
-def hottest(tree: HiRadixTree, num_prefixes: int, max_looks: int = _MAX_LOOKS) -> list[Node]:
-    """The ends of the num_prefixes prefixes with the most hits, in descending order.
+def hottest(tree: HiRadixTree, num_prefixes: int, max_looks: int = _MAX_LOOKS, num_more: int = 0) -> list[Node]:
+    """The ends of the num_prefixes prefixes with the most hits, in descending order; and up to num_more of those that
+    follow, if they are found soon.
 
     The search goes best first from the roots. A request that uses a node uses its parent, so that nothing below a
     node has more hits, and few nodes are expanded. At most max_looks nodes are looked at, and the oldest
@@ -54,7 +58,7 @@ def hottest(tree: HiRadixTree, num_prefixes: int, max_looks: int = _MAX_LOOKS) -
     found: list[tuple[int, int, Node]] = []
     # Hits of the best nodes found, the least first.
     best: list[int] = []
-    looks = 0
+    looks, most, last_look = 0, num_prefixes + num_more, math.inf
 
     def put(node: Node, top: int) -> None:
         heapq.heappush(queue, (-node.hits, looks, node, top))
@@ -64,21 +68,23 @@ def hottest(tree: HiRadixTree, num_prefixes: int, max_looks: int = _MAX_LOOKS) -
         for child in islice(root.children.values(), max(0, min(_MAX_CHILDREN, max_looks - looks))):
             looks += 1
             put(child, child.hits)
-    while queue and (len(best) < num_prefixes or -queue[0][0] > best[0]):
+    while queue and looks < last_look and (len(best) < most or -queue[0][0] > best[0]):
         _, order, node, top = heapq.heappop(queue)
         goes_on = False
         for child in islice(node.children.values(), max(0, min(_MAX_CHILDREN, max_looks - looks))):
             looks += 1
             same = child.hits >= _SAME * top
             goes_on = goes_on or same
-            if len(best) < num_prefixes or child.hits > best[0]:
+            if len(best) < most or child.hits > best[0]:
                 put(child, top if same else child.hits)
         if not goes_on:
             found.append((-node.hits, order, node))
             heapq.heappush(best, node.hits)
-            if len(best) > num_prefixes:
+            if len(best) > most:
                 heapq.heappop(best)
-    return [node for _, _, node in sorted(found)[:num_prefixes]]
+            if num_more and len(best) == num_prefixes:
+                last_look = looks + _MORE_LOOKS
+    return [node for _, _, node in sorted(found)[:most]]
 
 
 def saved_tokens(node: Node) -> int:
@@ -107,7 +113,7 @@ class HottestPrefixes:
         names = self.tree.names.keys or self._own_names
         if names is not self._names:
             self._names, self._given = names, {}
-        nodes = hottest(self.tree, _CANDIDATES * self.num_prefixes)
+        nodes = hottest(self.tree, self.num_prefixes, num_more=_MORE_PREFIXES)
         nodes = sorted(nodes, key=saved_tokens, reverse=True)[: self.num_prefixes]
         self._find_labels(nodes)
         self._given = {node.id: self._given.get(node.id) or self._hash(self._key_of(node)) for node in nodes}

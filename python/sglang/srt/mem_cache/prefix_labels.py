@@ -46,7 +46,7 @@ class PrefixLabels:
         if name not in self._labels and len(self._labels) >= MAX_LABELS:
             return f"there are {MAX_LABELS} labels, which is the most: remove one"
         hasher = self._hasher(namespace)
-        hasher.update(np.ascontiguousarray(tokens[:num_matched], np.int32))
+        hasher.update(tokens[:num_matched].astype(np.int32).tobytes())
         self._labels[name] = _Label(len(tokens), num_matched, hasher.digest())
         self.version += 1
         return ""
@@ -66,7 +66,7 @@ class PrefixLabels:
             start = 0
             while lengths and lengths[0] <= pos + len(piece):
                 length = lengths.pop(0)
-                hasher.update(np.ascontiguousarray(piece[start : length - pos]))
+                hasher.update(piece[start : length - pos].tobytes())
                 start = length - pos
                 digest = hasher.digest()
                 for name, label in self._labels.items():
@@ -74,7 +74,7 @@ class PrefixLabels:
                         found = label.num_tokens, name
             if not lengths:
                 break
-            hasher.update(np.ascontiguousarray(piece[start:]))
+            hasher.update(piece[start:].tobytes())
             pos += len(piece)
         return found
 
