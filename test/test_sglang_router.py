@@ -26,10 +26,11 @@ from support.store_servers import RedisServer
 pytestmark = [pytest.mark.clients, pytest.mark.e2e]
 
 ROUTERS = {"sglang_router": "sglang-router", "smg": "smg"}
-# As docs/guides/router.md has them, but for the policy. A server that is back is used again within seconds.
+# As docs/guides/router.md has them, but for the policy. A server that is back is used again within seconds. A request
+# is tried five times, at the dead server each time perhaps, until that has failed as often as the threshold.
 ROUTER_FLAGS = (
     "--policy round_robin --health-check-interval-secs 1 --health-failure-threshold 1 --health-success-threshold 1 "
-    "--cb-timeout-duration-secs 2 --cb-success-threshold 1 --worker-startup-check-interval 1"
+    "--cb-failure-threshold 2 --cb-timeout-duration-secs 2 --cb-success-threshold 1 --worker-startup-check-interval 1"
 )
 # Answers are compared, and launches of other sizes round otherwise.
 SERVER_FLAGS = (
