@@ -196,6 +196,7 @@ def test_a_salt_is_erased_on_every_tier_and_no_other(model_config: ModelConfig) 
     num_blocks = len(engine.store.blocks)
     reply = erase(engine, "alice")
     assert reply.success and reply.result["erased_tokens"]["host"] > 0
+    assert reply.result["tiers"] == ["device", "host", "disk"]
     engine.assert_nothing_left()
     tree = engine.scheduler.cache.tree
     assert {BOB, ""} == set(tree.roots)
@@ -206,6 +207,14 @@ def test_a_salt_is_erased_on_every_tier_and_no_other(model_config: ModelConfig) 
     assert ask(engine, text, ALICE) == 0 and ask(engine, text, BOB) == 96
     lost = engine.scheduler.state()["lost_hits"]
     assert lost["erased"] == 64, "the reason is known of whole blocks of the history; no tokens of tails are kept"
+    engine.close()
+
+
+def test_what_was_never_cached_is_kept_no_longer(model_config: ModelConfig) -> None:
+    engine = Engine(model_config, storage=None)
+    assert retain(engine, "ghost", prompt(1, 60), 100, ALICE).success
+    assert erase(engine, "alice").result["tiers"] == ["device", "host"], "no storage was asked"
+    assert not engine.scheduler.state()["admin"]["retention"]
     engine.close()
 
 

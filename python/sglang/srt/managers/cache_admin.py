@@ -174,10 +174,14 @@ class CacheAdmin:
             return
         for req in requests:
             self._end_request(req)
-        namespaces = {name for name in cache.tree.roots if salt_of(name) == salt}
-        self.retention.forget(namespaces)
-        erased = cache.erase(namespaces)
-        result = {"requests": len(requests), "erased_tokens": {TIER_NAMES[t]: n for t, n in erased.items()}}
+        self.retention.forget_salt(salt)
+        erased = cache.erase(salt)
+        result = {
+            "requests": len(requests),
+            # A backend that is not attached keeps what it has.
+            "tiers": [TIER_NAMES[tier] for tier in cache.tiers],
+            "erased_tokens": {TIER_NAMES[tier]: n for tier, n in erased.items()},
+        }
         self._tell_storage(StorageAction.ERASE, salt, 0, ControlReply(request.id, True, "", result))
 
     def _set_quota(self, request: SetQuotaReqInput) -> None:

@@ -36,7 +36,7 @@ from sglang.srt.managers.transfer_ledger import Pools, TransferLedger
 from sglang.srt.mem_cache.block_keys import NO_KEYS
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
-from sglang.srt.mem_cache.namespaces import is_alone
+from sglang.srt.mem_cache.namespaces import is_alone, salt_of
 from sglang.srt.mem_cache.node import MatchResult, Node, Receipt
 from sglang.srt.mem_cache.page_watcher import PageWatcher
 from sglang.srt.mem_cache.placement import pages_ahead
@@ -565,8 +565,10 @@ class KVCache:
                     self.controller.drop(node, tier)
         self.reap()
 
-    def erase(self, namespaces: set[str]) -> dict[Tier, int]:
-        """Drop all that these have in memory; no request reads it. Returns how many tokens that was, by tier."""
+    def erase(self, salt: str) -> dict[Tier, int]:
+        """Drop all that requests with a `cache_salt` have left in memory; none reads it. Returns how many tokens that
+        was, by tier."""
+        namespaces = {name for name in self.tree.roots if salt_of(name) == salt}
         erased = dict.fromkeys(self.tables, 0)
         with self.lost_hits.history.because("erased"):
             for namespace in sorted(namespaces):
@@ -576,7 +578,7 @@ class KVCache:
                             erased[tier] += len(node.key)
                             self.controller.drop(node, tier)
         self.lost_hits.history.forget_tails()
-        self.sessions.table.forget(namespaces)
+        self.sessions.table.forget_salt(salt)
         self.reap()
         return erased
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
+from sglang.srt.mem_cache.namespaces import salt_of
 from sglang.srt.mem_cache.node import Node
 from sglang.srt.mem_cache.prefix_labels import PrefixLabels
 from sglang.srt.mem_cache.transfer import FRAME_TIERS, Tier
@@ -84,9 +85,9 @@ class PrefixRetention:
         self.labels.remove(name)
         return self._kept.pop(name, None) is not None
 
-    def forget(self, namespaces: set[str]) -> None:
-        """Keep nothing of the namespaces any more."""
-        for name in [name for name, kept in self._kept.items() if kept.namespace in namespaces]:
+    def forget_salt(self, salt: str) -> None:
+        """Keep nothing of its requests any more."""
+        for name in [name for name, kept in self._kept.items() if salt_of(kept.namespace) == salt]:
             self.release(name)
 
     def step(self, now: Seconds) -> None:

@@ -144,7 +144,7 @@ class StorageController:
         self.setup = setup
         self.controller.set_write_policy(setup.write_policy)
         self.set_config(setup.prefetch)
-        self.open(setup.limits, BlockKeys(setup.secret, setup.block_tokens), setup.is_lossy)
+        self.open(setup.limits, BlockKeys(setup.secret, setup.block_tokens, setup.tenant_key), setup.is_lossy)
         self.obey_switches()
 
     def detach_storage(self) -> None:

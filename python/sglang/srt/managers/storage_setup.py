@@ -86,6 +86,8 @@ class StorageSetup:
     tiers: tuple[Tier, ...] = (Tier.DISK,)
     # Whether what it stores comes back changed.
     is_lossy: bool = False
+    # See `BlockKeys`.
+    tenant_key: bytes = b""
 
     @property
     def is_exclusive(self) -> bool:

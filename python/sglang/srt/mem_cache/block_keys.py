@@ -23,12 +23,14 @@ NO_KEYS = np.empty((0, KEY_BYTES), np.uint8)
 
 
 class BlockKeys:
-    """secret: up to 64 bytes. block_tokens: tokens per block."""
+    """secret: up to 64 bytes. block_tokens: tokens per block. tenant_key: of tenants' names, the same for all models
+    and settings that share a folder or a store."""
 
-    def __init__(self, secret: bytes, block_tokens: int) -> None:
+    def __init__(self, secret: bytes, block_tokens: int, tenant_key: bytes = b"") -> None:
         if block_tokens < 1:
             raise ValueError(f"a block needs at least one token, got {block_tokens}")
         self.secret = secret
+        self._tenant_key = tenant_key
         self.block_tokens = block_tokens
         # Equal if the same tokens get the same names.
         self.naming = hashlib.blake2b(b"%d" % block_tokens, key=secret, digest_size=8, person=b"naming").digest()
@@ -42,7 +44,9 @@ class BlockKeys:
         """What stands for a `cache_salt` in storage, 8 bytes; none for the empty one."""
         if not salt:
             return b""
-        return hashlib.blake2b(salt.encode(), key=self.secret, digest_size=TENANT_BYTES, person=b"tenant").digest()
+        return hashlib.blake2b(
+            salt.encode(), key=self._tenant_key, digest_size=TENANT_BYTES, person=b"tenant"
+        ).digest()
 
     def chain(self, last: bytes, tokens: np.ndarray) -> np.ndarray:
         """Keys of the whole blocks in tokens (int32), of which the first follows the block with key `last`.

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from sglang.srt.mem_cache.namespaces import salt_of
 from sglang.srt.mem_cache.session_weights import Returns, expected_returns
 from sglang.srt.utils.time_units import NO_LAUNCH, LaunchSeq
 
@@ -113,9 +114,9 @@ class SessionTable:
         records = self._records.values()
         return sum([r.path_tokens for r in records if r.answered is not None and r.stays_until > launch])
 
-    def forget(self, namespaces: set[str]) -> None:
-        """Forget the sessions of the namespaces, as if they had never been."""
-        self._records = {key: record for key, record in self._records.items() if key[0] not in namespaces}
+    def forget_salt(self, salt: str) -> None:
+        """Forget the sessions of its requests, as if they had never been."""
+        self._records = {key: record for key, record in self._records.items() if salt_of(key[0]) != salt}
 
     def _use(self, key: SessionKey, launch: LaunchSeq) -> SessionRecord:
         """The session's record, which becomes the most recently used."""

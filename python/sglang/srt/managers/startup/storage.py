@@ -164,6 +164,7 @@ class StorageOpener:
             # Of two, both are exact: see `_check_two`.
             is_lossy=len(names) == 1 and storage_backend(names[0]).is_lossy(config),
             tiers=tuple(STORAGE_BACKENDS[name].tier for name in names),
+            tenant_key=hashlib.blake2b(own["secret"].encode(errors="surrogatepass")).digest(),
         )
         opened = {
             "backend": backend,

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from test_file_store_shared import Process, folder_of
+from test_file_store_shared import Killed, Process, folder_of
 
 from sglang.srt.mem_cache.storage.file import tenant_blocks
+from sglang.srt.mem_cache.storage.file.file_store import HiCacheFile
 from sglang.srt.mem_cache.storage.file.tenant_log import TenantLog
-from support.fake_pages import keys_of
+from support.fake_pages import BLOCK_TOKENS, keys_of
 
 ALICE, BOB = b"alice---", b"bob-----"
 
@@ -131,7 +132,7 @@ def test_blocks_from_before_there_was_a_log_are_told_of(start, tmp_path: Path, c
     again = start()
     with caplog.at_level(logging.WARNING):
         assert not again.store.erase(ALICE)
-    assert "clear it to be certain" in caplog.text and again.exists(1)
+    assert "clear it, and delete" in caplog.text and again.exists(1)
     again.store.clear()
 
 
@@ -158,6 +159,77 @@ def test_a_limit_keeps_what_was_used_last(start) -> None:
     assert process.store.limit(ALICE, -1)
     put(process, ALICE, *range(40, 60))
     assert process.get(*range(40, 60)) == 20
+
+
+def test_what_is_over_a_limit_counts_as_stored(start) -> None:
+    """Else memory, which has it, would have it written again and again."""
+    process = start()
+    assert process.store.limit(ALICE, 0)
+    assert put(process, ALICE, *range(5)) == 5 and process.exists(0) == 0
+    assert process.store.touch(keys_of(*range(5))) == 5
+    assert process.stat("written_blocks") == 0
+    assert process.store.limit(ALICE, 3)
+    assert process.store.touch(keys_of(0)) == 0, "now it may be stored"
+    assert put(process, ALICE, *range(8)) == 8
+    assert process.stat("written_blocks") == 3
+    assert process.store.touch(keys_of(*range(8))) == 8
+    assert put(process, BOB, 20) == 1 and process.get(20) == 1
+
+
+def test_a_damaged_blocks_bytes_are_erased_too(start, tmp_path: Path) -> None:
+    process = start()
+    put(process, ALICE, 1, 2)
+    secret = payload(process, 1)
+    (path,) = folder_of(tmp_path / "root").glob("*.kv")
+    data = bytearray(path.read_bytes())
+    at = data.index(secret)
+    data[at + 500] ^= 1
+    path.write_bytes(data)
+    assert process.get(1, 2) == 0
+    assert process.store.erase(ALICE) and secret not in on_disk(tmp_path / "root")
+
+
+def test_blocks_that_a_dead_process_was_writing_are_erased(start, tmp_path: Path) -> None:
+    process, other = start(), start()
+    put(process, ALICE, 1)
+    secret = payload(other, 5)
+
+    def die() -> None:
+        raise Killed
+
+    write = other.store._files.write_payloads
+    other.store._files.write_payloads = lambda *args: (write(*args), die())  # type: ignore[assignment]
+    with pytest.raises(Killed):
+        put(other, ALICE, 5)
+    other.die()
+    assert secret in on_disk(tmp_path / "root")
+    process.store._tenants._sleep = lambda seconds: pytest.fail("no process is writing")  # type: ignore[method-assign]
+    assert process.store.erase(ALICE)
+    assert secret not in on_disk(tmp_path / "root")
+
+
+def test_leftovers_of_other_models_are_erased(tmp_path: Path, start, caplog) -> None:
+    """Folders of other settings that no process uses: with a block of the tenant they are emptied."""
+
+    def leave(model: str, tenant: bytes) -> Path:
+        before = set((tmp_path / "root").glob("*/*.kv"))
+        process = Process(tmp_path / "root")
+        process.store.close()
+        process.store = HiCacheFile(tmp_path / "root", model, process.pool, BLOCK_TOKENS)
+        put(process, tenant, 1, 2)
+        process.store.close()
+        (made,) = set((tmp_path / "root").glob("*/*.kv")) - before
+        return made
+
+    of_alice, of_bob = leave("another model", ALICE), leave("a third", BOB)
+    process = start()
+    put(process, b"", 3)
+    assert process.store.erase(ALICE)
+    assert not of_alice.exists() and of_bob.exists()
+    (of_bob.parent / "tenants").unlink()
+    with caplog.at_level(logging.WARNING):
+        assert not process.store.erase(ALICE)
+    assert "delete the folders" in caplog.text
 
 
 def test_a_log_is_rewritten_when_it_has_grown(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ class HiCacheFile:
         # Guards the index, and is not held during reads and writes.
         self._lock, self._index = self._sync.lock, self._sync.index
         self._writer = SegmentWriter(root, self._sync, limit_bytes, max_copies, clock)
-        self._tenants = TenantBlocks(self._sync, self._writer)
+        self._tenants = TenantBlocks(root, self._sync, self._writer)
         try:
             unusable = self._sync.open()
             if self._folder.writable:
@@ -195,19 +195,26 @@ class HiCacheFile:
             first = {key: i for i, key in reversed(list(enumerate(keys)))}
             missing = sorted(i for key, i in first.items() if key not in self._index)
             self._index.use([self._index.places[key] for key in keys if key in self._index])
+        if tenant:
+            missing = self._tenants.admitted(tenant, keys, missing)
         self._writer.store(keys, pages, missing, before, tenant)
         if tenant:
             with contextlib.suppress(OSError):
                 self._tenants.enforce(tenant)
         with self._lock:
-            return next((i for i, key in enumerate(keys) if key not in self._index), len(keys))
+            return self._num_leading(keys)
+
+    def _num_leading(self, keys: Sequence[bytes]) -> int:
+        """Of blocks that are stored, or are not for the sake of a limit."""
+        lacking = (i for i, key in enumerate(keys) if key not in self._index and not self._tenants.has_given_up(key))
+        return next(lacking, len(keys))
 
     def touch(self, keys: Sequence[bytes]) -> int:
         """See TouchedStore."""
         self._sync.refresh()
         with self._lock:
             self._index.use([place for key in keys if (place := self._index.places.get(key)) is not None])
-            count = next((i for i, key in enumerate(keys) if key not in self._index), len(keys))
+            count = self._num_leading(keys)
         self._sync.share_uses()
         return count
 

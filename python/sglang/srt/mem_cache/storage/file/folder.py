@@ -176,7 +176,7 @@ class EarlierFormat:
 def find_earlier_format(root: Path, own: Path, description: str) -> EarlierFormat:
     """Until version 1 the page size was part of a namespace and of its description."""
     found = EarlierFormat([], 0, 0)
-    for folder in _folders(root):
+    for folder in namespace_folders(root):
         described = (_read_if_there(folder / "namespace") or b"").decode("utf-8", "replace").rstrip("\n")
         if folder == own or re.sub(r" page \d+(?= block )", "", described) != description:
             continue
@@ -204,10 +204,10 @@ class Leftovers:
     def __init__(self, root: Path, own: Path) -> None:
         self.size_bytes = 0
         self._segments: list[tuple[float, int, Path]] = []  # The oldest last.
-        for folder in _folders(root):
+        for folder in namespace_folders(root):
             if folder == own:
                 continue
-            lock_fd = _try_lock(folder)
+            lock_fd = try_lock(folder)
             if lock_fd is None:
                 continue
             try:
@@ -227,7 +227,7 @@ class Leftovers:
             _, size, path = self._segments.pop()
             self.size_bytes -= size
             # Its model may have been started since.
-            lock_fd = _try_lock(path.parent)
+            lock_fd = try_lock(path.parent)
             if lock_fd is None:
                 continue
             try:
@@ -245,14 +245,14 @@ def allocated_bytes(stat: os.stat_result) -> int:
     return stat.st_blocks * 512
 
 
-def _folders(root: Path) -> list[Path]:
+def namespace_folders(root: Path) -> list[Path]:
     try:
         return sorted(p for p in root.iterdir() if len(p.name) == 32 and p.is_dir() and not p.is_symlink())
     except OSError:
         return []
 
 
-def _try_lock(folder: Path) -> int | None:
+def try_lock(folder: Path) -> int | None:
     """The lock of a folder that no process uses; None: in use, or not ours to touch."""
     try:
         lock_fd = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)

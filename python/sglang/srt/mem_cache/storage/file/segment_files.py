@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -234,6 +234,8 @@ class SegmentFiles:
             self._write_table(fd, bytes(ENTRY_BYTES * num_slots), layout.entry_offset(slot))
             if are_last:
                 os.ftruncate(fd, layout.slot_offset(slot))
+            else:
+                self._write_zeros(fd, layout, range(slot, slot + num_slots))
         except OSError:
             pass  # The claim counts for nothing once this process no longer writes to the segment.
 
@@ -242,25 +244,28 @@ class SegmentFiles:
         table without them. Keeps the time of the file."""
         table = self.read_table(fd, layout)
         stat = os.fstat(fd)
-        for slot in table.claims:
+        dead = table.claims
+        for slot in dead:
             self._write_table(fd, bytes(ENTRY_BYTES), layout.entry_offset(slot))
         if table.claims:
             table = self.read_table(fd, layout)
         end = layout.slot_offset(len(table.keys) // KEY_BYTES)
         if stat.st_size > end:
             os.ftruncate(fd, end)
+        self._write_zeros(fd, layout, dead)
         os.utime(fd, ns=(stat.st_atime_ns, stat.st_mtime_ns))
         return table
 
     def erase_entry(self, path: str, layout: SegmentLayout, slot: int, key: bytes, checksum: bytes) -> bool:
-        """Zero the entry of a block, so that no process finds it; False: it was replaced. Keeps the time of the
-        file, which is that of its last use."""
+        """Zero the entry of a block, so that no process finds it, and its payload, which may be a part of a tenant's;
+        False: it was replaced. Keeps the time of the file, which is that of its last use."""
         fd = os.open(path, _WRITE)
         try:
             stat = os.fstat(fd)
             if os.pread(fd, ENTRY_BYTES, layout.entry_offset(slot)) != layout.entry(slot, key, checksum):
                 return False
             self._write_table(fd, bytes(ENTRY_BYTES), layout.entry_offset(slot))
+            self._write_zeros(fd, layout, [slot])
             os.utime(fd, ns=(stat.st_atime_ns, stat.st_mtime_ns))
         finally:
             os.close(fd)
@@ -270,22 +275,24 @@ class SegmentFiles:
         """Zero the entries of blocks, so that no process finds them, then their payloads, so that the disk does not
         have them any more. Keeps the time of the file. Raises OSError."""
         fd = os.open(path, _WRITE)
-        zeros = bytes(layout.slot_bytes)
         try:
             stat = os.fstat(fd)
             for slot in slots:
                 self._write_table(fd, bytes(ENTRY_BYTES), layout.entry_offset(slot))
-            for slot in slots:
-                # No further than the file goes: its last block may lack the padding.
-                size = min(layout.slot_bytes, max(0, stat.st_size - layout.slot_offset(slot)))
-                done = 0
-                while done < size:
-                    done += os.pwrite(fd, zeros[done:size], layout.slot_offset(slot) + done)
-                self.budget.count_written(size)
+            self._write_zeros(fd, layout, slots)
             os.fsync(fd)
             os.utime(fd, ns=(stat.st_atime_ns, stat.st_mtime_ns))
         finally:
             os.close(fd)
+
+    def _write_zeros(self, fd: int, layout: SegmentLayout, slots: Iterable[int]) -> None:
+        """In place of payloads, no further than the file goes. Raises OSError."""
+        end, zeros = os.fstat(fd).st_size, bytes(layout.slot_bytes)
+        for slot in slots:
+            size, done = min(layout.slot_bytes, max(0, end - layout.slot_offset(slot))), 0
+            while done < size:
+                done += os.pwrite(fd, zeros[done:size], layout.slot_offset(slot) + done)
+            self.budget.count_written(size)
 
     def _write_blocks(
         self,

@@ -422,6 +422,21 @@ class SegmentWriter:
             return None
         return fd
 
+    def void_dead_claims(self, segment: Segment) -> bool:
+        """With the folder's lock: take back claims that will not be filled. False: another process fills them. Raises
+        OSError."""
+        if self._held is not None and segment is self._held[0]:
+            self._void_dead_claims(segment, self._held[1])
+            return True
+        fd = self._open_locked(segment)
+        if fd is None:
+            return segment.number not in self._sync.index.segments
+        try:
+            self._void_dead_claims(segment, fd)
+        finally:
+            os.close(fd)
+        return True
+
     def _void_dead_claims(self, segment: Segment, fd: int) -> None:
         """fd: locked, so that no process writes to the segment. Raises OSError."""
         sync = self._sync

@@ -11,26 +11,35 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 from sglang.srt.mem_cache.storage.file.index_sync import IndexSync
 from sglang.srt.mem_cache.storage.file.segment import CLAIMED
 from sglang.srt.mem_cache.storage.file.segment_index import Segment, number_of, slot_of
 from sglang.srt.mem_cache.storage.file.segment_writer import SegmentWriter
-from sglang.srt.mem_cache.storage.file.tenant_log import TenantLog
+from sglang.srt.mem_cache.storage.file.tenant_log import TenantLog, erase_leftovers
 
 logger = logging.getLogger(__name__)
 
 # Other processes may be writing blocks of the tenant: these are waited for so long.
 WAIT_S = 5.0
 _LOOK_AGAIN_S = 0.05
+# Blocks that were given up for a limit and are remembered, so that they count as stored: what memory has of them must
+# not be written again and again.
+_MAX_GIVEN_UP = 1 << 17
 # What is over a limit goes with that share of the limit, so that the next write does not cause the same again.
 _SHARE_AHEAD = 1 / 32
 
 
 class TenantBlocks:
-    """sleep: in seconds, between looks at what others write."""
+    """root: of all namespaces. sleep: in seconds, between looks at what others write."""
 
-    def __init__(self, sync: IndexSync, writer: SegmentWriter, sleep: Callable[[float], None] = time.sleep) -> None:
+    def __init__(
+        self, root: Path, sync: IndexSync, writer: SegmentWriter, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        self._root = root
+        # Whether other namespaces' folders have blocks of which it is not known whose they are.
+        self._has_old_blocks = False
         self._sync = sync
         self._writer = writer
         self._sleep = sleep
@@ -40,6 +49,8 @@ class TenantBlocks:
         self._limits: dict[bytes, int] = {}
         # Of tenants with a limit, the blocks that there are at most.
         self._counts: dict[bytes, int] = {}
+        # Blocks that are not stored for the sake of a limit -> whose they are, oldest first.
+        self._given_up: dict[bytes, bytes] = {}
 
     def open(self) -> None:
         """At the start. Raises OSError."""
@@ -84,12 +95,12 @@ class TenantBlocks:
             return False
 
     def _is_complete(self) -> bool:
-        if self.log.is_complete:
+        if self.log.is_complete and not self._has_old_blocks:
             return True
         logger.warning(
-            "%s has blocks that an earlier version stored, of which it is not known whose they are: clear it to be "
-            "certain that nothing of the tenant is left",
-            self._sync.folder.path,
+            "%s has blocks of an earlier version, of which it is not known whose they are: clear it, and delete the "
+            "folders below it that no server uses, to be certain that nothing of the tenant is left",
+            self._root,
         )
         return False
 
@@ -101,16 +112,17 @@ class TenantBlocks:
         try:
             keys = set(self.log.keys_of(tenant))
             self._drop(keys)
-            claimed = {
-                key
-                for segment in index.segments.values()
-                for slot in range(segment.used)
-                if segment.checksum(slot) == CLAIMED and (key := segment.key(slot)) in keys
-            }
+            claimed: set[bytes] = set()
+            for segment in list(index.segments.values()):
+                slots = [slot for slot in range(segment.used) if segment.checksum(slot) == CLAIMED]
+                mine = keys.intersection(segment.key(slot) for slot in slots)
+                if mine and not self._writer.void_dead_claims(segment):
+                    claimed |= mine
             self.log.rewrite(lambda whose, key: whose != tenant or key in claimed)
             self._counts.pop(tenant, None)
             if not claimed:
-                self._delete_empty(sync.index.segments.values())
+                self._delete_empty(list(index.segments.values()))
+                self._has_old_blocks = erase_leftovers(self._root, sync.folder.path, tenant)
             return len(claimed)
         finally:
             self._writer.unlock_folder()
@@ -151,10 +163,32 @@ class TenantBlocks:
 
     # -- limits -------------------------------------------------------------------------------------------------
 
+    def has_given_up(self, key: bytes) -> bool:
+        """Whether the block is not stored because its tenant has as many as it may."""
+        return key in self._given_up
+
+    def admitted(self, tenant: bytes, keys: Sequence[bytes], missing: list[int]) -> list[int]:
+        """Those of the missing blocks, by their positions among the keys, that may be stored."""
+        limit = self._limits.get(tenant)
+        if limit is None:
+            return missing
+        for i in missing[:limit]:
+            self._given_up.pop(keys[i], None)
+        self._give_up(tenant, [keys[i] for i in missing[limit:]])
+        return missing[:limit]
+
+    def _give_up(self, tenant: bytes, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self._given_up.pop(key, None)
+            self._given_up[key] = tenant
+        while len(self._given_up) > _MAX_GIVEN_UP:
+            del self._given_up[next(iter(self._given_up))]
+
     def limit(self, tenant: bytes, num_blocks: int) -> bool:
         """See TenantStore. Holds for what this process stores."""
         self._limits.pop(tenant, None)
         self._counts.pop(tenant, None)
+        self._given_up = {key: whose for key, whose in self._given_up.items() if whose != tenant}
         if num_blocks < 0:
             return True
         self._limits[tenant] = num_blocks
@@ -180,6 +214,7 @@ class TenantBlocks:
                     used = sorted(places, key=lambda key: _last_use(index.segments, places[key]))
                     going = used[: len(places) - limit + int(limit * _SHARE_AHEAD)]
                     self._drop(going)
+                    self._give_up(tenant, going)
                     self._sync.log.count("evicted_blocks", len(going))
                 self._counts[tenant] = sum(key in index for key in places)
         finally:

@@ -18,12 +18,36 @@ from pathlib import Path
 import numpy as np
 
 from sglang.srt.mem_cache.block_keys import KEY_BYTES, TENANT_BYTES
+from sglang.srt.mem_cache.storage.file.folder import SEGMENT_SUFFIX, namespace_folders, try_lock
 
 _HEADER = struct.Struct("<8sII")
 _MAGIC, _VERSION = b"HiCacheT", 1
 _RECORD = np.dtype([("tenant", f"V{TENANT_BYTES}"), ("key", f"V{KEY_BYTES}")])
 # It is rewritten when it has become twice as large as what was left of it then, and this much more.
 _SLACK_BYTES = 1 << 20
+
+
+def erase_leftovers(root: Path, own: Path, tenant: bytes) -> bool:
+    """Delete the segments of other namespaces that no process uses, where any of their blocks is a tenant's. Returns
+    whether there are some of which it is not known whose blocks they have. Raises OSError."""
+    is_unknown = False
+    for folder in namespace_folders(root):
+        if folder == own or (lock_fd := try_lock(folder)) is None:
+            continue
+        try:
+            segments = list(folder.glob("*" + SEGMENT_SUFFIX))
+            log = TenantLog(folder, lambda num_bytes: None)
+            if not segments:
+                continue
+            if not log.exists or not log.is_complete:
+                is_unknown = True
+            elif log.keys_of(tenant):
+                for segment in segments:
+                    segment.unlink()
+                log.rewrite(lambda whose, key: False)
+        finally:
+            os.close(lock_fd)
+    return is_unknown
 
 
 class TenantLog:
@@ -64,6 +88,10 @@ class TenantLog:
         first record."""
         rows = self._read()[1]
         return list(dict.fromkeys(row.tobytes() for row in rows["key"][rows["tenant"] == np.void(tenant)]))
+
+    @property
+    def exists(self) -> bool:
+        return self._path.is_file()
 
     @property
     def is_complete(self) -> bool:
