@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import quote
 
 from sglang.cli import advise
-from sglang.cli.server import CommandError, Server, add_server, shown
+from sglang.cli.server import CommandError, Server, add_server, check_number, shown
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def _state(args: argparse.Namespace) -> str:
 
 def _flush(args: argparse.Namespace) -> str:
     """drop everything that device, peers and host have cached; the server has to be idle"""
-    return shown(Server(args).ask("POST", "/flush_cache"))
+    return shown(Server(args).ask("POST", "/flush_cache", patience_s=None))
 
 
 def _attach(args: argparse.Namespace) -> str:
@@ -50,19 +50,18 @@ def _attach(args: argparse.Namespace) -> str:
         "hicache_storage_prefetch_policy": args.prefetch_policy,
         "hicache_write_policy": args.write_policy,
     }
-    return shown(
-        Server(args).ask("PUT", "/hicache/storage-backend", {k: v for k, v in body.items() if v is not None})
-    )
+    given = {k: v for k, v in body.items() if v is not None}
+    return shown(Server(args).ask("PUT", "/hicache/storage-backend", given, patience_s=None))
 
 
 def _detach(args: argparse.Namespace) -> str:
     """detach the storage backend; what it has stays there"""
-    return shown(Server(args).ask("DELETE", "/hicache/storage-backend"))
+    return shown(Server(args).ask("DELETE", "/hicache/storage-backend", patience_s=None))
 
 
 def _clear(args: argparse.Namespace) -> str:
     """forget all blocks of this model in the storage backend"""
-    return shown(Server(args).ask("POST", "/hicache/storage-backend/clear"))
+    return shown(Server(args).ask("POST", "/hicache/storage-backend/clear", patience_s=None))
 
 
 def _tiers(args: argparse.Namespace) -> str:
@@ -85,7 +84,10 @@ def _policies(args: argparse.Namespace) -> str:
         name, equals, value = change.partition("=")
         if not equals:
             raise CommandError(f"{change!r} is no NAME=VALUE, like hicache_load_ratio=auto")
-        wanted[name.strip().lstrip("-").replace("-", "_")] = _value(value)
+        found = _value(value)
+        if isinstance(found, float):
+            check_number(name, found, 0)
+        wanted[name.strip().lstrip("-").replace("-", "_")] = found
     return shown(Server(args).ask("PUT", "/hicache/policies", wanted))
 
 
@@ -100,13 +102,14 @@ def _value(text: str) -> Any:
 
 def _retain(args: argparse.Namespace) -> str:
     """keep the beginning of prompts in the cache for a while, as if it were used again and again"""
+    check_number("--ttl", args.ttl, 0)
     body = {**_tenant(args), "text": _read(args.prompt), "ttl_s": args.ttl}
-    return shown(Server(args).ask("PUT", f"/hicache/retention/{quote(args.name, safe='')}", body))
+    return shown(Server(args).ask("PUT", _path("retention", args.name), body))
 
 
 def _release(args: argparse.Namespace) -> str:
     """keep a prefix no longer"""
-    return shown(Server(args).ask("DELETE", f"/hicache/retention/{quote(args.name, safe='')}"))
+    return shown(Server(args).ask("DELETE", _path("retention", args.name)))
 
 
 def _retained(args: argparse.Namespace) -> str:
@@ -117,12 +120,12 @@ def _retained(args: argparse.Namespace) -> str:
 def _label(args: argparse.Namespace) -> str:
     """name the beginning of prompts on the live page; it is not kept for that"""
     body = {**_tenant(args), "text": _read(args.prompt)}
-    return shown(Server(args).ask("PUT", f"/hicache/labels/{quote(args.name, safe='')}", body))
+    return shown(Server(args).ask("PUT", _path("labels", args.name), body))
 
 
 def _unlabel(args: argparse.Namespace) -> str:
     """drop a label of the live page"""
-    return shown(Server(args).ask("DELETE", f"/hicache/labels/{quote(args.name, safe='')}"))
+    return shown(Server(args).ask("DELETE", _path("labels", args.name)))
 
 
 def _labels(args: argparse.Namespace) -> str:
@@ -135,7 +138,8 @@ def _warm(args: argparse.Namespace) -> str:
     prompts = [_read(file) for file in args.prompts]
     if args.lines:
         prompts = [_prompt(line) for text in prompts for line in text.splitlines() if line.strip()]
-    return shown(Server(args).ask("POST", "/hicache/warm", {**_tenant(args), "prompts": prompts}))
+    body = {**_tenant(args), "prompts": prompts}
+    return shown(Server(args).ask("POST", "/hicache/warm", body, patience_s=None))
 
 
 def _prompt(line: str) -> Any:
@@ -150,7 +154,7 @@ def _prompt(line: str) -> Any:
 def _erase(args: argparse.Namespace) -> str:
     """drop all that requests with a cache_salt have left, on every tier, disk and remote too"""
     body = {"cache_salt": _salt(args), "abort_requests": args.abort_requests}
-    return shown(Server(args).ask("POST", "/hicache/erase", body))
+    return shown(Server(args).ask("POST", "/hicache/erase", body, patience_s=None))
 
 
 def _quota(args: argparse.Namespace) -> str:
@@ -162,10 +166,18 @@ def _quota(args: argparse.Namespace) -> str:
         body["tokens"] = {}
         for limit in args.limits:
             tier, _, tokens = limit.partition("=")
-            if not tokens.isdecimal():
+            # What has more digits is beyond each tier, and Python reads no number of thousands.
+            if not tokens.isdecimal() or len(tokens) > 18:
                 raise CommandError(f"{limit!r} is no TIER=TOKENS, like host=100000")
             body["tokens"][tier] = int(tokens)
-    return shown(Server(args).ask("PUT", "/hicache/quotas", body))
+    return shown(Server(args).ask("PUT", "/hicache/quotas", body, patience_s=None))
+
+
+def _path(kind: str, name: str) -> str:
+    # In a path these mean another one.
+    if name in ("", ".", ".."):
+        raise CommandError(f"{name!r} is no name for a prefix: give another one")
+    return f"/hicache/{kind}/{quote(name, safe='')}"
 
 
 def _read(file: str) -> str:
