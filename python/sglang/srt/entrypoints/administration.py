@@ -24,6 +24,8 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.errors import RequestError
 
 MAX_WARMED = 1024
+# Of a limit or a threshold. Messages to the scheduler have integers of 64 bits.
+MAX_TOKENS = 1 << 62
 
 
 class AbortRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -188,8 +190,8 @@ def _add_policies(app: FastAPI, args: ServerArgs, manager: TokenizerManager) -> 
         if not wanted:
             raise RequestError(f"name a policy: one of {', '.join(PoliciesRequest.__struct_fields__)}")
         for name in ("hicache_load_ratio", "hicache_deferral_threshold"):
-            if isinstance(wanted.get(name, 0), int | float) and wanted.get(name, 0) < 0:
-                raise RequestError(f"{name} is at least 0", param=name)
+            if isinstance(value := wanted.get(name), int | float) and not 0 <= value <= MAX_TOKENS:
+                raise RequestError(f"{name} must be a number from 0 to {MAX_TOKENS}", param=name)
         request.state.audit = ", ".join(f"{name} {value}" for name, value in wanted.items())
         result = await manager.control.set_policies(wanted)
         return JSONResponse(await policies()) if result.success else _done(result, "")
@@ -200,18 +202,22 @@ def _add_prefixes(app: FastAPI, args: ServerArgs, manager: TokenizerManager) -> 
     async def hicache_retention() -> dict[str, Any]:
         return {"prefixes": (await manager.get_internal_state())["admin"]["retention"]}
 
-    @app.put("/hicache/retention/{name}")
+    @app.put("/hicache/retention/{name:path}")
     async def retain_hicache_prefix(name: str, request: Request) -> Response:
         require_a_key(args)
-        check_name(name, "name")
+        _check_prefix_name(name)
         req = await parsed(request, args, RetainRequest)
+        if not req.ttl_s > 0:
+            raise RequestError(
+                "ttl_s must be above 0: send DELETE to this path to keep the prefix no longer", param="ttl_s"
+            )
         where = namespace(req.cache_salt, req.extra_key)
         ids = await _ids_of(req, where, manager)
         request.state.audit = f"{len(ids)} tokens for {req.ttl_s:g} s, {shown_salt(req.cache_salt)}"
         result = await manager.control.retain_prefix(name, where, ids, req.ttl_s)
         return _done(result, f"{len(ids)} tokens are kept for {req.ttl_s:g} s.")
 
-    @app.delete("/hicache/retention/{name}")
+    @app.delete("/hicache/retention/{name:path}")
     async def release_hicache_prefix(name: str) -> Response:
         require_a_key(args)
         return _done(await manager.control.retain_prefix(name, "", (), 0.0), f"{name} is kept no longer.")
@@ -220,10 +226,10 @@ def _add_prefixes(app: FastAPI, args: ServerArgs, manager: TokenizerManager) -> 
     async def hicache_labels() -> dict[str, Any]:
         return {"labels": (await manager.get_internal_state())["admin"]["labels"]}
 
-    @app.put("/hicache/labels/{name}")
+    @app.put("/hicache/labels/{name:path}")
     async def label_hicache_prefix(name: str, request: Request) -> Response:
         require_a_key(args)
-        check_name(name, "name")
+        _check_prefix_name(name)
         req = await parsed(request, args, LabelRequest)
         where = namespace(req.cache_salt, req.extra_key)
         ids = await _ids_of(req, where, manager)
@@ -232,7 +238,7 @@ def _add_prefixes(app: FastAPI, args: ServerArgs, manager: TokenizerManager) -> 
             await manager.control.label_prefix(name, where, ids), f"{len(ids)} tokens have the label {name}."
         )
 
-    @app.delete("/hicache/labels/{name}")
+    @app.delete("/hicache/labels/{name:path}")
     async def unlabel_hicache_prefix(name: str) -> Response:
         require_a_key(args)
         return _done(await manager.control.label_prefix(name, "", ()), f"No prefix has the label {name} any more.")
@@ -265,9 +271,16 @@ def _add_tenants(app: FastAPI, args: ServerArgs, manager: TokenizerManager) -> N
         limits = "looked at" if req.tokens is None else ", ".join(f"{k} {v}" for k, v in req.tokens.items()) or "none"
         request.state.audit = f"{shown_salt(req.cache_salt)}: {limits}"
         _check_salt(req.cache_salt)
-        if req.tokens is not None and any(limit < 0 for limit in req.tokens.values()):
-            raise RequestError("a quota is at least 0 tokens: leave a tier out for no limit", param="tokens")
+        if req.tokens is not None and not all(0 <= limit <= MAX_TOKENS for limit in req.tokens.values()):
+            raise RequestError(f"a quota is 0 to {MAX_TOKENS} tokens: leave a tier out for no limit", param="tokens")
         return _result(await manager.control.set_quota(req.cache_salt, req.tokens))
+
+
+def _check_prefix_name(name: str) -> None:
+    check_name(name, "name")
+    # Clients resolve these dots, so that the prefix could not be released by its name.
+    if any(part in ("", ".", "..") for part in name.split("/")):
+        raise RequestError(f"{name!r} is no name for a prefix: no part of it is empty, . or ..", param="name")
 
 
 def _check_salt(salt: str) -> None:

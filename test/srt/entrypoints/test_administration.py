@@ -1,0 +1,83 @@
+"""What the routes of administration refuse before the scheduler is asked, and the names that they pass on."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from sglang.srt.entrypoints.http_routes import make_app
+from sglang.srt.managers.io_struct import ControlReqOutput
+from sglang.srt.server_args import ServerArgs
+from support.one_word import OneWord
+
+
+class Recording(OneWord):
+    """Each change succeeds, and is noted."""
+
+    def __init__(self) -> None:
+        self.changes: list[tuple[Any, ...]] = []
+
+    async def prompt_ids(self, prompt, add_special_tokens, namespace):
+        return await self.tokenize(prompt, add_special_tokens)
+
+    async def get_internal_state(self) -> dict[str, Any]:
+        return {"admin": {"policies": {}}}
+
+    async def _changed(self, *change: Any) -> ControlReqOutput:
+        self.changes.append(change)
+        return ControlReqOutput(id="1", success=True, message="")
+
+    retain_prefix = label_prefix = set_policies = set_quota = _changed
+
+
+def ask(method: str, path: str, body: Any = None) -> tuple[httpx.Response, list[tuple[Any, ...]]]:
+    manager = Recording()
+    app = make_app(ServerArgs(model_path="m", admin_api_key="k"), manager, {})
+
+    async def main() -> httpx.Response:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.request(method, path, json=body, headers={"Authorization": "Bearer k"})
+
+    return asyncio.run(main()), manager.changes
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "sentence"),
+    [
+        ("quotas", {"cache_salt": "s", "tokens": {"device": 10**30}}, "a quota is 0 to"),
+        ("quotas", {"cache_salt": "s", "tokens": {"device": -1}}, "a quota is 0 to"),
+        ("policies", {"hicache_deferral_threshold": 10**30}, "must be a number from 0 to"),
+        ("policies", {"hicache_load_ratio": 1e300}, "must be a number from 0 to"),
+        ("policies", {"hicache_load_ratio": 10**400}, "hicache_load_ratio"),
+        ("policies", {"hicache_load_ratio": -1}, "must be a number from 0 to"),
+        ("retention/n", {"text": "a", "ttl_s": 0}, "send DELETE"),
+        ("retention/n", {"text": "a", "ttl_s": -5}, "send DELETE"),
+        ("retention/", {"text": "a", "ttl_s": 5}, "no name for a prefix"),
+        ("retention/a/%2E%2E", {"text": "a", "ttl_s": 5}, "no name for a prefix"),
+        ("labels/", {"text": "a"}, "no name for a prefix"),
+    ],
+)
+def test_what_is_refused(path: str, body: dict[str, Any], sentence: str) -> None:
+    reply, changes = ask("PUT", f"/hicache/{path}", body)
+    assert reply.status_code == 400 and sentence in reply.text and not changes
+
+
+@pytest.mark.parametrize("kind", ["retention", "labels"])
+def test_a_name_may_have_a_slash(kind: str) -> None:
+    body = {"text": "a"} | ({"ttl_s": 5} if kind == "retention" else {})
+    for path in ("a%2Fb", "a/b"):
+        reply, (change,) = ask("PUT", f"/hicache/{kind}/{path}", body)
+        assert reply.status_code == 200 and change[0] == "a/b"
+        reply, (change,) = ask("DELETE", f"/hicache/{kind}/{path}")
+        assert reply.status_code == 200 and change[0] == "a/b" and len(change[2]) == 0
+
+
+def test_the_largest_numbers_are_passed_on() -> None:
+    _, changes = ask("PUT", "/hicache/quotas", {"cache_salt": "s", "tokens": {"device": 1 << 62}})
+    assert changes == [("s", {"device": 1 << 62})]
+    _, changes = ask("PUT", "/hicache/policies", {"hicache_load_ratio": "auto", "hicache_deferral_threshold": 0})
+    assert changes == [({"hicache_load_ratio": "auto", "hicache_deferral_threshold": 0},)]
