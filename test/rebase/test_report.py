@@ -115,6 +115,26 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["nothing.whl"]) == 2 and "nothing.whl is not there" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("[]", "is no file of names"),
+        ("{}", "is no file of names"),
+        ('{"a": 1}', "is no file of names"),
+        ('{"version": "1"}', "is no file of names"),
+        ('{"version": "1", "flags": [], "new": 1}', "is no file of names"),
+        ('{"0.5.23": {"flags": []}}', "holds several versions: name one"),
+        ("{", "is no JSON"),
+    ],
+)
+def test_a_file_without_names(
+    content: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "names.json"
+    path.write_text(content)
+    assert main([str(path)]) == 2 and sentence in capsys.readouterr().err
+
+
 # -- the version that this engine stands on ----------------------------------------------------------------------
 
 

@@ -90,13 +90,21 @@ def _from_json(path: Path, version: str) -> UpstreamNames:
         values = json.loads(path.read_text())
     except ValueError as error:
         raise UnreadableError(f"{path} is no JSON: {error}") from None
-    if version:
-        if version not in values:
-            raise UnreadableError(f"{path} has no version {version}; it has {', '.join(values)}")
-        return UpstreamNames(**_with_facts({"version": version, **_adapted(values[version])}))
-    if "version" not in values:
-        raise UnreadableError(f"{path} holds several versions: name one, as in {path}:0.5.23")
-    return UpstreamNames(**_with_facts(values))
+    no_names = UnreadableError(f"{path} is no file of names: give one that --names has printed")
+    if not isinstance(values, dict):
+        raise no_names
+    if version and version not in values:
+        raise UnreadableError(f"{path} has no version {version}; it has {', '.join(values)}")
+    try:
+        if version:
+            return UpstreamNames(**_with_facts({"version": version, **_adapted(values[version])}))
+        if "version" in values:
+            return UpstreamNames(**_with_facts(values))
+    except (AttributeError, KeyError, TypeError):
+        raise no_names from None
+    if not values or not all(isinstance(each, dict) and "flags" in each for each in values.values()):
+        raise no_names
+    raise UnreadableError(f"{path} holds several versions: name one, as in {path}:0.5.23")
 
 
 def _adapted(values: dict[str, Any]) -> dict[str, Any]:
