@@ -87,7 +87,8 @@ def test_a_trace_of_sessions(tmp_path: Path) -> None:
     ]
     log, seconds = read_trace(write(tmp_path / "trace.jsonl", rows), 100)
     curve = log.curve()
-    assert log.prompt_tokens == 512 + 512 + (512 + 100 + 30) and seconds == 1
+    assert log.prompt_tokens == 512 + 512 + (512 + 100 + 30)
+    assert seconds is None, "the delay counts from an answer"
     assert curve.most == 512 + 512 + 100, "the session finds its own answer"
 
 
@@ -105,6 +106,57 @@ def test_the_command_on_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main([*command, "--json"]) == 0
     host = json.loads(capsys.readouterr().out)["tiers"][1]
     assert host["name"] == "host" and host["found_share"] == pytest.approx(1024 / 3248)
+
+
+def test_turns_that_wait_for_answers_have_no_reads_per_second(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"session_id": "a", **ROWS[0]}, {"session_id": "a", **ROWS[1], "delay": 1000}]
+    trace = str(write(tmp_path / "trace.jsonl", rows))
+    command = ["hicache", "advise", "--trace", trace, "--device-gb", "1", "--bytes-per-token", "1e6"]
+    command += ["--prefill-tokens-per-s", "1000"]
+    assert main(command) == 0
+    text = capsys.readouterr().out
+    assert "prompt tokens, 1,000,000 bytes each" in text and "GB/s on average" not in text
+    assert "no reads per second: turns wait" in text
+    assert main([*command, "--json"]) == 0 and json.loads(capsys.readouterr().out)["seconds"] is None
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--device-gb", "-5"),
+        ("--device-gb", "nan"),
+        ("--device-gb", "inf"),
+        ("--host-gb", "-3"),
+        ("--disk-gb", "1e300"),
+        ("--remote-gb", "nan"),
+        ("--host-gain", "nan"),
+        ("--disk-gain", "-1"),
+        ("--num-rows", "-5"),
+        ("--num-rows", "0"),
+        ("--num-rows", "9" * 400),
+        ("--bytes-per-token", "0"),
+        ("--bytes-per-token", "1e300"),
+        ("--prefill-tokens-per-s", "1e-300"),
+        ("--prefill-tokens-per-s", "nan"),
+    ],
+)
+def test_numbers_that_no_server_has(
+    flag: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["hicache", "advise", "--trace", str(write(tmp_path / "trace.jsonl", ROWS)), "--device-gb", "1"]
+    command += ["--bytes-per-token", "1", "--prefill-tokens-per-s", "1", f"{flag}={value}"]
+    assert main(command) == 1
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"error: {flag} is ") and not printed.out
+
+
+def test_a_wrong_trace_names_this_command_s_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("[1]\n")
+    assert main(["hicache", "advise", "--trace", str(path), "--device-gb", "1"]) == 1
+    assert "give --trace a trace" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,13 +16,16 @@ from typing import Any
 
 from sglang.cli.reference_sources import load_json, read_sample, read_trace
 from sglang.cli.reuse import HitCurve
-from sglang.cli.server import CommandError, Server
+from sglang.cli.server import CommandError, Server, check_number
 
 TIERS = ("device", "host", "disk", "remote")
 GB = 1e9
 # A tier whose size is not given grows by this factor, while it brings enough.
 _GROWTH = 2**0.125
 _SMALLEST_GB = 0.001
+# Bounds of what is given: beyond them is a mistake, and its advice would be no number that can be read.
+_LEAST = 0.001
+_MOST = 1e12
 
 
 @dataclass(frozen=True)
@@ -96,24 +98,31 @@ def _worthwhile_gb(curve: HitCurve, costs: Costs, above_gb: float, least_gain: f
     return best_gb
 
 
-def as_text(curve: HitCurve, costs: Costs, plans: Sequence[TierPlan], seconds: float) -> str:
+def as_text(curve: HitCurve, costs: Costs, plans: Sequence[TierPlan], seconds: float | None) -> str:
+    """seconds: None if nothing tells how long the prompts came; there are no reads per second then."""
     total = max(1.0, curve.prompt_tokens)
     endless_gb = curve.distinct_tokens * costs.bytes_per_token / GB
+    during = "" if seconds is None else f" in {seconds:,.0f} s"
     lines = [
-        f"{curve.prompt_tokens:,.0f} prompt tokens in {seconds:,.0f} s, {costs.bytes_per_token:,.0f} bytes each",
+        f"{curve.prompt_tokens:,.0f} prompt tokens{during}, {costs.bytes_per_token:,.0f} bytes each",
         f"a cache without end: {100 * curve.most / total:.1f} % of them found, {endless_gb:,.4g} GB",
         "",
-        "tier      size GB   found %   per GB %   next GB %   reads GB/s on average",
+        "tier      size GB   found %   per GB %   next GB %" + "   reads GB/s on average" * (seconds is not None),
     ]
     for each in plans:
         share = 100 * each.hits / total
         per_gb = f"{share / each.size_gb:10,.3g}" if each.size_gb else "         -"
-        reads = each.hits * costs.bytes_per_token / GB / seconds if seconds and each.name != "device" else None
-        shown = "-" if reads is None else f"{reads:.3g}"
-        lines.append(
-            f"{each.name:8}{each.size_gb:9,.4g} {share:9.1f} {per_gb} {100 * each.next_gb:11,.3g}   {shown:>21}"
-        )
+        line = f"{each.name:8}{each.size_gb:9,.4g} {share:9.1f} {per_gb} {100 * each.next_gb:11,.3g}"
+        if seconds is not None:
+            reads = each.hits * costs.bytes_per_token / GB / seconds if seconds and each.name != "device" else None
+            line += f"   {'-' if reads is None else f'{reads:.3g}':>21}"
+        lines.append(line)
     saved = curve.hits(sum(each.size_gb for each in plans) * GB / costs.bytes_per_token)
+    if seconds is None:
+        lines += [
+            "",
+            "no reads per second: turns wait for the answers before, so that the server decides how long this takes",
+        ]
     lines += [
         "",
         f"computing saved: {saved / costs.prefill_tokens_per_s:,.0f} s at {costs.prefill_tokens_per_s:,.0f} tokens/s",
@@ -128,7 +137,7 @@ def as_text(curve: HitCurve, costs: Costs, plans: Sequence[TierPlan], seconds: f
     return "\n".join(lines)
 
 
-def as_json(curve: HitCurve, costs: Costs, plans: Sequence[TierPlan], seconds: float) -> dict[str, Any]:
+def as_json(curve: HitCurve, costs: Costs, plans: Sequence[TierPlan], seconds: float | None) -> dict[str, Any]:
     total = max(1.0, curve.prompt_tokens)
     return {
         "prompt_tokens": curve.prompt_tokens,
@@ -200,7 +209,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> str:
     """advise how large the tiers should be, and which links pay, from a trace or from what a server is asked"""
+    _check(args)
     state: Mapping[str, Any] = {}
+    seconds: float | None
     if args.trace is not None:
         log, seconds = read_trace(args.trace, args.num_rows)
     elif args.sample is not None:
@@ -229,6 +240,14 @@ def run(args: argparse.Namespace) -> str:
     return text
 
 
+def _check(args: argparse.Namespace) -> None:
+    """Raises CommandError."""
+    for name in ("device_gb", "host_gb", "disk_gb", "remote_gb", "host_gain", "disk_gain"):
+        if (value := getattr(args, name)) is not None:
+            check_number(f"--{name.replace('_', '-')}", value, 0, _MOST)
+    check_number("--num-rows", args.num_rows, 1, _MOST)
+
+
 def _costs(args: argparse.Namespace, state: Mapping[str, Any], mean_prompt: float) -> Costs:
     size, speed = args.bytes_per_token, args.prefill_tokens_per_s
     if size is None and args.model_path is not None:
@@ -247,8 +266,7 @@ def _costs(args: argparse.Namespace, state: Mapping[str, Any], mean_prompt: floa
         known = "the server has not measured it yet" if state else "a trace does not tell"
         raise CommandError(f"how fast are prompts computed ({known})? Give --prefill-tokens-per-s")
     for name, value in (("--bytes-per-token", size), ("--prefill-tokens-per-s", speed)):
-        if not 0 < value < math.inf:
-            raise CommandError(f"{name} is {value:g}, but it must be above 0")
+        check_number(name, value, _LEAST, _MOST)
     return Costs(float(size), float(speed))
 
 

@@ -16,9 +16,10 @@ from sglang.serving_benchmark.datasets.traces import agentic, mooncake
 from sglang.serving_benchmark.workload import Message, Session
 
 
-def read_trace(path: Path, num_rows: int) -> tuple[ReferenceLog, float]:
-    """The uses of blocks in a trace, and its seconds. num_rows: the most that are read. Both kinds of traces of
-    `bench_serving` are known. Requests come in the order of their times; an answer takes none."""
+def read_trace(path: Path, num_rows: int) -> tuple[ReferenceLog, float | None]:
+    """The uses of blocks in a trace, and its seconds; None where later turns wait for answers, whose times no trace
+    has. num_rows: the most that are read. Both kinds of traces of `bench_serving` are known. Requests come in the
+    order of their times; an answer takes none."""
     settings = Namespace(
         dataset_path=str(path),
         num_prompts=num_rows,
@@ -31,13 +32,15 @@ def read_trace(path: Path, num_rows: int) -> tuple[ReferenceLog, float]:
         # A trace without texts needs no vocabulary.
         sessions = (agentic if _has_sessions(path) else mooncake)(settings, cast(Any, None)).sessions
     except DatasetError as error:
-        raise CommandError(str(error)) from None
+        raise CommandError(str(error).replace("--dataset-path", "--trace")) from None
     log, numbers = ReferenceLog(), _Numbers()
     turns = sorted(_turns(sessions), key=lambda each: each[0])
     for _, blocks, tokens, prompt_len, num_looked_up in turns:
         ids = numbers.of_path(blocks)
         log.add_request(prompt_len, prompt_len)
         log.use(ids, tokens, num_looked_up)
+    if any(len(session.turns) > 1 for session in sessions):
+        return log, None
     return log, (turns[-1][0] - turns[0][0]) if turns else 0.0
 
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import os
+import sys
 from typing import Any
 
 import httpx
@@ -22,9 +23,11 @@ class CommandError(Exception):
 
 def check_number(name: str, value: float, least: float, most: float = math.inf) -> None:
     """Raises CommandError unless the value is finite and within the bounds."""
-    if not (math.isfinite(value) and least <= value <= most):
+    # No comparison with nan is true. An integer may be beyond each float.
+    if not least <= value <= min(most, sys.float_info.max):
+        shown = f"{value:g}" if isinstance(value, float) else str(value)[:20]
         upto = "up" if most == math.inf else f"to {most:g}"
-        raise CommandError(f"{name} is {value:g}, but it must be a number from {least:g} {upto}")
+        raise CommandError(f"{name} is {shown}, but it must be a number from {least:g} {upto}")
 
 
 def add_server(parser: argparse.ArgumentParser) -> None:
