@@ -164,3 +164,7 @@ def test_each_change_leaves_a_line_without_salts(server: Server, run, monkeypatc
     assert any("PUT /hicache/quotas (salt " in line and "device 100" in line and "200" in line for line in lines)
     assert any("POST /flush_cache" in line and "401" in line for line in lines)
     assert "a very secret salt" not in log
+    # Another line cannot be forged.
+    assert server.post("/hicache/x%0aWARNING:%20AUDIT:%20forged%1b").status_code == 401
+    log = Path(server.log.name).read_text()
+    assert "x\\nWARNING: AUDIT: forged\\x1b from" in log and "\nWARNING: AUDIT: forged" not in log

@@ -35,6 +35,8 @@ BLOCK = 32
 ADMIN_KEY = "of-the-tests"
 ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
 SLAB_MIB = 1
+# As float32 or bfloat16 large values, 48.
+DAMAGE = b"\x00\x00\x40\x42" * 16
 SMALL_DISK_MIB = 16
 # Slabs wait for a borrower.
 LONG_S = 1e6
@@ -245,12 +247,12 @@ class Disk:
         self.folder.mkdir(mode=0o700, exist_ok=True)
 
     def damage(self) -> None:
-        """Change bytes all over each file."""
+        """Change values all over each file, so much that an answer from them would be another one."""
         for path in self.segments():
             with contextlib.suppress(FileNotFoundError), open(path, "r+b") as file:
                 for at in range(0, path.stat().st_size, 1024):
                     file.seek(at)
-                    file.write(b"\xa5")
+                    file.write(DAMAGE)
 
     def truncate(self) -> None:
         for path in self.segments():
@@ -355,7 +357,7 @@ class AllTiers:
         return httpx.request(method, url, json=body, headers=ADMIN, timeout=PATIENCE_S, verify=NO_TLS)
 
     def damage_store(self) -> None:
-        """Change a byte of each value, most of which are not looked at again."""
+        """Change some bytes of each value, most of which are not looked at again."""
         connection = self.store.connection()
         keys = connection.call("KEYS", "*")
         assert isinstance(keys, list)
@@ -364,7 +366,8 @@ class AllTiers:
             size = connection.call("STRLEN", key)
             assert isinstance(size, int)
             if size:
-                connection.call("SETRANGE", key, str(size * 2 // 3), b"\xa5")
+                at = size * 2 // 3 // 4 * 4
+                connection.call("SETRANGE", key, str(at), DAMAGE[: size - at])
 
     def __enter__(self) -> AllTiers:
         return self

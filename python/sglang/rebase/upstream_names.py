@@ -102,7 +102,7 @@ def _from_json(path: Path, version: str) -> UpstreamNames:
             return UpstreamNames(**_with_facts(values))
     except (AttributeError, KeyError, TypeError):
         raise no_names from None
-    if not values or not all(isinstance(each, dict) and "flags" in each for each in values.values()):
+    if not any(isinstance(each, dict) and "flags" in each for each in values.values()):
         raise no_names
     raise UnreadableError(f"{path} holds several versions: name one, as in {path}:0.5.23")
 

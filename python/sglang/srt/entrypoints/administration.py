@@ -278,6 +278,8 @@ def _add_tenants(app: FastAPI, args: ServerArgs, manager: TokenizerManager) -> N
 
 def _check_prefix_name(name: str) -> None:
     check_name(name, "name")
+    if not name.isprintable():
+        raise RequestError(f"{name!r} is no name for a prefix: it holds characters that are not shown", param="name")
     # Clients resolve these dots, so that the prefix could not be released by its name.
     if any(part in ("", ".", "..") for part in name.split("/")):
         raise RequestError(f"{name!r} is no name for a prefix: no part of it is empty, . or ..", param="name")

@@ -17,6 +17,8 @@ from sglang.srt.entrypoints.auth import is_admin_path
 logger = logging.getLogger("sglang.audit")
 
 _KEY = secrets.token_bytes(32)
+# Characters of a line.
+_MAX_SHOWN = 500
 
 
 class AuditLog:
@@ -44,9 +46,14 @@ class AuditLog:
                 host, port = scope.get("client") or ("?", 0)
                 what = f" ({state['audit']})" if state.get("audit") else ""
                 # A warning, so that --log-level warning keeps it.
-                logger.warning(
-                    "AUDIT: %s %s%s from %s:%s: status %s", method, path, what, host, port, status or "none"
-                )
+                asked = _printable(f"{method} {path}{what}")
+                logger.warning("AUDIT: %s from %s:%s: status %s", asked, host, port, status or "none")
+
+
+def _printable(text: str) -> str:
+    """One line of ASCII: a path holds what a client likes, and must not look like another line."""
+    escaped = text.encode("unicode_escape").decode("ascii")
+    return escaped if len(escaped) <= _MAX_SHOWN else escaped[:_MAX_SHOWN] + "…"
 
 
 def shown_salt(salt: str | None) -> str:
