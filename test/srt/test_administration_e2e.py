@@ -96,6 +96,8 @@ def store_prompt_of(server: Server, redis: RedisServer, salt: str) -> None:
 
 
 def test_a_salt_is_erased_from_all_tiers(server: Server, redis: RedisServer, disk: Path, run) -> None:
+    # On a busy machine it might be sooner computed than fetched.
+    run("policies", "hicache_load_or_recompute=false", "hicache_storage_prefetch_policy=wait_complete")
     store_prompt_of(server, redis, "bob")
     of_bob, on_disk = keys(redis), blocks_on_disk(server)
     store_prompt_of(server, redis, "alice")
@@ -170,12 +172,13 @@ def test_each_change_leaves_a_line_without_salts(server: Server, run, monkeypatc
     assert "wants its admin key" in run("flush", fails=True)
     monkeypatch.setenv("SGLANG_URL", "http://127.0.0.1:1")
     assert "cannot be reached" in run("flush", fails=True)
-    log = Path(server.log.name).read_text()
-    lines = [line for line in log.splitlines() if "AUDIT: " in line]
-    assert any("PUT /hicache/quotas (salt " in line and "device 100" in line and "200" in line for line in lines)
-    assert any("POST /flush_cache" in line and "401" in line for line in lines)
-    assert "a very secret salt" not in log
     # Another line cannot be forged.
     assert server.post("/hicache/x%0aWARNING:%20AUDIT:%20forged%1b").status_code == 401
-    log = Path(server.log.name).read_text()
-    assert "x\\nWARNING: AUDIT: forged\\x1b from" in log and "\nWARNING: AUDIT: forged" not in log
+    log = Path(server.log.name)
+    # Lines come after the answers.
+    wait_until(lambda: "AUDIT: POST /hicache/x\\nWARNING: AUDIT: forged\\x1b from" in log.read_text())
+    lines = [line for line in log.read_text().splitlines() if "AUDIT: " in line]
+    assert any("PUT /hicache/quotas (salt " in line and "device 100" in line and "200" in line for line in lines)
+    assert any("POST /flush_cache" in line and "401" in line for line in lines)
+    assert "a very secret salt" not in log.read_text()
+    assert not any(line.startswith("WARNING: AUDIT: forged") for line in lines)
