@@ -21,7 +21,7 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.managers.prefix_retention import MAX_PREFIXES, MAX_SECONDS
 from sglang.srt.managers.schedule_batch import ControlReply
 from sglang.srt.mem_cache.namespaces import namespace_of
-from sglang.srt.mem_cache.transfer import STORE, Tier
+from sglang.srt.mem_cache.transfer import STORE, StorageAction, Tier
 from support.faults import Gate
 from support.tiny_model import tiny_llama
 
@@ -305,6 +305,18 @@ def test_quotas_of_storage_are_its_own(model_config: ModelConfig) -> None:
     assert engine.store.limits == {tenant: 10}
     assert set_quota(engine, "alice", {"host": 100}).success
     assert engine.store.limits == {tenant: -1}
+    # A store that knows no tenants has no part in quotas of memory.
+    engine.store.limit = lambda tenant, num_blocks: False  # type: ignore[method-assign]
+    assert set_quota(engine, "alice", {"host": 50}).success
+    assert "log has the reason" in set_quota(engine, "alice", {"disk": 50}).message
+    assert set_quota(engine, "alice", None).success
+    del engine.store.limit
+    # What is attached anew is told of them.
+    assert set_quota(engine, "alice", {"disk": 2 * BLOCK}).success
+    assert engine.administer(StorageAction.DETACH) == (True, "")
+    assert engine.administer(StorageAction.ATTACH, SETUP) == (True, "")
+    ask(engine, prompt(60, 40), ALICE)
+    assert engine.store.limits == {tenant: 2}
     assert "no tier 'remote'" in set_quota(engine, "alice", {"remote": 1}).message
     remote = dataclasses.replace(SETUP, tiers=(Tier.REMOTE,))
     other = Engine(model_config, storage=remote)

@@ -24,12 +24,11 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.managers.kv_cache import KVCache
 from sglang.srt.managers.load_planner import LoadPlanner
-from sglang.srt.managers.prefix_retention import PrefixRetention, most_retained_tokens
+from sglang.srt.managers.prefix_retention import PrefixRetention
 from sglang.srt.managers.request_queues import RequestQueues
 from sglang.srt.managers.schedule_batch import ControlReply, Req
 from sglang.srt.managers.schedule_policy import QUEUE_POLICIES
 from sglang.srt.managers.storage_setup import PREFETCH_POLICIES
-from sglang.srt.managers.tenant_quotas import TenantQuotas
 from sglang.srt.mem_cache.eviction import EVICTION_POLICIES
 from sglang.srt.mem_cache.namespaces import salt_of
 from sglang.srt.mem_cache.placement import WRITE_POLICIES
@@ -64,13 +63,14 @@ class CacheAdmin:
         self._planner = planner
         self._queues = queues
         self._end_request = end_request
-        most = most_retained_tokens({t: table.num_pages for t, table in cache.tables.items()}, cache.page_size)
-        touches = cache.storage.writer.touches
-        self.retention = PrefixRetention(cache.tree, cache.clock, most, touches.note)
+        most = max([table.num_pages for table in cache.tables.values()]) * cache.page_size // 2
+        self.retention = PrefixRetention(cache.tree, cache.clock, most, cache.storage.writer.touches.note)
         self.labels = PrefixLabels(cache.page_size)
-        self.quotas: TenantQuotas = cache.quotas
-        # Erasures and quotas that storage is being told of -> what they are replied with.
-        self._told: dict[Ticket, ControlReply] = {}
+        self.quotas = cache.quotas
+        # Erasures and quotas that storage is being told of -> what they are replied with, if anything.
+        self._told: dict[Ticket, ControlReply | None] = {}
+        # Whether storage was opened, and is to be told the quotas.
+        self._tells_quotas = False
         self._replies: list[ControlReply] = []
 
     def serve(self, requests: Sequence[AdminReqInput], now: Seconds) -> None:
@@ -88,8 +88,17 @@ class CacheAdmin:
             else:
                 self._set_quota(request)
 
+    def note_storage_opened(self) -> None:
+        """What is attached now has not heard of any quota."""
+        self._tells_quotas = True
+
     def step(self, now: Seconds) -> None:
         """After the step's launch was built."""
+        if self._tells_quotas and self._cache.storage.is_open:
+            self._tells_quotas = False
+            for salt, limit_tokens in self.quotas.of(Tier.DISK).items():
+                if Tier.DISK in self._cache.storage.tiers:
+                    self._tell_storage(StorageAction.LIMIT, salt, limit_tokens, None)
         self.retention.step(now)
         self.quotas.enforce(is_idle=not self._queues.active())
 
@@ -203,12 +212,12 @@ class CacheAdmin:
             self._reply(request.id, trouble)
             return
         tokens = {tiers[name]: limit for name, limit in request.tokens.items()}
+        is_told = Tier.DISK in tokens or request.cache_salt in self.quotas.of(Tier.DISK)
         if refusal := self.quotas.set(request.cache_salt, tokens):
             self._reply(request.id, refusal)
             return
-        result = self.quotas.table(request.cache_salt)
-        reply = ControlReply(request.id, True, "", result)
-        if Tier.DISK not in self._cache.storage.tiers:
+        reply = ControlReply(request.id, True, "", self.quotas.table(request.cache_salt))
+        if not is_told or Tier.DISK not in self._cache.storage.tiers:
             self._replies.append(reply)
             return
         self._tell_storage(StorageAction.LIMIT, request.cache_salt, tokens.get(Tier.DISK, -1), reply)
@@ -224,12 +233,12 @@ class CacheAdmin:
             return f"storage is left alone ({storage.writes.reason}), and could not be told: try again when it works"
         return ""
 
-    def _tell_storage(self, action: StorageAction, salt: str, limit_tokens: int, reply: ControlReply) -> None:
+    def _tell_storage(self, action: StorageAction, salt: str, limit_tokens: int, reply: ControlReply | None) -> None:
         """Reply when storage has answered; at once if there is none. limit_tokens: below 0 for none."""
         cache = self._cache
         names = cache.tree.names.keys
         if names is None:
-            self._replies.append(reply)
+            self._replies += [reply] if reply is not None else []
             return
         limit = -1 if limit_tokens < 0 else limit_tokens // names.block_tokens
         ticket = cache.storage.tell(action, names.tenant(salt), limit)
@@ -237,11 +246,13 @@ class CacheAdmin:
 
     def end(self, ticket: Ticket, count: int) -> bool:
         """A storage operation is over. False if no administrator has asked for it."""
-        reply = self._told.pop(ticket, None)
-        if reply is None:
+        if ticket not in self._told:
             return False
+        reply = self._told.pop(ticket)
         self._cache.ledger.end(ticket)
-        if count > 0:
+        if reply is None:
+            pass  # the store has logged why it cannot
+        elif count > 0:
             self._replies.append(reply)
         else:
             what = "memory was erased, but storage was not" if "erased_tokens" in reply.result else "storage"

@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
 from sglang.srt.mem_cache.namespaces import salt_of
 from sglang.srt.mem_cache.node import Node
 from sglang.srt.mem_cache.prefix_labels import PrefixLabels
-from sglang.srt.mem_cache.transfer import FRAME_TIERS, Tier
+from sglang.srt.mem_cache.transfer import FRAME_TIERS
 from sglang.srt.utils.time_units import LaunchClock, LaunchSeq, Seconds
 
 MAX_PREFIXES = 256
@@ -138,8 +138,3 @@ class PrefixRetention:
         for name, kept in self._kept.items():
             assert kept.used_at <= self._clock.next, f"{name} is used by a launch that does not exist"
             assert len(kept.tokens) % self._tree.page_size == 0
-
-
-def most_retained_tokens(num_pages: dict[Tier, int], page_size: int) -> int:
-    """Of the pages of each tier."""
-    return max(num_pages.values()) * page_size // 2

@@ -98,7 +98,7 @@ class Scheduler:
             config, self.cache, self.queues, self.planner, self.builder, self.streaming, self.canary, self.times
         )
         self.planner.consult(lambda: (req for req, _ in self.admission.iter_admissible()))
-        self.storage_admin = StorageAdmin(self.storage, self.planner.expected.costs.forget_storage)
+        self.storage_admin = StorageAdmin(self.storage, self._note_storage_opened)
         self.cache_admin = CacheAdmin(self.cache, self.planner, self.queues, self._end_erased)
         if config.storage is not None:
             self.storage_admin.attach(config.storage)
@@ -272,6 +272,10 @@ class Scheduler:
         self.times.note_storage(self.storage.may_start)
         if self.storage.fetches_due or [cache.num_done(link) for link in STALLING_LINKS] != ended:
             self.storage.begin_fetches()
+
+    def _note_storage_opened(self) -> None:
+        self.planner.expected.costs.forget_storage()
+        self.cache_admin.note_storage_opened()
 
     def _administered(self, ticket: Ticket, count: int) -> bool:
         return self.storage_admin.end(ticket, count) or self.cache_admin.end(ticket, count)

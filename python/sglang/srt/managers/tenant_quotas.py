@@ -58,6 +58,10 @@ class TenantQuotas:
             self._grown[salt] = self._clock.next
         return ""
 
+    def of(self, tier: Tier) -> dict[str, int]:
+        """By salt, the tokens that tenants may have on a tier; without those that have no limit there."""
+        return {salt: tokens[tier] for salt, tokens in self._quotas.items() if tier in tokens}
+
     @property
     def is_used(self) -> bool:
         """Whether any tenant has a quota."""

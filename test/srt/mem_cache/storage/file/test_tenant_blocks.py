@@ -4,31 +4,19 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from test_file_store_shared import Killed, Process, folder_of
+from test_file_store_shared import Killed, Process, folder_of, start
 
 from sglang.srt.mem_cache.storage.file import tenant_blocks
 from sglang.srt.mem_cache.storage.file.file_store import HiCacheFile
 from sglang.srt.mem_cache.storage.file.tenant_log import TenantLog
 from support.fake_pages import BLOCK_TOKENS, keys_of
 
+__all__ = ["start"]  # the fixture of the other file
+
 ALICE, BOB = b"alice---", b"bob-----"
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Process]]:
-    started: list[Process] = []
-
-    def start(**options: object) -> Process:
-        started.append(Process(tmp_path / "root", **options))  # type: ignore[arg-type]
-        return started[-1]
-
-    yield start
-    for each in started:
-        each.store.close()
 
 
 def put(process: Process, tenant: bytes, *numbers: int) -> int:
