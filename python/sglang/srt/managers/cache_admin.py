@@ -255,8 +255,9 @@ class CacheAdmin:
         elif count > 0:
             self._replies.append(reply)
         else:
-            what = "memory was erased, but storage was not" if "erased_tokens" in reply.result else "storage"
-            message = f"{what}: the backend cannot do this, or did not succeed; the server's log has the reason"
+            is_erasure = "erased_tokens" in reply.result
+            what = "memory was erased" if is_erasure else "the quotas of memory hold"
+            message = f"{what}, but storage did not do its part, or cannot; the server's log has the reason"
             self._replies.append(ControlReply(reply.id, False, message, reply.result))
         return True
 

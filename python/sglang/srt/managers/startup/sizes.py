@@ -151,6 +151,11 @@ def layer_stream_sizes_for(
     if args.layer_stream_tokens:
         buffer_pages = min(buffer_pages, -(-args.layer_stream_tokens // args.page_size))
     left = (num_pages * num_layers - args.layer_stream * buffer_pages) // num_layers
+    if left < 1:
+        raise StartupError(
+            f"the buffers of --layer-stream take all {num_pages * args.page_size} tokens of the device: lower "
+            "--layer-stream or --layer-stream-tokens, or raise --max-total-tokens"
+        )
     logger.info(
         "layer stream: %d buffers of %d tokens of a layer, which leaves %d tokens on the device",
         args.layer_stream,
