@@ -371,6 +371,8 @@ def await_first(response):
 
 
 def test_a_client_that_leaves_in_mid_stream_frees_its_request(slow):
+    # Another test's client may have left just now.
+    wait_until(lambda: slow.state()["queues"]["running"] == 0)
     before = slow.state()["counters"]["aborted"]
     with httpx.stream(
         "POST", slow.url + "/generate", json=long_request(), timeout=PATIENCE_S, verify=NO_TLS
