@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from sglang.srt.managers.startup.sizes import layer_stream_sizes_for
+from sglang.srt.distributed.parallel_state import SINGLE_RANK
+from sglang.srt.managers.startup.sizes import build_config
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.child_process import StartupError
+from support.tiny_model import tiny_llama
 
 
-def test_buffers_that_leave_the_device_nothing_are_refused() -> None:
-    args = ServerArgs(model_path="m", enable_hierarchical_cache=True, layer_stream=2, layer_stream_tokens=2048)
-    config, left = layer_stream_sizes_for(args, num_pages=2048, num_host_pages=8192, num_layers=4)
-    assert (config.buffer_pages, left) == (2048, 1024)
+def test_buffers_that_leave_the_device_nothing_are_refused(tmp_path: Path) -> None:
+    model = tiny_llama(tmp_path)
+
+    def build(tokens: int) -> int:
+        """The device's pages that the buffers leave."""
+        args = ServerArgs(
+            model_path="embedded",
+            enable_hierarchical_cache=True,
+            hicache_size=0.1,
+            max_total_tokens=tokens,
+            page_size=1,
+            layer_stream=model.num_layers,
+            layer_stream_tokens=1024,
+        )
+        return build_config(args, model, SINGLE_RANK).num_device_pages
+
+    assert build(2048) == 1024
     with pytest.raises(StartupError, match="take all 1024 tokens of the device: lower --layer-stream"):
-        layer_stream_sizes_for(args, num_pages=1024, num_host_pages=8192, num_layers=4)
+        build(1024)

@@ -79,7 +79,13 @@ def build_config(
     num_pages, num_host_pages = sizes.tolist()
     layer_stream = None
     if args.layer_stream:
-        layer_stream, num_pages = layer_stream_sizes_for(args, num_pages, num_host_pages, model.num_layers)
+        layer_stream, num_left = layer_stream_sizes_for(args, num_pages, num_host_pages, model.num_layers)
+        if num_left < 1:
+            raise StartupError(
+                f"the buffers of --layer-stream take all {num_pages * args.page_size} tokens of the device: lower "
+                "--layer-stream or --layer-stream-tokens, or raise --max-total-tokens"
+            )
+        num_pages = num_left
     chunk = args.chunked_prefill_size if args.chunked_prefill_size > 0 else model.context_length
     return SchedulerConfig(
         page_size=args.page_size,
@@ -151,11 +157,6 @@ def layer_stream_sizes_for(
     if args.layer_stream_tokens:
         buffer_pages = min(buffer_pages, -(-args.layer_stream_tokens // args.page_size))
     left = (num_pages * num_layers - args.layer_stream * buffer_pages) // num_layers
-    if left < 1:
-        raise StartupError(
-            f"the buffers of --layer-stream take all {num_pages * args.page_size} tokens of the device: lower "
-            "--layer-stream or --layer-stream-tokens, or raise --max-total-tokens"
-        )
     logger.info(
         "layer stream: %d buffers of %d tokens of a layer, which leaves %d tokens on the device",
         args.layer_stream,
