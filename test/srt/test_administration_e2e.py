@@ -151,7 +151,7 @@ def test_policies_and_quotas(server: Server, run) -> None:
         settle(server)
     wait_until(lambda: max(run("quota", "--salt", "dave")["used_tokens"].values()) <= 64)
     assert run("quota", "--salt", "dave")["quotas"] == {"device": 64, "host": 64, "disk": 32}
-    assert "remote store is shared" in run("quota", "--salt", "dave", "remote=5", fails=True)
+    assert run("quota", "--salt", "dave", "remote=32")["quotas"] == {"remote": 32}
     assert run("quota", "--salt", "dave", "--none")["quotas"] == {}
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.transfer import Tier
 from sglang.srt.utils.stream import Stream
 
 
@@ -40,7 +41,7 @@ class MemoryStore:
         self._max_blocks = max_blocks
         # Key -> whose block it is, of all that were ever stored.
         self.tenants: dict[bytes, bytes] = {}
-        self.limits: dict[bytes, int] = {}
+        self.limits: dict[tuple[bytes, Tier], int] = {}
 
     def exists(self, keys: Sequence[bytes]) -> int:
         self._maybe_raise()
@@ -83,8 +84,8 @@ class MemoryStore:
             del self.blocks[key]
         return True
 
-    def limit(self, tenant: bytes, num_blocks: int) -> bool:
-        self.limits[tenant] = num_blocks
+    def limit(self, tenant: bytes, num_blocks: int, tier: Tier) -> bool:
+        self.limits[tenant, tier] = num_blocks
         return True
 
     def clear(self) -> None:

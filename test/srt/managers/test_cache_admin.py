@@ -306,24 +306,29 @@ def test_quotas_of_storage_are_its_own(model_config: ModelConfig) -> None:
     engine = Engine(model_config)
     assert set_quota(engine, "alice", {"disk": 10 * BLOCK + 1}).success
     tenant = engine.scheduler.cache.tree.names.keys.tenant("alice")
-    assert engine.store.limits == {tenant: 10}
+    assert engine.store.limits == {(tenant, Tier.DISK): 10}
     assert set_quota(engine, "alice", {"host": 100}).success
-    assert engine.store.limits == {tenant: -1}
+    assert engine.store.limits == {(tenant, Tier.DISK): -1}
     # A store that knows no tenants has no part in quotas of memory.
-    engine.store.limit = lambda tenant, num_blocks: False  # type: ignore[method-assign]
+    engine.store.limit = lambda tenant, num_blocks, tier: False  # type: ignore[method-assign]
     assert set_quota(engine, "alice", {"host": 50}).success
-    assert "log has the reason" in set_quota(engine, "alice", {"disk": 50}).message
-    assert set_quota(engine, "alice", None).success
+    refused = set_quota(engine, "alice", {"host": 70, "disk": 50})
+    assert not refused.success and "disk did not take the quota, or cannot; the others hold" in refused.message
+    assert refused.result["quotas"] == set_quota(engine, "alice", None).result["quotas"] == {"host": 70}
+    assert not set_quota(engine, "alice", {"disk": 50}).success
+    assert set_quota(engine, "alice", None).result["quotas"] == {}
     del engine.store.limit
     # What is attached anew is told of them.
     assert set_quota(engine, "alice", {"disk": 2 * BLOCK}).success
     assert engine.administer(StorageAction.DETACH) == (True, "")
     assert engine.administer(StorageAction.ATTACH, SETUP) == (True, "")
     ask(engine, prompt(60, 40), ALICE)
-    assert engine.store.limits == {tenant: 2}
+    assert engine.store.limits == {(tenant, Tier.DISK): 2}
     assert "no tier 'remote'" in set_quota(engine, "alice", {"remote": 1}).message
-    remote = dataclasses.replace(SETUP, tiers=(Tier.REMOTE,))
-    other = Engine(model_config, storage=remote)
-    assert "a remote store is shared" in set_quota(other, "alice", {"remote": 1}).message
-    other.close()
     engine.close()
+    both = Engine(model_config, storage=dataclasses.replace(SETUP, tiers=(Tier.DISK, Tier.REMOTE)))
+    assert set_quota(both, "alice", {"disk": 2 * BLOCK, "remote": BLOCK}).success
+    assert both.store.limits == {(tenant, Tier.DISK): 2, (tenant, Tier.REMOTE): 1}
+    assert set_quota(both, "alice", {"disk": 2 * BLOCK}).success
+    assert both.store.limits == {(tenant, Tier.DISK): 2, (tenant, Tier.REMOTE): -1}
+    both.close()

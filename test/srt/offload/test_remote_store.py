@@ -25,6 +25,7 @@ import pytest
 import torch
 
 from sglang.srt.mem_cache.block_store import ExistsFailed, OverlappingStore, StoreError
+from sglang.srt.mem_cache.transfer import Tier
 from sglang.srt.offload import proxy_client, remote_store, wire
 from sglang.srt.offload.proxy_process import OwnProxy
 from sglang.srt.offload.store.embedded import EmbeddedStore
@@ -163,6 +164,29 @@ def test_a_proxy_that_is_killed_in_the_middle_is_replaced(remote, data_plane):
     until(lambda: counts)
     assert counts == [8] and one.came(range(8)) and proxy_pid(one) != first
     assert one.store.stats()["proxy_sessions"] == 2
+
+
+def test_limits_of_tenants_hold_in_the_sessions_that_follow(remote):
+    one = remote(**PROCESS)
+
+    def put(blocks: range) -> None:
+        assert one.store.set(one.keys(blocks), one.frames(blocks), b"alice---") == len(blocks)
+
+    def num_stored() -> int:
+        return sum(one.store.exists([one.key(b)]) for b in range(12))
+
+    put(range(6))
+    assert one.store.limit(b"alice---", 3, Tier.REMOTE) and num_stored() == 3
+    first = proxy_pid(one)
+    os.kill(first, signal.SIGKILL)
+    until(lambda: one.store._client is None)
+    assert not one.store.limit(b"bob-----", 1, Tier.REMOTE), "there is no proxy"
+    until(lambda: one.store._client is not None)
+    put(range(6, 12))
+    assert num_stored() == 3
+    assert one.store.limit(b"alice---", -1, Tier.REMOTE)
+    put(range(6))
+    assert num_stored() == 9
 
 
 @pytest.fixture

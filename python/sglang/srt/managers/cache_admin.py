@@ -10,6 +10,7 @@ Attaching, detaching and clearing storage is in storage_admin.py; which tiers ar
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from sglang.srt.managers.io_struct import (
@@ -33,7 +34,7 @@ from sglang.srt.mem_cache.eviction import EVICTION_POLICIES
 from sglang.srt.mem_cache.namespaces import salt_of
 from sglang.srt.mem_cache.placement import WRITE_POLICIES
 from sglang.srt.mem_cache.prefix_labels import PrefixLabels
-from sglang.srt.mem_cache.transfer import TIER_NAMES, StorageAction, Ticket, Tier
+from sglang.srt.mem_cache.transfer import TIER_NAMES, StorageAction, StorageOp, Ticket, Tier
 from sglang.srt.utils.time_units import Seconds
 
 # By the names of their flags: what a policy may be, where that is one of a list.
@@ -53,6 +54,17 @@ _FIELDS = {
 }
 
 
+@dataclass(eq=False)
+class _Told:
+    """What storage is being told. reply: for the last operation's end; None: nothing waits for it. num_open:
+    operations that have not ended. failed: tiers that could not."""
+
+    reply: ControlReply | None
+    salt: str = ""
+    num_open: int = 1
+    failed: list[str] = field(default_factory=list)
+
+
 class CacheAdmin:
     """end_request: ends a request that is queued or runs, as an abort does."""
 
@@ -67,8 +79,8 @@ class CacheAdmin:
         self.retention = PrefixRetention(cache.tree, cache.clock, most, cache.storage.writer.touches.note)
         self.labels = PrefixLabels(cache.page_size)
         self.quotas = cache.quotas
-        # Erasures and quotas that storage is being told of -> what they are replied with, if anything.
-        self._told: dict[Ticket, ControlReply | None] = {}
+        # Erasures and quotas that storage is being told of.
+        self._told: dict[Ticket, _Told] = {}
         # Whether storage was opened, and is to be told the quotas.
         self._tells_quotas = False
         self._replies: list[ControlReply] = []
@@ -96,9 +108,9 @@ class CacheAdmin:
         """After the step's launch was built."""
         if self._tells_quotas and self._cache.storage.is_open:
             self._tells_quotas = False
-            for salt, limit_tokens in self.quotas.of(Tier.DISK).items():
-                if Tier.DISK in self._cache.storage.tiers:
-                    self._tell_storage(StorageAction.LIMIT, salt, limit_tokens, None)
+            for tier in self._tiers_with_limits():
+                for salt, limit_tokens in self.quotas.of(tier).items():
+                    self._tell_limit(salt, tier, limit_tokens)
         self.retention.step(now)
         self.quotas.enforce(is_idle=not self._queues.active())
 
@@ -191,7 +203,12 @@ class CacheAdmin:
             "tiers": [TIER_NAMES[tier] for tier in cache.tiers],
             "erased_tokens": {TIER_NAMES[tier]: n for tier, n in erased.items()},
         }
-        self._tell_storage(StorageAction.ERASE, salt, 0, ControlReply(request.id, True, "", result))
+        reply = ControlReply(request.id, True, "", result)
+        names = cache.tree.names.keys
+        if names is None:
+            self._replies.append(reply)
+        else:
+            self._told[cache.storage.tell(StorageAction.ERASE, names.tenant(salt))] = _Told(reply)
 
     def _set_quota(self, request: SetQuotaReqInput) -> None:
         if request.tokens is None:
@@ -201,26 +218,31 @@ class CacheAdmin:
         if unknown := [name for name in request.tokens if name not in tiers]:
             self._reply(request.id, f"this server has no tier {unknown[0]!r}; it has {', '.join(tiers)}")
             return
-        if "remote" in request.tokens:
-            self._reply(
-                request.id,
-                "a remote store is shared, and does not know how much of it is a tenant's: set limits on device, "
-                "host and disk, or give the tenant a store of its own",
-            )
-            return
         if trouble := self._storage_trouble():
             self._reply(request.id, trouble)
             return
-        tokens = {tiers[name]: limit for name, limit in request.tokens.items()}
-        is_told = Tier.DISK in tokens or request.cache_salt in self.quotas.of(Tier.DISK)
-        if refusal := self.quotas.set(request.cache_salt, tokens):
+        salt, tokens = request.cache_salt, {tiers[name]: limit for name, limit in request.tokens.items()}
+        told = [t for t in self._tiers_with_limits() if t in tokens or salt in self.quotas.of(t)]
+        if refusal := self.quotas.set(salt, tokens):
             self._reply(request.id, refusal)
             return
-        reply = ControlReply(request.id, True, "", self.quotas.table(request.cache_salt))
-        if not is_told or Tier.DISK not in self._cache.storage.tiers:
-            self._replies.append(reply)
-            return
-        self._tell_storage(StorageAction.LIMIT, request.cache_salt, tokens.get(Tier.DISK, -1), reply)
+        request_of = _Told(ControlReply(request.id, True, "", {}), salt, len(told))
+        for tier in told:
+            self._tell_limit(salt, tier, tokens.get(tier, -1), request_of)
+        if not told:
+            self._reply(request.id, "", self.quotas.table(salt))
+
+    def _tiers_with_limits(self) -> list[Tier]:
+        """Of storage, which keeps to limits itself."""
+        return [] if self._cache.tree.names.keys is None else list(self._cache.storage.tiers)
+
+    def _tell_limit(self, salt: str, tier: Tier, limit_tokens: int, told: _Told | None = None) -> None:
+        """limit_tokens: below 0 for none."""
+        names = self._cache.tree.names.keys
+        assert names is not None
+        limit = -1 if limit_tokens < 0 else limit_tokens // names.block_tokens
+        ticket = self._cache.storage.tell(StorageAction.LIMIT, names.tenant(salt), limit, tier)
+        self._told[ticket] = told or _Told(None, salt)
 
     def _storage_trouble(self) -> str:
         """Why storage cannot be told anything now, "" if it can, or if there is none."""
@@ -233,32 +255,29 @@ class CacheAdmin:
             return f"storage is left alone ({storage.writes.reason}), and could not be told: try again when it works"
         return ""
 
-    def _tell_storage(self, action: StorageAction, salt: str, limit_tokens: int, reply: ControlReply | None) -> None:
-        """Reply when storage has answered; at once if there is none. limit_tokens: below 0 for none."""
-        cache = self._cache
-        names = cache.tree.names.keys
-        if names is None:
-            self._replies += [reply] if reply is not None else []
-            return
-        limit = -1 if limit_tokens < 0 else limit_tokens // names.block_tokens
-        ticket = cache.storage.tell(action, names.tenant(salt), limit)
-        self._told[ticket] = reply
-
     def end(self, ticket: Ticket, count: int) -> bool:
         """A storage operation is over. False if no administrator has asked for it."""
         if ticket not in self._told:
             return False
-        reply = self._told.pop(ticket)
-        self._cache.ledger.end(ticket)
-        if reply is None:
-            pass  # the store has logged why it cannot
-        elif count > 0:
-            self._replies.append(reply)
-        else:
-            is_erasure = "erased_tokens" in reply.result
-            what = "memory was erased" if is_erasure else "the quotas of memory hold"
-            message = f"{what}, but storage did not do its part, or cannot; the server's log has the reason"
-            self._replies.append(ControlReply(reply.id, False, message, reply.result))
+        told = self._told.pop(ticket)
+        op = self._cache.ledger.end(ticket)
+        assert isinstance(op, StorageOp)
+        told.num_open -= 1
+        if count == 0:
+            told.failed.append(TIER_NAMES[op.tier])
+            if op.action == StorageAction.LIMIT and told.reply is not None:
+                self.quotas.lift(told.salt, op.tier)
+        # Without a reply the store's log has the reason.
+        if told.num_open or told.reply is None:
+            return True
+        message = ""
+        result = told.reply.result or self.quotas.table(told.salt)
+        if told.failed and op.action == StorageAction.ERASE:
+            message = "memory was erased, but storage did not do its part, or cannot; the server's log has the reason"
+        elif told.failed:
+            where = " and ".join(told.failed)
+            message = f"{where} did not take the quota, or cannot; the others hold; the server's log has the reason"
+        self._replies.append(ControlReply(told.reply.id, not message, message, result))
         return True
 
     def state(self, now: Seconds) -> dict[str, Any]:

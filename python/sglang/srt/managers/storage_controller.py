@@ -205,9 +205,9 @@ class StorageController:
         assert not self.is_in_flight
         return self.ledger.begin_storage_op(PROBE, action, setup=setup)
 
-    def tell(self, action: StorageAction, tenant: bytes, limit: int = -1) -> Ticket:
+    def tell(self, action: StorageAction, tenant: bytes, limit: int = -1, tier: Tier = Tier.DISK) -> Ticket:
         """Erase or limit a tenant's blocks, behind the writes that are under way. See `StorageOp`."""
-        return self.ledger.begin_storage_op(STORE, action, tenant=tenant, limit=limit)
+        return self.ledger.begin_storage_op(STORE, action, tenant=tenant, limit=limit, tier=tier)
 
     def set_prefetch_policy(self, policy: str) -> None:
         """Of `PREFETCH_POLICIES`; requests that wait already go on as they began."""

@@ -58,6 +58,13 @@ class TenantQuotas:
             self._grown[salt] = self._clock.next
         return ""
 
+    def lift(self, salt: str, tier: Tier) -> None:
+        """That tier cannot hold to its quota."""
+        if (quota := self._quotas.get(salt)) is not None:
+            quota.pop(tier, None)
+            if not quota:
+                self.set(salt, {})
+
     def of(self, tier: Tier) -> dict[str, int]:
         """By salt, the tokens that tenants may have on a tier; without those that have no limit there."""
         return {salt: tokens[tier] for salt, tokens in self._quotas.items() if tier in tokens}

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import numpy as np
+from sglang.srt.mem_cache.transfer import Tier
 
 
 class BlockStore(Protocol):
@@ -94,9 +95,10 @@ class TenantStore(Protocol):
         gone; the log has the reason."""
         ...
 
-    def limit(self, tenant: bytes, num_blocks: int) -> bool:
+    def limit(self, tenant: bytes, num_blocks: int, tier: Tier) -> bool:
         """Keep at most so many blocks of a tenant from now on, below 0 as many as there are: what is over goes, the
-        least recently used first. False: the store cannot do that; the log has the reason."""
+        least recently used first. tier: DISK or REMOTE, for a store that has both. False: the store cannot do that;
+        the log has the reason."""
         ...
 
 

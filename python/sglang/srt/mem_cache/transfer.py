@@ -135,8 +135,9 @@ class StorageOp:
     skips: tuple[int, ...] = ()
     # Whose blocks these are, see `BlockKeys.tenant`; for SET, ERASE and LIMIT.
     tenant: bytes = b""
-    # For LIMIT: the most blocks; below 0 for no limit.
+    # For LIMIT: the most blocks, below 0 for no limit, and where: DISK or REMOTE.
     limit: int = -1
+    tier: Tier = Tier.DISK
 
     @property
     def after(self) -> None:

@@ -23,6 +23,7 @@ import numpy as np
 
 from sglang.srt.mem_cache.block_store import ExistsFailed, StoreError
 from sglang.srt.mem_cache.storage.registry import StoreParams
+from sglang.srt.mem_cache.transfer import Tier
 from sglang.srt.offload import wire
 from sglang.srt.offload.codec.layout import BlockLayout
 from sglang.srt.offload.proxy_client import ProxyClient
@@ -79,6 +80,8 @@ class RemoteStore:
         self._is_connecting = False
         # When the session began.
         self._since = 0.0
+        # Tenant -> the most blocks, which every session is told.
+        self._limits: dict[bytes, int] = {}
         # Reads of a lost session that wait for the next one.
         self._unanswered: list[_Read] = []
         # Set when there is something to do before the next look at the proxy.
@@ -146,9 +149,21 @@ class RemoteStore:
         logger.warning("nothing, or not all, was erased from the remote store: it does not answer, or refuses")
         return is_erased
 
-    def limit(self, tenant: bytes, num_blocks: int) -> bool:
-        """See TenantStore. A store that others share too does not count what a tenant has."""
-        return num_blocks < 0
+    def limit(self, tenant: bytes, num_blocks: int, tier: Tier) -> bool:
+        """See TenantStore. All servers that share the store and have the limit count together."""
+        assert tier == Tier.REMOTE
+        self._limits.pop(tenant, None)
+        if self._wait(partial(wire.Limit, tenant=tenant, num_blocks=num_blocks)):
+            if num_blocks >= 0:
+                self._limits[tenant] = num_blocks
+            return True
+        logger.warning("no limit was set in the remote store: it does not answer, or refuses")
+        self._tell_limit(tenant, -1)
+        return False
+
+    def _tell_limit(self, tenant: bytes, num_blocks: int) -> None:
+        if (client := self._client) is not None:
+            client.ask(partial(wire.Limit, tenant=tenant, num_blocks=num_blocks), lambda _: None)
 
     def clear(self) -> None:
         if not self._wait(wire.Clear):
@@ -245,6 +260,8 @@ class RemoteStore:
                 self._client = client
         if not is_used:
             client.shut()
+        for tenant, num_blocks in list(self._limits.items()):
+            self._tell_limit(tenant, num_blocks)
         for read in self._take_unanswered(before=float("inf")):
             self._ask_read(read)
 

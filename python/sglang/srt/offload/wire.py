@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 # A Get of 256 blocks of 256 one-token pages is 270 KB.
 MAX_FRAME_BYTES = 16 << 20
 MAC_KEY_BYTES = 32
@@ -108,6 +108,14 @@ class Erase(msgspec.Struct, tag=True, frozen=True):
     tenant: bytes
 
 
+class Limit(msgspec.Struct, tag=True, frozen=True):
+    """Keep at most num_blocks blocks of a tenant, below 0 as many as there are. Until the session ends."""
+
+    id: int
+    tenant: bytes
+    num_blocks: int
+
+
 class GetStats(msgspec.Struct, tag=True, frozen=True):
     """Asks for `Stats`. The answer also shows that the proxy is alive."""
 
@@ -139,7 +147,7 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     values: dict[str, int]
 
 
-ToProxy = Exists | Touch | Get | Put | Cancel | Clear | Erase | GetStats
+ToProxy = Exists | Touch | Get | Put | Cancel | Clear | Erase | Limit | GetStats
 ToEngine = Done | Stats
 _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode

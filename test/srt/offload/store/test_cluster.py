@@ -151,6 +151,21 @@ def test_blocks_lie_on_all_nodes_and_each_on_one(cluster):
     check_blocks(other, KEYS[:5])
 
 
+def test_a_tenants_blocks_are_counted_and_erased_on_all_nodes(cluster):
+    store, tenant = open_store(cluster.address), b"alice---"
+    writer = store.writer()
+    assert all(writer.write(key, pieces_of(key), tenant) for key in KEYS)
+    write_all(store, [b"another's block!"])
+    store.limit(tenant, 20)
+    assert sum(store.stored(KEYS)) == 20
+    assert all(writer.write(key, pieces_of(key), tenant) for key in KEYS)
+    assert sum(store.stored(KEYS)) == 20
+    writer.close()
+    store.erase(tenant)
+    assert sum(store.stored(KEYS)) == 0 and store.stored([b"another's block!"]) == [True]
+    assert store.usage()["keys"] == NUM_PIECES + 1
+
+
 def test_one_host_that_turns_out_to_be_a_node(cluster):
     store = open_store(StoreAddress.parse(f"redis://127.0.0.1:{cluster.nodes[1].port}"))
     write_all(store, KEYS[:10])

@@ -21,6 +21,7 @@ from functools import partial
 import numpy as np
 
 from sglang.srt.mem_cache.block_store import BlockStore, OverlappingStore, TenantStore, TouchedStore, has_room
+from sglang.srt.mem_cache.transfer import Tier
 from sglang.srt.utils.clock import monotonic
 
 logger = logging.getLogger(__name__)
@@ -156,9 +157,9 @@ class GuardedStore:
             return False
         return self.store.erase(tenant)
 
-    def limit(self, tenant: bytes, num_blocks: int) -> bool:
+    def limit(self, tenant: bytes, num_blocks: int, tier: Tier) -> bool:
         """See TenantStore."""
-        return isinstance(self.store, TenantStore) and self.store.limit(tenant, num_blocks)
+        return isinstance(self.store, TenantStore) and self.store.limit(tenant, num_blocks, tier)
 
     def has_missed(self, key: bytes) -> bool:
         """Whether the block was not written, as the store failed or was left alone. From any thread."""

@@ -21,6 +21,7 @@ from sglang.srt.mem_cache.block_store import (
     TouchedStore,
     has_room,
 )
+from sglang.srt.mem_cache.transfer import Tier
 
 
 class TieredStore:
@@ -76,9 +77,10 @@ class TieredStore:
         """See TenantStore."""
         return all([isinstance(store, TenantStore) and store.erase(tenant) for store in (self.near, self.far)])
 
-    def limit(self, tenant: bytes, num_blocks: int) -> bool:
-        """See TenantStore. The near store's: the far one is shared, and has a limit of its own."""
-        return isinstance(self.near, TenantStore) and self.near.limit(tenant, num_blocks)
+    def limit(self, tenant: bytes, num_blocks: int, tier: Tier) -> bool:
+        """See TenantStore."""
+        store = self.far if tier == Tier.REMOTE else self.near
+        return isinstance(store, TenantStore) and store.limit(tenant, num_blocks, tier)
 
     def touch(self, keys: Sequence[bytes]) -> int:
         """How many leading blocks all stores have that are told; of one that fails it is not known that it has lost

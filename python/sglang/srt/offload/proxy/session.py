@@ -62,7 +62,7 @@ class Session:
         # What moves no block, carried out one after another on a thread of its own, because a store that does not
         # answer must delay nothing else; and what concerns the whole store and may take long, on another.
         self._questions: queue.SimpleQueue[wire.Exists | wire.Touch | None] = queue.SimpleQueue()
-        self._chores: queue.SimpleQueue[wire.Clear | wire.Erase | wire.GetStats | list[bytes] | None] = (
+        self._chores: queue.SimpleQueue[wire.Clear | wire.Erase | wire.Limit | wire.GetStats | list[bytes] | None] = (
             queue.SimpleQueue()
         )
         self._usage: dict[str, int] = {}
@@ -205,8 +205,8 @@ class Session:
         while (chore := self._chores.get()) is not None:
             if isinstance(chore, list):
                 self.store.renew(chore)
-            elif isinstance(chore, wire.Clear | wire.Erase):
-                self._outbox.put(wire.Done(chore.id, int(self._drop(chore))))
+            elif isinstance(chore, wire.Clear | wire.Erase | wire.Limit):
+                self._outbox.put(wire.Done(chore.id, int(self._administer(chore))))
             elif self._chores.empty():
                 # Not once for each that came while a store was slow.
                 self._usage = self.store.usage()
@@ -218,14 +218,18 @@ class Session:
             self.incomplete(key)
         return 0 if count is None else 1 + count
 
-    def _drop(self, chore: wire.Clear | wire.Erase) -> bool:
+    def _administer(self, chore: wire.Clear | wire.Erase | wire.Limit) -> bool:
         try:
             if isinstance(chore, wire.Clear):
+                what = "emptied"
                 self.store.clear()
-            else:
+            elif isinstance(chore, wire.Erase):
+                what = "rid of a tenant's blocks"
                 self.store.erase(chore.tenant)
+            else:
+                what = "asked how many blocks a tenant has"
+                self.store.limit(chore.tenant, chore.num_blocks)
         except StoreFailure as error:
-            what = "emptied" if isinstance(chore, wire.Clear) else "rid of a tenant's blocks"
             logger.warning("the store was not %s: %s", what, error)
             return False
         return True

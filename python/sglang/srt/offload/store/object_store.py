@@ -28,6 +28,7 @@ from sglang.srt.offload.store.address import Endpoint, StoreAddress
 from sglang.srt.offload.store.cluster import NodeConnections, SlotMap, is_redirect
 from sglang.srt.offload.store.node_health import NodeHealth
 from sglang.srt.offload.store.resp import Arg, Buffer, ErrorReply, Reply, RespConnection, StoreFailure, ValueTooLarge
+from sglang.srt.offload.store.tenant_limits import INDEX, TenantLimits
 from sglang.srt.utils.rare_log import RareLog
 
 logger = logging.getLogger(__name__)
@@ -89,6 +90,7 @@ class ObjectStore:
         # Blocks of another format or another number of pieces have other names, whatever their key.
         shape = b"%d %d " % (FORMAT_VERSION, num_pieces)
         self.prefix = b"sglang-kv1:{" + hashlib.blake2b(shape + namespace, digest_size=16).hexdigest().encode()
+        self.limits = TenantLimits(self.prefix, self._names_of)
         self._clock = clock
         self._map = SlotMap(address, clock)
         self._health = NodeHealth(self._ping_connection)
@@ -166,7 +168,9 @@ class ObjectStore:
             for at in range(0, len(replies), per_block)
         ]
         is_whole = [bool(m) and n == self.num_pieces for m, n in zip(manifests, pieces_there)]
-        return _num_leading(is_whole), [key for key, m, whole in zip(keys, manifests, is_whole) if m and not whole]
+        incomplete = [key for key, m, whole in zip(keys, manifests, is_whole) if m and not whole]
+        counts = [whole or self.limits.counts_as_stored(key) for key, whole in zip(keys, is_whole)]
+        return _num_leading(counts), incomplete
 
     def renew(self, keys: Sequence[bytes]) -> None:
         """These blocks were read, which has renewed their pieces: so are their manifests. Nothing without ttl_s."""
@@ -217,39 +221,63 @@ class ObjectStore:
             for connection in connections.every_node():
                 for names in _scan(connection, self.prefix + b"*"):
                     # Deleted one by one, because in a cluster the names of a batch lie in many slots.
-                    replies = connection.pipeline([(b"UNLINK", name) for name in names])
-                    error = next((r for r in replies if isinstance(r, ErrorReply) and not is_redirect(r)), None)
-                    if error is not None:
-                        raise error
+                    _pipeline(connection, [(b"UNLINK", name) for name in names])
         finally:
             connections.close()
 
     def erase(self, tenant: bytes) -> None:
         """Drop every block of a tenant in this namespace, and pieces without a manifest, which may be the tenant's.
         Raises StoreFailure."""
+        whats = [_MANIFEST, *(b"%d" % i for i in range(self.num_pieces))]
         connections = self.connections()
         try:
             for connection in connections.every_node():
-                for names in _scan(connection, self.prefix + b"*"):
-                    self._erase_some(connection, tenant, names)
+                for mine, parts in self._blocks_of(connection, tenant):
+                    _pipeline(connection, [(b"UNLINK", *(b"%b:%b" % (b, w) for w in whats)) for b in (*mine, *parts)])
+            self._drop_index(tenant, connections)
         finally:
             connections.close()
 
-    def _erase_some(self, connection: RespConnection, tenant: bytes, names: Sequence[bytes]) -> None:
-        """names: some of the namespace. Raises StoreFailure."""
-        blocks = list(dict.fromkeys(name.rpartition(b":")[0] for name in names))
-        going = []
-        for block, reply in zip(
-            blocks, connection.pipeline([(b"GET", b"%b:%b" % (block, _MANIFEST)) for block in blocks])
-        ):
-            if isinstance(reply, ErrorReply) and not is_redirect(reply):
-                raise reply
-            if reply is None or (isinstance(reply, bytes) and _tenant_of(reply) == tenant):
-                going.append(block)
-        whats = [_MANIFEST, *(b"%d" % i for i in range(self.num_pieces))]
-        for reply in connection.pipeline([(b"UNLINK", *(b"%b:%b" % (b, what) for what in whats)) for b in going]):
-            if isinstance(reply, ErrorReply) and not is_redirect(reply):
-                raise reply
+    def limit(self, tenant: bytes, num_blocks: int) -> None:
+        """Keep at most so many blocks of a tenant, below 0 as many as there are. Raises StoreFailure: the limit holds
+        all the same, for what is stored from now on."""
+        connections = self.connections()
+        try:
+            if num_blocks < 0:
+                self.limits.remove(tenant)
+                self._drop_index(tenant, connections)
+            else:
+                self.limits.set(tenant, num_blocks)
+                self.make_index(tenant, connections)
+        finally:
+            connections.close()
+
+    def make_index(self, tenant: bytes, connections: NodeConnections) -> None:
+        """Count the blocks that the store has. Raises StoreFailure."""
+        num_before = len(self.prefix)
+        for connection in connections.every_node():
+            for blocks, _ in self._blocks_of(connection, tenant):
+                keys = [bytes.fromhex(block[num_before:-1].decode()) for block in blocks]
+                self.limits.add(tenant, keys, connections.pipeline)
+        self.limits.add(tenant, [], connections.pipeline)
+
+    def _drop_index(self, tenant: bytes, connections: NodeConnections) -> None:
+        """Raises StoreFailure."""
+        name = self.limits.index_of(tenant)
+        (reply,) = connections.pipeline([(name, (b"UNLINK", name))])
+        if isinstance(reply, StoreFailure):
+            raise reply
+
+    def _blocks_of(self, connection: RespConnection, tenant: bytes) -> Iterable[tuple[list[bytes], list[bytes]]]:
+        """Some at a time of one node's blocks, by their names up to the colon: the tenant's, and those without a
+        manifest. Raises StoreFailure."""
+        for names in _scan(connection, self.prefix + b"*"):
+            parts = [name.rpartition(b":") for name in names]
+            blocks = list(dict.fromkeys(block for block, _, what in parts if what != INDEX))
+            replies = _pipeline(connection, [(b"GET", b"%b:%b" % (block, _MANIFEST)) for block in blocks])
+            manifests = dict(zip(blocks, replies))
+            mine = [b for b, reply in manifests.items() if isinstance(reply, bytes) and _tenant_of(reply) == tenant]
+            yield mine, [block for block, reply in manifests.items() if reply is None]
 
     def usage(self) -> dict[str, int]:
         """Of the whole store, all namespaces: size_bytes, limit_bytes (0: no limit, or unknown), keys (num_pieces + 1
@@ -436,9 +464,11 @@ class BlockWriter:
     def write(self, key: bytes, pieces: Sequence[Sequence[Buffer]], tenant: bytes = b"") -> bool:
         """Store a block. Each piece is a list of buffers, which are sent without a copy and may change when this
         returns. tenant: whose it is. False: the store did not take all of it. The reason is counted and logged, and
-        no part of a new block stays."""
+        no part of a new block stays. True too for one that a limit of no blocks keeps out."""
         store = self._store
         assert len(pieces) == store.num_pieces
+        if store.limits.refuses(tenant, key):
+            return True
         if not store.may_write():
             return False
         size_bytes = sum(memoryview(part).nbytes for parts in pieces for part in parts)
@@ -457,7 +487,10 @@ class BlockWriter:
             raise
         if error is not None:
             store.write_refused(error)
-            self._remove_pieces(key)
+            self._remove_block(key)
+            return False
+        if store.limits.has(tenant) and not self._count(tenant, key):
+            self._remove_block(key)
             return False
         store.count(written_blocks=1, written_bytes=size_bytes)
         return True
@@ -479,13 +512,32 @@ class BlockWriter:
                 return reply
         return None
 
-    def _remove_pieces(self, key: bytes) -> None:
-        """Remove the pieces of a block that has no manifest. They would only fill the store."""
+    def _count(self, tenant: bytes, key: bytes) -> bool:
+        """False: the store does not count the block, so that it must not have it."""
+        store = self._store
+        try:
+            if store.limits.add(tenant, [key], self._connections.pipeline):
+                store.make_index(tenant, self._connections)
+            return True
+        except StoreFailure as failure:
+            store.failed("counting a tenant's blocks", failure)
+            return False
+
+    def _remove_block(self, key: bytes) -> None:
+        """Remove what was written of a block. It would only fill the store."""
         command = self._store.unlink_command(key)
         try:
             self._connections.pipeline([(command[1], command)])
         except StoreFailure:
             pass  # The store evicts it in time.
+
+
+def _pipeline(connection: RespConnection, commands: Sequence[Sequence[Arg]]) -> list[Reply]:
+    """To one node; what another node has is answered with a redirect. Raises StoreFailure."""
+    replies = connection.pipeline(commands)
+    if (error := next((r for r in replies if isinstance(r, ErrorReply) and not is_redirect(r)), None)) is not None:
+        raise error
+    return replies
 
 
 def _decoded(manifest: bytes) -> Manifest | None:

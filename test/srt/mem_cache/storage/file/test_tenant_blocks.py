@@ -12,6 +12,7 @@ from test_file_store_shared import Killed, Process, folder_of, start
 from sglang.srt.mem_cache.storage.file import tenant_blocks
 from sglang.srt.mem_cache.storage.file.file_store import HiCacheFile
 from sglang.srt.mem_cache.storage.file.tenant_log import TenantLog
+from sglang.srt.mem_cache.transfer import Tier
 from support.fake_pages import BLOCK_TOKENS, keys_of
 
 __all__ = ["start"]  # the fixture of the other file
@@ -136,15 +137,15 @@ def test_a_folder_that_was_deleted_has_a_log_again(start, tmp_path: Path) -> Non
 def test_a_limit_keeps_what_was_used_last(start) -> None:
     process = start()
     put(process, BOB, 100, 101)
-    assert process.store.limit(ALICE, 10)
+    assert process.store.limit(ALICE, 10, Tier.DISK)
     for number in range(30):
         assert put(process, ALICE, number) == 1
         process.exists(0)
     kept = [number for number in range(30) if process.exists(number)]
     assert len(kept) <= 10 and {0, 29} <= set(kept), "one is used all the time, one is the newest"
     assert process.get(100, 101) == 2
-    assert process.store.limit(ALICE, 0) and not process.exists(0) and process.get(100, 101) == 2
-    assert process.store.limit(ALICE, -1)
+    assert process.store.limit(ALICE, 0, Tier.DISK) and not process.exists(0) and process.get(100, 101) == 2
+    assert process.store.limit(ALICE, -1, Tier.DISK)
     put(process, ALICE, *range(40, 60))
     assert process.get(*range(40, 60)) == 20
 
@@ -152,11 +153,11 @@ def test_a_limit_keeps_what_was_used_last(start) -> None:
 def test_what_is_over_a_limit_counts_as_stored(start) -> None:
     """Else memory, which has it, would have it written again and again."""
     process = start()
-    assert process.store.limit(ALICE, 0)
+    assert process.store.limit(ALICE, 0, Tier.DISK)
     assert put(process, ALICE, *range(5)) == 5 and process.exists(0) == 0
     assert process.store.touch(keys_of(*range(5))) == 5
     assert process.stat("written_blocks") == 0
-    assert process.store.limit(ALICE, 3)
+    assert process.store.limit(ALICE, 3, Tier.DISK)
     assert process.store.touch(keys_of(0)) == 0, "now it may be stored"
     assert put(process, ALICE, *range(8)) == 8
     assert process.stat("written_blocks") == 3

@@ -39,6 +39,7 @@ from sglang.srt.mem_cache.storage.file.store_log import StoreLog
 from sglang.srt.mem_cache.storage.file.tenant_blocks import TenantBlocks
 from sglang.srt.mem_cache.storage.file.write_budget import DEFAULT_REWRITE_SHARE, WriteBudget
 from sglang.srt.mem_cache.storage.registry import CONFIG_FLAG
+from sglang.srt.mem_cache.transfer import Tier
 
 logger = logging.getLogger(__name__)
 
@@ -222,8 +223,9 @@ class HiCacheFile:
         """See TenantStore."""
         return self._tenants.erase(tenant)
 
-    def limit(self, tenant: bytes, num_blocks: int) -> bool:
+    def limit(self, tenant: bytes, num_blocks: int, tier: Tier) -> bool:
         """See TenantStore."""
+        assert tier == Tier.DISK
         return self._tenants.limit(tenant, num_blocks)
 
     def clear(self) -> None:
