@@ -169,6 +169,7 @@ release:
 # Pages that are made from the code, and where it stands on the names of upstream.
 docs: setup
 	$(PY) -m sglang.srt.flag_reference docs/reference
+	$(PY) -m benchmark.result_tables
 	$(PY) -m sglang.rebase --table python/sglang/rebase/upstream.json > test/support/upstream_stands.json
 
 clean:
