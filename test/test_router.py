@@ -359,6 +359,17 @@ def test_the_key_of_the_servers_is_needed_and_asked_for() -> None:
     run(test)
 
 
+def test_a_path_that_ends_with_a_line_break_is_none() -> None:
+    async def test() -> None:
+        fake = await Fake("a").start()
+        async with running(fake) as (client, _):
+            asked = len(fake.requests)
+            assert (await client.post(f"{CHAT}%0a", json=body("a"))).status_code == 404
+            assert (await client.get("/workers%0a")).status_code == 404 and len(fake.requests) == asked
+
+    run(test)
+
+
 def test_a_busy_machine_may_be_late_now_and_then_and_a_busy_scheduler_for_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

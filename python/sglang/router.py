@@ -32,7 +32,7 @@ from starlette.types import Receive, Scope, Send
 
 from sglang.srt.entrypoints.auth import require
 from sglang.srt.entrypoints.http_limits import KEEP_ALIVE_S, Front, LimitedProtocol
-from sglang.srt.entrypoints.http_routes import add_errors
+from sglang.srt.entrypoints.http_routes import PrintablePaths, add_errors
 from sglang.srt.entrypoints.http_server import DRAIN_TIMEOUT_S, HttpServer, allow_connections, bind, listen, url
 from sglang.srt.entrypoints.request_fields import decode_body
 from sglang.srt.entrypoints.request_scope import REQUEST_ID_HEADER, RequestScope
@@ -132,6 +132,7 @@ class Router:
         )
         self._watch: list[asyncio.Task[None]] = []
         self.app = FastAPI(title="Router", docs_url=None, redoc_url=None, openapi_url=None)
+        self.app.add_middleware(PrintablePaths)
         for path in _FORWARDED:
             self.app.add_api_route(path, self._forward, methods=["POST"])
         self.app.add_api_route("/generate", self._forward, methods=["PUT"])

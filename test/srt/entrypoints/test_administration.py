@@ -26,6 +26,9 @@ class Recording(OneWord):
     async def get_internal_state(self) -> dict[str, Any]:
         return {"admin": {"policies": {}}}
 
+    async def flush_cache(self) -> ControlReqOutput:
+        return await self._changed("flush")
+
     async def _changed(self, *change: Any) -> ControlReqOutput:
         self.changes.append(change)
         return ControlReqOutput(id="1", success=True, message="")
@@ -33,14 +36,14 @@ class Recording(OneWord):
     retain_prefix = label_prefix = set_policies = set_quota = _changed
 
 
-def ask(method: str, path: str, body: Any = None) -> tuple[httpx.Response, list[tuple[Any, ...]]]:
+def ask(method: str, path: str, body: Any = None, key: str = "k") -> tuple[httpx.Response, list[tuple[Any, ...]]]:
     manager = Recording()
     app = make_app(ServerArgs(model_path="m", admin_api_key="k"), manager, {})
 
     async def main() -> httpx.Response:
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            return await client.request(method, path, json=body, headers={"Authorization": "Bearer k"})
+            return await client.request(method, path, json=body, headers={"Authorization": f"Bearer {key}"})
 
     return asyncio.run(main()), manager.changes
 
@@ -74,6 +77,32 @@ def test_a_name_may_have_a_slash(kind: str) -> None:
         assert reply.status_code == 200 and change[0] == "a/b"
         reply, (change,) = ask("DELETE", f"/hicache/{kind}/{path}")
         assert reply.status_code == 200 and change[0] == "a/b" and len(change[2]) == 0
+
+
+@pytest.mark.parametrize("end", ["%0a", "%0d%0a", "%00"])
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("PUT", "/hicache/labels/a"),
+        ("DELETE", "/hicache/labels/a"),
+        ("PUT", "/hicache/retention/a"),
+        ("DELETE", "/hicache/retention/a"),
+        ("PUT", "/hicache/tiers/host"),
+        ("POST", "/hicache/erase"),
+        ("GET", "/v1/models/m"),
+    ],
+)
+def test_a_path_with_a_control_character_is_no_other_path(method: str, path: str, end: str) -> None:
+    reply, changes = ask(method, path + end, {"text": "a", "ttl_s": 5})
+    assert reply.status_code == 404 and "leave out the control characters" in reply.text and not changes
+
+
+def test_a_line_break_is_no_way_around_the_key() -> None:
+    """Keys are asked for by the path, before a route takes it."""
+    for end, status in (("", 401), ("%0a", 404)):
+        reply, changes = ask("POST", "/flush_cache" + end, key="")
+        assert (reply.status_code, changes) == (status, [])
+    assert ask("POST", "/flush_cache")[1] == [("flush",)]
 
 
 def test_the_largest_numbers_are_passed_on() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -68,6 +69,7 @@ _HEALTH_TIMEOUT_S = 20.0
 
 def make_app(args: ServerArgs, manager: TokenizerManager, ready_info: dict[str, Any]) -> FastAPI:
     app = FastAPI(title="SGLang-compatible engine", version=sglang.__version__)
+    app.add_middleware(PrintablePaths)
     app.add_middleware(WarningHeaders)
     if args.api_key is not None or args.admin_api_key is not None:
         app.add_middleware(ApiKeyMiddleware, args=args)
@@ -79,6 +81,8 @@ def make_app(args: ServerArgs, manager: TokenizerManager, ready_info: dict[str, 
     add_errors(app)
     return app
 
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 # What clients name where there is nothing to choose. sglang-router and smg add the second where a client names none.
 _ANY_MODEL = ("default", "unknown")
@@ -102,6 +106,22 @@ async def _parsed_generation(
     if given and not req.session_id:
         return msgspec.structs.replace(req, session_id=given)
     return req
+
+
+class PrintablePaths:
+    """Refuses paths with control characters. Starlette's routes also match a path that ends with a line break, which
+    is not the path that keys are asked for, and not the name of what is to be changed."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not _CONTROL.search(scope["path"]):
+            await self._app(scope, receive, send)
+            return
+        shown = scope["path"].encode("unicode_escape").decode("ascii")[:200]
+        error = RequestError(f"there is no path {shown} here: leave out the control characters, such as %0a", 404)
+        await JSONResponse(error_body(scope["path"], error), status_code=404)(scope, receive, send)
 
 
 class WarningHeaders:
