@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from support.all_tiers import AllTiers, borrowed_tokens, faults
-from support.chaos import Clients, Config, everything, run
+from support.all_tiers import borrowed_tokens
+from support.chaos import Chaos, Config, everything, run
 from support.server_fixture import Server
 
 pytestmark = pytest.mark.e2e
@@ -40,18 +40,18 @@ def is_left_alone(server: Server) -> bool:
     return bool(state["tiers"]["remote"]["left_alone"] or state["storage"]["reads"]["off"])
 
 
-def go_through(tiers: AllTiers, clients: Clients, names: tuple[str, ...]) -> None:
-    known = faults(tiers)
+def go_through(chaos: Chaos, names: tuple[str, ...]) -> None:
+    clients, server = chaos.clients, chaos.tiers.server
     began, before = time.monotonic(), clients.seen.tokens.copy()
     clients.seen.slowest_s = 0.0
     with contextlib.ExitStack() as stack:
         for name in names:
-            stack.enter_context(known[name]())
+            stack.enter_context(chaos.fault(name))
         if "lender killed" in names:
-            clients.wait_until(lambda: borrowed_tokens(tiers.server) == 0)
+            clients.wait_until(lambda: borrowed_tokens(server) == 0)
         # A proxy that is stopped before it listens is out of reach, and nothing hangs.
         if "store stopped" in names and "proxy stopped" not in names:
-            clients.wait_until(lambda: is_left_alone(tiers.server))
+            clients.wait_until(lambda: is_left_alone(server))
         clients.wait_for_answers(2)
     clients.wait_for_answers(1)
     took = f"{time.monotonic() - began:.1f} s, the slowest request {clients.seen.slowest_s:.1f} s"
@@ -60,9 +60,9 @@ def go_through(tiers: AllTiers, clients: Clients, names: tuple[str, ...]) -> Non
 
 @pytest.mark.slow
 def test_all_sources_while_each_part_is_killed_stopped_and_slowed(tmp_path: Path) -> None:
-    with everything(tmp_path, Config(seed=1, mixed=4)) as (tiers, clients):
+    with everything(tmp_path, Config(seed=1, mixed=4)) as chaos:
         for names in STEPS:
-            go_through(tiers, clients, names)
+            go_through(chaos, names)
 
 
 def test_a_short_chaos(tmp_path: Path) -> None:

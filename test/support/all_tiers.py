@@ -32,6 +32,8 @@ from support.store_servers import RedisServer
 
 SOURCES = ("device", "peer", "host", "disk", "remote")
 BLOCK = 32
+# Of the storage.
+SECRET = "of the tests"
 ADMIN_KEY = "of-the-tests"
 ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
 SLAB_MIB = 1
@@ -316,7 +318,7 @@ class AllTiers:
             "block_tokens": BLOCK,
             "prefetch_threshold": BLOCK,
             # Else it is in a file of the disk's folder, which faults delete.
-            "secret": "of the tests",
+            "secret": SECRET,
             "file": {
                 "path": str(self.disk.folder),
                 "limit_gb": disk_tokens * _TOKEN_BYTES / 1e9,
