@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 
+import msgspec
 import numpy as np
 import pytest
 from test_storage import BLOCK, PARAMS, SETUP, Engine, computed, prompt
@@ -299,6 +300,26 @@ def test_a_quota_of_nothing_and_what_is_in_use(model_config: ModelConfig) -> Non
         ask(engine, prompt(seed, 60), ALICE)
     engine.settle()
     assert set_quota(engine, "alice", None).result["used_tokens"] == {"device": 0, "host": 0}
+    engine.close()
+
+
+def test_what_a_request_has_used_goes_once_it_has_ended(model_config: ModelConfig) -> None:
+    """Though the tenant asks for nothing more."""
+    engine = Engine(model_config, storage=None, num_host_pages=0)
+    replies: list[ControlReply] = []
+
+    def meanwhile(decision: object) -> None:
+        if engine.scheduler.queues.running and not replies:
+            replies.append(set_quota(engine, "alice", {"device": 0}))
+
+    # No page of the answer becomes full.
+    engine.generate(
+        [prompt(55, 100)], msgspec.structs.replace(PARAMS, max_new_tokens=3), extra_key=ALICE, after_step=meanwhile
+    )
+    assert replies[0].result["used_tokens"]["device"] > 0
+    for seed in range(56, 60):
+        ask(engine, prompt(seed, 40))
+    assert set_quota(engine, "alice", None).result["used_tokens"]["device"] == 0
     engine.close()
 
 

@@ -2,7 +2,8 @@
 
 Owns the quotas and which tenants have grown. A tenant over its quota gives up its own pages, and no other's, in the
 order in which the tier would give them up anyway. What its requests use at the moment stays. It is looked at when a
-tier has got something of it, every CHECK_LAUNCHES launches at most: until then it may be over.
+tier has got something of it, and again where something stayed, every CHECK_LAUNCHES launches at most: until then it
+may be over.
 
 Storage's quotas are the business of the stores, which know what they have; see `StorageAction.LIMIT`.
 """
@@ -91,17 +92,24 @@ class TenantQuotas:
         """Have tenants that are over their quota give up pages, where that is due. is_idle: no launch is near."""
         for salt in [salt for salt, due in self._grown.items() if is_idle or due <= self._clock.next]:
             del self._grown[salt]
-            for tier, quota in self._quotas[salt].items():
-                if tier in self._tiers:
-                    self._enforce(salt, tier, quota)
+            stays = [self._enforce(salt, tier, n) for tier, n in self._quotas[salt].items() if tier in self._tiers]
+            if any(stays):
+                # Its requests use that, and may end without leaving anything new.
+                self._grown[salt] = LaunchSeq(self._clock.next + CHECK_LAUNCHES)
 
-    def _enforce(self, salt: str, tier: Tier, quota: int) -> None:
-        nodes = [node for node in self._nodes_of(salt) if node.frames[tier] is not None]
+    def _enforce(self, salt: str, tier: Tier, quota: int) -> bool:
+        """Whether it is over its quota still."""
+        nodes = self._nodes_on(salt, tier)
         over = sum([len(node.key) for node in nodes]) - quota
-        if over > 0:
-            num_pages = -(-(over + int(quota * _SHARE_AHEAD)) // self._tree.page_size)
-            self._filled.setdefault(salt, set()).add(tier)
-            self._evict(tier, num_pages, frozenset(node.id for node in nodes))
+        if over <= 0:
+            return False
+        num_pages = -(-(over + int(quota * _SHARE_AHEAD)) // self._tree.page_size)
+        self._filled.setdefault(salt, set()).add(tier)
+        self._evict(tier, num_pages, frozenset(node.id for node in nodes))
+        return sum([len(node.key) for node in self._nodes_on(salt, tier)]) > quota
+
+    def _nodes_on(self, salt: str, tier: Tier) -> list[Node]:
+        return [node for node in self._nodes_of(salt) if node.frames[tier] is not None]
 
     def _nodes_of(self, salt: str) -> Iterator[Node]:
         for namespace, root in self._tree.roots.items():

@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.managers.io_struct import EraseSaltReqInput, SetQuotaReqInput
+from sglang.srt.mem_cache.namespaces import namespace_of
 from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.transfer import Tier
 from sglang.srt.peer.borrowed_places import BorrowedOptions
@@ -124,8 +127,8 @@ class BorrowingEngine:
         assert ledger is not None
         return sum(state.name == "MAPPED" for state in ledger.states)
 
-    def ask(self, prompt: np.ndarray) -> tuple[list[int], int]:
-        (answer,) = self.engine.generate([prompt], PARAMS)
+    def ask(self, prompt: np.ndarray, where: str = "") -> tuple[list[int], int]:
+        (answer,) = self.engine.generate([prompt], PARAMS, extra_key=where)
         self.engine.settle()
         return answer.tokens, answer.cached_tokens_details["peer"]
 
@@ -229,6 +232,77 @@ def test_recalled_slabs_are_given_back_empty_and_answers_stay(
     assert [borrower.ask(text)[0] for text in texts] == wanted
     borrower.lend(1)
     assert [borrower.ask(text)[0] for text in texts * 2] == wanted * 2
+    borrower.close()
+
+
+MOST_ON_MAPPED = pytest.mark.parametrize(
+    "lender", ["mapped", pytest.param("strict", marks=pytest.mark.slow)], indirect=True
+)
+ALICE, BOB = namespace_of("alice", ""), namespace_of("bob", "")
+
+
+def peer_tokens(borrower: BorrowingEngine, where: str) -> int:
+    """That a tenant has in borrowed slabs."""
+    cache = borrower.engine.scheduler.cache
+    nodes = cache.tree.walk_below(cache.tree.roots[where]) if where in cache.tree.roots else []
+    return sum(len(node.key) for node in nodes if node.frames[Tier.PEER] is not None)
+
+
+@MOST_ON_MAPPED
+def test_a_salt_is_erased_from_borrowed_slabs_and_no_other(
+    model_config: ModelConfig, lender: LentMemory, tmp_path: Path
+) -> None:
+    texts = prompts(21)[:2]
+    wanted = computed(model_config, texts)
+    borrower = BorrowingEngine(model_config, lender, tmp_path)
+    borrower.lend(5, 4, 3, 2)
+    for text in texts:
+        for where in (ALICE, BOB):
+            borrower.ask(text, where)
+    of_alice, of_bob = (peer_tokens(borrower, where) for where in (ALICE, BOB))
+    assert of_alice >= 10 * PAGE and of_bob >= 10 * PAGE
+    erase = EraseSaltReqInput(id="1", cache_salt="alice", aborts_requests=False)
+    reply = borrower.engine.ask_admin(erase)
+    assert reply.success and reply.result["erased_tokens"]["peer"] == of_alice
+    assert "peer" in reply.result["tiers"]
+    tree = borrower.engine.scheduler.cache.tree
+    assert ALICE not in tree.roots and peer_tokens(borrower, BOB) == of_bob
+    assert borrower.ask(texts[0], ALICE) == (wanted[0], 0)
+    assert borrower.ask(texts[0], BOB)[1] > 0
+    # While the lender takes its slabs back, and what is in them is on its way to the host.
+    for text in texts:
+        borrower.ask(text, ALICE)
+    assert peer_tokens(borrower, ALICE) > 0
+    lender.recall(4)
+    while not borrower.engine.scheduler.cache.is_withdrawing and borrower.num_mapped == 4:
+        lender.poll_mapped()
+        borrower.engine._turn(0.01, [], [], lambda decision: None)
+    assert borrower.engine.ask_admin(erase).success and ALICE not in tree.roots
+    borrower.until(lambda: borrower.num_mapped == 0, "recalled slabs are not given back")
+    assert ALICE not in tree.roots and tree.match(ALICE, texts[0]).total_len == 0
+    assert [borrower.ask(text, ALICE)[0] for text in texts] == wanted
+    borrower.close()
+
+
+@MOST_ON_MAPPED
+def test_a_quota_holds_in_borrowed_slabs(model_config: ModelConfig, lender: LentMemory, tmp_path: Path) -> None:
+    texts = prompts(22)
+    borrower = BorrowingEngine(model_config, lender, tmp_path)
+    borrower.lend(5, 4, 3, 2, 1)
+    for text in texts:
+        borrower.ask(text, ALICE)
+    borrower.ask(texts[0], BOB)
+    borrower.ask(texts[1], BOB)
+    of_bob, quota = peer_tokens(borrower, BOB), 12 * PAGE
+    assert peer_tokens(borrower, ALICE) > quota and of_bob > quota
+    limit = SetQuotaReqInput(id="1", cache_salt="alice", tokens={"peer": quota})
+    assert borrower.engine.ask_admin(limit).success
+    borrower.engine.settle()
+    used = borrower.engine.ask_admin(msgspec.structs.replace(limit, tokens=None)).result["used_tokens"]
+    assert 0 < used["peer"] == peer_tokens(borrower, ALICE) <= quota and peer_tokens(borrower, BOB) == of_bob
+    for text in texts * 2:
+        borrower.ask(text, ALICE)
+    assert 0 < peer_tokens(borrower, ALICE) <= quota
     borrower.close()
 
 
