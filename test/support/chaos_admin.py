@@ -171,13 +171,17 @@ class Administrator:
     def _erase(self, salt: str, turn: Turn) -> str:
         """Erase, and ask again."""
         before = self._keys_on_disk(salt)
+        kinds = self._clients.seen.kinds
         try:
             erased = set(self._command("erase", "--salt", salt)["tiers"])
         except CommandError as error:
+            kinds["(not erased)"] += 1
             self._check_refusal(str(error))
             if "memory was erased" not in str(error):
                 return ""
             erased = set(IN_MEMORY)
+        kinds["(erased)"] += 1
+        kinds["(erased from the disk)"] += bool(before)
         with self._lock:
             if self._disturbed_by & _RETURNS:
                 erased &= set(IN_MEMORY)
@@ -258,9 +262,11 @@ class Administrator:
             used.update(self._quotas(salt)["used_tokens"])
             return self._closed.is_set() or all(used[tier] <= tokens for tier, tokens in limits.items())
 
-        with contextlib.suppress(AssertionError):
+        try:
             wait_until(is_within)
-        return "" if is_within() else f"{salt} has {used}, and its quota is {limits}"
+        except AssertionError:
+            return f"{salt} has {used}, and its quota is {limits}"
+        return ""
 
     # -- prefixes and policies --------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 from pathlib import Path
 
@@ -132,6 +133,41 @@ def test_a_folder_that_was_deleted_has_a_log_again(start, tmp_path: Path) -> Non
     put(process, ALICE, 2)
     put(process, ALICE, 3)
     assert process.exists(3) and process.store.erase(ALICE) and not process.exists(3)
+
+
+def test_what_is_no_tenants_in_a_folder_that_was_deleted_is_known_to_be_none(start, tmp_path: Path) -> None:
+    process = start()
+    put(process, ALICE, 1)
+    shutil.rmtree(tmp_path / "root")
+    put(process, b"", 2)
+    put(process, b"", 3)
+    put(process, ALICE, 4)
+    assert process.exists(3, 4) == 2 and process.store.erase(ALICE) and process.exists(3) and not process.exists(4)
+
+
+def test_a_log_that_a_full_disk_has_cut_short_is_made_anew(start, tmp_path: Path) -> None:
+    """An empty file is what is left where there was room for a name and for nothing else."""
+    process = start()
+    (folder_of(tmp_path / "root") / "tenants").write_bytes(b"")
+    assert put(process, ALICE, 1) and process.exists(1) and process.no_errors()
+    assert process.store.erase(ALICE) and not process.exists(1)
+
+
+def test_no_block_is_written_of_which_it_cannot_be_noted_whose_it_is(
+    start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = start()
+    put(process, ALICE, 1)
+    log = TenantLog(folder_of(tmp_path / "root"), lambda num_bytes: None)
+    write = os.write
+    # As a disk on which a part has room.
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:10]) if ALICE in data else write(fd, data))
+    with pytest.raises(OSError, match="No space"):
+        log.append(ALICE, keys_of(2, 3))
+    assert not put(process, ALICE, 2)
+    monkeypatch.undo()
+    assert log.keys_of(ALICE) == keys_of(1)
+    assert not process.exists(2) and process.store.erase(ALICE) and not process.exists(1)
 
 
 def test_a_limit_keeps_what_was_used_last(start) -> None:

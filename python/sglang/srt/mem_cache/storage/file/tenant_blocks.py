@@ -62,10 +62,11 @@ class TenantBlocks:
 
     def _note(self, tenant: bytes, keys: Sequence[bytes]) -> None:
         """With the folder's lock: blocks are about to be claimed. Raises OSError."""
+        index = self._sync.index
+        # Also for blocks that are no tenant's: later it would not be known that they are not.
+        self.log.create(is_complete=not len(index))
         if not tenant:
             return
-        index = self._sync.index
-        self.log.create(is_complete=not len(index))
         if self.log.append(tenant, keys):
             self.log.rewrite(lambda _, key: key in index or key in index.claims or key in keys)
         if tenant in self._counts:

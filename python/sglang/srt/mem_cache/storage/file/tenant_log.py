@@ -10,6 +10,8 @@ opened by its path each time, since another process may have rewritten it.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import struct
 from collections.abc import Callable, Sequence
@@ -60,15 +62,12 @@ class TenantLog:
         self._rewrite_at = _SLACK_BYTES
 
     def create(self, is_complete: bool) -> None:
-        """If it is not there. is_complete: whether no tenant has blocks in the folder."""
-        try:
-            fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        except FileExistsError:
-            return
-        try:
-            self._count_written(os.write(fd, _HEADER.pack(_MAGIC, _VERSION, is_complete)))
-        finally:
-            os.close(fd)
+        """If it is not there, or was cut short by a full disk. is_complete: whether no tenant has blocks in the
+        folder."""
+        with contextlib.suppress(FileNotFoundError):
+            if self._path.stat().st_size >= _HEADER.size:
+                return
+        self._write(is_complete, b"")
 
     def append(self, tenant: bytes, keys: Sequence[bytes]) -> bool:
         """Before the blocks are written. Whether the file has become so large that it should be rewritten."""
@@ -76,10 +75,16 @@ class TenantLog:
         fd = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             # What a process that was killed has left of a record.
-            if torn := (os.fstat(fd).st_size - _HEADER.size) % _RECORD.itemsize:
-                os.ftruncate(fd, os.fstat(fd).st_size - torn)
-            self._count_written(os.write(fd, data))
-            return os.fstat(fd).st_size >= self._rewrite_at
+            size = os.fstat(fd).st_size
+            if torn := (size - _HEADER.size) % _RECORD.itemsize:
+                size -= torn
+                os.ftruncate(fd, size)
+            num_written = os.write(fd, data)
+            if num_written < len(data):
+                os.ftruncate(fd, size)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+            self._count_written(num_written)
+            return size + num_written >= self._rewrite_at
         finally:
             os.close(fd)
 
@@ -103,14 +108,18 @@ class TenantLog:
         is_complete, rows = self._read()
         kept = dict.fromkeys(row.tobytes() for row in rows)
         data = b"".join([row for row in kept if is_kept(row[:TENANT_BYTES], row[TENANT_BYTES:])])
+        self._write(is_complete, data)
+        self._rewrite_at = 2 * len(data) + _SLACK_BYTES
+
+    def _write(self, is_complete: bool, records: bytes) -> None:
+        """The whole file, or nothing of it."""
         draft = self._path.with_name("tenants.new")
         with open(draft, "wb") as file:
-            file.write(_HEADER.pack(_MAGIC, _VERSION, is_complete) + data)
+            file.write(_HEADER.pack(_MAGIC, _VERSION, is_complete) + records)
             file.flush()
             os.fsync(file.fileno())
         os.replace(draft, self._path)
-        self._count_written(_HEADER.size + len(data))
-        self._rewrite_at = 2 * len(data) + _SLACK_BYTES
+        self._count_written(_HEADER.size + len(records))
 
     def _read(self) -> tuple[bool, np.ndarray]:
         """Whether it is complete, and the records. A file that is none has no records, and is not complete."""
