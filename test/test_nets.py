@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -158,6 +159,16 @@ def test_every_mix_of_tiers_is_met(mix: tuple[str, ...]) -> None:
         if not unused and not missing:
             return
     raise AssertionError(f"of {'+'.join(mix)}, {unused or 'nothing'} served nothing; never happened: {missing}")
+
+
+def test_routers_of_two_ranks_know_pages_of_one_token_on_disk_and_remote() -> None:
+    """No mix has both, as ranks go by the page size."""
+    config = replace(tier_mix(("disk", "remote"), 5), num_ranks=2, steps=200, admin_rate=0.02)
+    assert config.page_size == 1 and config.storage is not None
+    storage = replace(config.storage, write_policy="write_through")
+    soak = Soak(replace(config, write_policy="write_through", storage=storage))
+    soak.run()
+    assert {"GPU", "CPU_PINNED", "DISK", "EXTERNAL"} <= soak.router.subscriber.media
 
 
 def test_every_kind_of_event_is_expected_of_a_mix() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable
 
 import msgspec
@@ -30,6 +31,8 @@ class KvSubscriber:
     def __init__(self) -> None:
         # Medium -> hashes of the blocks that it has.
         self.blocks: dict[str, set[int]] = {}
+        # Those that have ever had any.
+        self.media: set[str] = set()
         # Hash -> all tokens of the prompt up to the block's end, for each block that was ever stored.
         self.prompts: dict[int, tuple[int, ...]] = {}
         # Blocks that came before those before them.
@@ -66,6 +69,7 @@ class KvSubscriber:
 
     def _store(self, event: BlockStored) -> None:
         assert event.medium is not None
+        self.media.add(event.medium)
         medium = self.blocks.setdefault(event.medium, set())
         size, last = event.block_size, event.parent_block_hash
         assert len(event.token_ids) == size * len(event.block_hashes)
@@ -82,23 +86,37 @@ class KvSubscriber:
 
 
 class WatchedByRouter:
-    """A cache and a subscriber of its events, which are compared. stores: of its storage tiers."""
+    """A cache and a subscriber of its events, which are compared. Now and then the subscriber misses some; then it is
+    told all anew. stores: of its storage tiers."""
 
-    def __init__(self, cache: KVCache, stores: list[MemoryStore]) -> None:
+    def __init__(self, cache: KVCache, stores: list[MemoryStore], seed: int = 0) -> None:
         self.cache = cache
         self.stores = stores
         self.recorder = KVCacheEventRecorder(cache.page_size, is_stored=self._is_stored)
         self.subscriber = KvSubscriber()
+        self._random = random.Random(f"{seed} gaps")
+        self._has_gap = False
         cache.watch_pages(self.recorder)
 
     def take_events(self) -> None:
         disk = self._store_of(Tier.DISK)
         self.recorder.lost([key for key in self.recorder.on_disk if disk is None or key not in disk.blocks])
-        self.subscriber.apply(self.recorder.take())
+        events = self.recorder.take()
+        self._has_gap = self._has_gap or self._random.random() < 0.005
+        if not self._has_gap:
+            self.subscriber.apply(events)
+        elif self._random.random() < 0.2:
+            self._end_gap()
+
+    def _end_gap(self) -> None:
+        self._has_gap = False
+        self.subscriber.apply(self.recorder.take_anew(self.cache.tree.walk()))
 
     def check(self) -> None:
         """It has what is ready in the tree, and of the disk and the remote store nothing that was never there."""
         self.take_events()
+        if self._has_gap:
+            self._end_gap()
         tree, page = self.cache.tree, self.cache.page_size
         expected: dict[str, set[int]] = {MEDIA[TIER_NAMES[tier]]: set() for tier in FRAME_TIERS}
         for node in tree.walk():

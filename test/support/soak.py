@@ -589,7 +589,7 @@ class Soak:
         self.num_finished = 0
         self.num_ticks = 0
         self.events = ResidencyEvents(self.ranks[0].core.scheduler.cache)
-        self.router = WatchedByRouter(self.ranks[0].core.scheduler.cache, self.ranks[0].stores)
+        self.router = WatchedByRouter(self.ranks[0].core.scheduler.cache, self.ranks[0].stores, config.seed)
         self._next_rid = 0
         self._is_stopping = False
 

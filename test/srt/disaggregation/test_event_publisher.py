@@ -136,6 +136,27 @@ def test_the_oldest_batches_are_forgotten(context: zmq.Context, tmp_path: Path):
     publisher.close()
 
 
+def test_a_long_replay_reaches_one_who_reads_it_late(context: zmq.Context, tmp_path: Path):
+    """More than sockets keep by default."""
+    config = KVEventsConfig("zmq", f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay")
+    publisher = ZmqEventPublisher(config)
+    count, endpoint = 2600, str(config.replay_endpoint)
+    for number in range(count):
+        publisher.publish(batch(stored(*range(40 * number, 40 * number + 40))))
+    while len(replayed(context, endpoint, count - 1)) < 1:
+        pass
+    late = context.socket(zmq.DEALER)
+    late.rcvtimeo = WAIT_MS
+    late.connect(endpoint)
+    late.send_multipart([b"", (0).to_bytes(8, "big")])
+    assert late.poll(WAIT_MS)
+    # Who asks next is answered behind it.
+    assert numbers(replayed(context, endpoint, count - 2)) == [count - 2, count - 1]
+    found = [late.recv_multipart()[2] for _ in range(count + 1)]
+    assert found == [*(n.to_bytes(8, "big") for n in range(count)), END]
+    publisher.close()
+
+
 def test_who_asks_wrongly_disturbs_no_other(context: zmq.Context, tmp_path: Path):
     config = KVEventsConfig("zmq", f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay")
     publisher = ZmqEventPublisher(config)

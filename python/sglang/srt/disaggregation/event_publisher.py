@@ -1,7 +1,7 @@
 """`ZmqEventPublisher`: sends batches of KV events over ZeroMQ, and again to those who ask for what they missed.
 
 Owns two sockets, a thread that alone uses them, and the last batches. A scheduler never waits for it: where the
-thread does not keep up, batches are dropped. Subscribers see a gap in the sequence.
+thread does not keep up, batches are dropped. Subscribers see a gap in the sequence, and `has_gap` is set.
 
     PUB     topic, sequence number (8 bytes, big-endian), batch
     ROUTER  asked with the first number that is wanted; answers topic, number, batch for each that is kept, and at the
@@ -39,13 +39,18 @@ class ZmqEventPublisher:
         self._max_queued = config.max_queue_size
         self._next = 0
         self.num_dropped = 0
+        # Whether a batch was dropped since all blocks were told.
+        self.has_gap = False
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
         self._context = zmq.Context()
         try:
             self._publisher = self._open(zmq.PUB, config.endpoint, config.hwm, config.bind)
             self._replay = None
             if config.replay_endpoint is not None:
-                self._replay = self._open(zmq.ROUTER, config.replay_endpoint, 0, True)
+                # An answer has room as a whole, for one who reads it late.
+                self._replay = self._open(zmq.ROUTER, config.replay_endpoint, config.buffer_steps + 1, True)
+                # Without it, what a client has no room for is lost without a word.
+                self._replay.setsockopt(zmq.ROUTER_MANDATORY, 1)
                 self._replay.sndtimeo = _REPLAY_LIMIT_MS
             self._wake = self._context.socket(zmq.PULL)
             self._wake.set_hwm(0)
@@ -65,12 +70,18 @@ class ZmqEventPublisher:
         self._next += 1
         if self._queue.qsize() >= self._max_queued:
             self.num_dropped += 1
+            self.has_gap = True
             if self.num_dropped & (self.num_dropped - 1) == 0:
                 logger.warning("KV events: %d batches were dropped, the publisher does not keep up", self.num_dropped)
             return
         events.attn_dp_rank = self._rank
         self._queue.put((number, events))
         self._waker.send(b"")
+
+    @property
+    def keeps_up(self) -> bool:
+        """Whether nothing waits to be sent."""
+        return self._queue.empty()
 
     def close(self) -> None:
         """Send what waits, within a limit."""
@@ -87,8 +98,7 @@ class ZmqEventPublisher:
         address = Address.parse(endpoint)
         binds = address.is_wildcard or address.is_local if bind is None else bind
         socket = self._context.socket(kind)
-        if hwm:
-            socket.set_hwm(hwm)
+        socket.set_hwm(hwm)
         if "[" in address.host or address.host == "::":
             socket.setsockopt(zmq.IPV6, 1)
         try:
@@ -139,5 +149,6 @@ class ZmqEventPublisher:
                 if number >= first:
                     replay.send_multipart((client, empty, self._topic, number, batch))
             replay.send_multipart((client, empty, b"", END, b""))
-        except zmq.Again:
-            logger.warning("KV events: who asked for replay does not read it")
+        except zmq.ZMQError as error:
+            # Again; or the client has left.
+            logger.warning("KV events: a replay was broken off, its client does not read it (%s)", error)

@@ -17,6 +17,13 @@ from sglang.srt.mem_cache.transfer import Tier
 
 
 class EventPublisher(Protocol):
+    """has_gap: a batch was dropped; cleared by whom tells all blocks again. keeps_up: nothing waits to be sent."""
+
+    has_gap: bool
+
+    @property
+    def keeps_up(self) -> bool: ...
+
     def publish(self, events: EventBatch) -> None: ...
 
 
@@ -29,12 +36,20 @@ class SchedulerKvEventsPublisher:
         self._publisher = publisher
         self._slot = slot
         self._recorder = KVCacheEventRecorder(cache.page_size, config.format, self._is_stored)
+        self._tree = cache.tree
         cache.watch_pages(self._recorder)
 
     def publish_kv_events(self) -> None:
         if (disk := self._disk) is not None:
             self._recorder.lost(disk.take_given_up())
-        if events := self._recorder.take():
+        events = self._recorder.take()
+        if self._publisher.has_gap:
+            # What follows a gap is of no use, until all is told anew. That is much, and waits until the rest is sent.
+            if not self._publisher.keeps_up:
+                return
+            self._publisher.has_gap = False
+            events = self._recorder.take_anew(self._tree.walk())
+        if events:
             self._publisher.publish(EventBatch(time.time(), events))
 
     @property

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sglang.srt.disaggregation.kv_events import MEDIA, BlockRemoved, BlockStored, KVCacheEvent
+from sglang.srt.disaggregation.kv_events import MEDIA, AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from sglang.srt.mem_cache.block_keys import to_bytes
 from sglang.srt.mem_cache.namespaces import is_private, parts_of_namespace
 from sglang.srt.mem_cache.node import Node, Root, path_of, root_of
 from sglang.srt.mem_cache.page_hashes import PageHashes
 from sglang.srt.mem_cache.page_watcher import PageWatcher
-from sglang.srt.mem_cache.transfer import TIER_NAMES, Ticket, Tier
+from sglang.srt.mem_cache.transfer import FRAME_TIERS, TIER_NAMES, Ticket, Tier
 
 _MEDIA = tuple(MEDIA[name] for name in TIER_NAMES)
 
@@ -64,6 +64,17 @@ class KVCacheEventRecorder(PageWatcher):
     def take(self) -> list[KVCacheEvent]:
         events, self._events = self._events, []
         return events
+
+    def take_anew(self, nodes: Iterable[Node]) -> list[KVCacheEvent]:
+        """In place of all events so far: what is in memory, for subscribers that have missed some. Of storage they
+        hear as after the start, when it is used. nodes: of the tree, parents first."""
+        self._events = [AllBlocksCleared()]
+        self.on_disk, self._disk_uses = {}, Counter()
+        for node in nodes:
+            for tier in FRAME_TIERS:
+                if node.frames[tier] is not None and node.tickets[tier] is None:
+                    self.placed(node, tier)
+        return self.take()
 
     # -- the tree ---------------------------------------------------------------------------------------------------
 
