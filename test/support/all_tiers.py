@@ -280,12 +280,17 @@ class AllTiers:
     """The parts, and a server on top of them once `start_server` was called."""
 
     def __init__(
-        self, folder: Path, strict: bool = False, backend: str = "bluefield", small_disk: bool = False
+        self,
+        folder: Path,
+        strict: bool = False,
+        backend: str = "bluefield",
+        small_disk: bool = False,
+        codec: str = "lossless",
     ) -> None:
-        """strict: the lender copies for the server. backend: of the remote store; with `remote` the server starts the
-        proxy itself. small_disk: the disk tier has a file system of its own, where one can be mounted."""
+        """strict: the lender copies for the server. backend, codec: of the remote store; with `remote` the server
+        starts the proxy itself. small_disk: the disk tier has a file system of its own, where one can be mounted."""
         folder.chmod(0o700)
-        self._backend = backend
+        self._backend, self._codec = backend, codec
         self._stack = contextlib.ExitStack()
         self.lender = Lender(folder / "lender", 1, strict)
         self._stack.callback(self.lender.kill)
@@ -314,6 +319,7 @@ class AllTiers:
             remote = {"proxy": str(proxy.socket), "token_file": str(proxy.token_file)}
         else:
             remote = {"url": self._url, "hang_timeout_s": 3}
+        remote["codec"] = self._codec
         config = {
             "block_tokens": BLOCK,
             "prefetch_threshold": BLOCK,

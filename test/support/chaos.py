@@ -93,6 +93,12 @@ class Config:
     # The disk tier's file system is small, and can be filled, where this user may mount one.
     small_disk: bool = False
 
+    @property
+    def codec(self) -> str:
+        """By the seed. Most damage is no valid data to a codec that compresses; with `raw` nothing but checksums
+        finds it."""
+        return ("lossless", "raw")[self.seed % 2]
+
 
 @dataclass(frozen=True)
 class Step:
@@ -134,7 +140,7 @@ def everything(folder: Path, config: Config) -> Iterator[Chaos]:
     `config.mixed` at the same time. Then an administrator begins. At the end all sources serve prompts again, all
     tenants are erased, and the server stops with nothing left."""
     with contextlib.ExitStack() as stack:
-        tiers = stack.enter_context(AllTiers(folder, config.strict, config.backend, config.small_disk))
+        tiers = stack.enter_context(AllTiers(folder, config.strict, config.backend, config.small_disk, config.codec))
         server = tiers.start_server(*FLAGS.split(), disk_tokens=DISK_TOKENS)
         server.wait_ready()
         references = hold_all(server)
