@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import itertools
 import json
 import random
 import re
@@ -367,30 +368,54 @@ class Administrator:
         after = {name: value for name, value in self._before.items() if name != "hicache_write_policy"}
         self._command("policies", *(f"{name}={json.dumps(value).strip(chr(34))}" for name, value in after.items()))
 
-    def assert_erased_everywhere(self, salts: Sequence[str] = (*OWN, *TENANTS)) -> None:
-        """With all parts well, and no client: what a tenant has on the disk and in the store stays within its quota
-        and is erased."""
+    def assert_all_is_well(self) -> None:
+        """With all parts well, and no client: damage is found; what a tenant has on the disk stays within its quota;
+        each tenant is erased from the disk and the store."""
         self._disturbed_by, salt = set(), OWN[0]
-        turns = iter([turn for each in self._references.conversations for turn in each][:: NUM_TURNS - 1])
+        turns = itertools.cycle(turn for each in self._references.conversations for turn in each[:: NUM_TURNS - 1])
+        asked: list[Turn] = []
 
         def is_stored() -> bool:
-            wrong, _ = self._ask(turn := next(turns), salt)
-            assert not wrong and turn
-            self._settle()
-            return bool(self._blocks_on_disk(self._keys_on_disk(salt)) > 2 and self._blocks_in_store(salt))
+            asked.append(next(turns))
+            self._ask_rightly(asked[-1], salt)
+            return self._blocks_on_disk(self._keys_on_disk(salt)) > 2 and self._blocks_in_store(salt) > 0
 
-        while not is_stored():
-            pass
+        wait_until(is_stored)
+        self._assert_damage_is_found(salt, asked)
         self._command("quota", "--salt", salt, f"disk={2 * BLOCK}")
         assert self._blocks_on_disk(self._keys_on_disk(salt)) <= 2
         self._command("quota", "--salt", salt, "--none")
-        for each in salts:
+        for each in (*OWN, *TENANTS):
             if wrong := self._erase(each, self._references.conversations[0][0]):
                 raise AssertionError(wrong)
             # A damaged block that is read may be a reason to leave the store alone once more.
             wait_until(lambda each=each: self._try("erase", "--salt", each) is not None)  # type: ignore[misc]
             if left := self._left_in_storage(each, set(), set(SOURCES)):
                 raise AssertionError(left)
+
+    def _assert_damage_is_found(self, salt: str, asked: Sequence[Turn]) -> None:
+        """In the remote store, from which alone these prompts come then."""
+
+        def num_damaged() -> int:
+            found: int = self._server.state()["tiers"]["remote"]["damaged_blocks"]
+            return found
+
+        def is_found() -> bool:
+            self._command("flush")
+            self._tiers.damage_store()
+            for turn in asked:
+                self._ask_rightly(turn, salt)
+            return num_damaged() > before
+
+        before = num_damaged()
+        self._command("tier", "disk", "--reads", "off")
+        wait_until(is_found)
+        self._command("tier", "disk", "--reads", "on")
+
+    def _ask_rightly(self, turn: Turn, salt: str) -> None:
+        if wrong := self._ask(turn, salt)[0]:
+            raise AssertionError(wrong)
+        self._settle()
 
     def _settle(self) -> None:
         wait_until(lambda: not any(each["operations_in_flight"] for each in self._server.state()["links"].values()))

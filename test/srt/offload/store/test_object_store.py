@@ -288,7 +288,7 @@ def test_clear_leaves_other_namespaces_and_other_peoples_keys_alone(redis):
 
 def test_one_tenants_blocks_are_erased(redis):
     """Those of other tenants, of no tenant, of other namespaces and other people's keys stay; pieces that have lost
-    their manifest may be the tenant's, and go."""
+    their manifest, or have a damaged one, may be the tenant's, and go."""
     store, other = open_store(redis, b"a"), open_store(redis, b"b")
     for each in (store, other):
         writer = each.writer()
@@ -298,11 +298,12 @@ def test_one_tenants_blocks_are_erased(redis):
     connection = redis.connection()
     connection.call("SET", "another's", "1")
     connection.call("DEL", store.name_of(key_of(1), b"m"))
+    connection.call("SET", store.name_of(key_of(2), b"m"), b"damaged")
     store.erase(b"alice---")
     found = [i for i in range(1200) if store.stored([key_of(i)])[0]]
-    assert found == [i for i in range(1200) if i % 4 in (1, 2) and i != 1]
-    assert read(store, 1, 0) is None and read(store, 0, 0) is None and read(store, 2, 0)
-    assert connection.call("DBSIZE") == (599 + 1200) * (NUM_PIECES + 1) + 1
+    assert found == [i for i in range(1200) if i % 4 in (1, 2) and i not in (1, 2)]
+    assert read(store, 1, 0) is None and read(store, 0, 0) is None and read(store, 6, 0)
+    assert connection.call("DBSIZE") == (598 + 1200) * (NUM_PIECES + 1) + 1
     assert store.manifest(key_of(5)).tenant == b"bob-----"
 
 

@@ -270,14 +270,15 @@ class ObjectStore:
 
     def _blocks_of(self, connection: RespConnection, tenant: bytes) -> Iterable[tuple[list[bytes], list[bytes]]]:
         """Some at a time of one node's blocks, by their names up to the colon: the tenant's, and those without a
-        manifest. Raises StoreFailure."""
+        manifest, or with a damaged one, which can still be read. Raises StoreFailure."""
         for names in _scan(connection, self.prefix + b"*"):
             parts = [name.rpartition(b":") for name in names]
             blocks = list(dict.fromkeys(block for block, _, what in parts if what != INDEX))
             replies = _pipeline(connection, [(b"GET", b"%b:%b" % (block, _MANIFEST)) for block in blocks])
             manifests = dict(zip(blocks, replies))
             mine = [b for b, reply in manifests.items() if isinstance(reply, bytes) and _tenant_of(reply) == tenant]
-            yield mine, [block for block, reply in manifests.items() if reply is None]
+            lost = [b for b, r in manifests.items() if r is None or (isinstance(r, bytes) and _decoded(r) is None)]
+            yield mine, lost
 
     def usage(self) -> dict[str, int]:
         """Of the whole store, all namespaces: size_bytes, limit_bytes (0: no limit, or unknown), keys (num_pieces + 1
