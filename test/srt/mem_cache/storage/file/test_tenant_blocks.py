@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from test_file_store_shared import Killed, Process, folder_of, start
@@ -201,7 +202,9 @@ def test_what_is_over_a_limit_counts_as_stored(start) -> None:
     assert put(process, BOB, 20) == 1 and process.get(20) == 1
 
 
-def test_a_damaged_blocks_bytes_are_erased_too(start, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fails", [False, True], ids=["erased when read", "still there"])
+def test_a_damaged_blocks_bytes_are_erased_too(start, tmp_path: Path, fails: bool) -> None:
+    """fails: the disk, when the entry is to be erased."""
     process = start()
     put(process, ALICE, 1, 2)
     secret = payload(process, 1)
@@ -210,8 +213,11 @@ def test_a_damaged_blocks_bytes_are_erased_too(start, tmp_path: Path) -> None:
     at = data.index(secret)
     data[at + 500] ^= 1
     path.write_bytes(data)
+    if fails:
+        process.store._files.erase_entry = mock.Mock(side_effect=OSError)  # type: ignore[method-assign]
     assert process.get(1, 2) == 0
     assert process.store.erase(ALICE) and secret not in on_disk(tmp_path / "root")
+    assert keys_of(1)[0] not in on_disk(tmp_path / "root")
 
 
 def test_blocks_that_a_dead_process_was_writing_are_erased(start, tmp_path: Path) -> None:

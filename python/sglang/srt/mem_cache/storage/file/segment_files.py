@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 
@@ -75,6 +75,16 @@ class SegmentFiles:
             if not table.num_bad:
                 break
         return table
+
+    @classmethod
+    def slots_with(cls, path: str, layout: SegmentLayout, keys: Collection[bytes]) -> list[int]:
+        """The slots that hold blocks with these keys, by the file. Raises OSError."""
+        fd = cls.open_to_read(path)
+        try:
+            table = cls.read_table(fd, layout)
+        finally:
+            os.close(fd)
+        return [slot for slot in table.slots if table.keys[slot * KEY_BYTES : (slot + 1) * KEY_BYTES] in keys]
 
     @staticmethod
     def read_table_if_changed(

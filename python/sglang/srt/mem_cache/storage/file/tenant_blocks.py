@@ -10,7 +10,7 @@ import contextlib
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 from sglang.srt.mem_cache.storage.file.index_sync import IndexSync
@@ -113,6 +113,7 @@ class TenantBlocks:
         try:
             keys = set(self.log.keys_of(tenant))
             self._drop(keys)
+            self._wipe_forgotten(keys)
             claimed: set[bytes] = set()
             for segment in list(index.segments.values()):
                 slots = [slot for slot in range(segment.used) if segment.checksum(slot) == CLAIMED]
@@ -130,23 +131,34 @@ class TenantBlocks:
 
     def _drop(self, keys: Iterable[bytes]) -> None:
         """Take blocks out of the index, the tables and the files. With the folder's lock. Raises OSError."""
-        sync, index = self._sync, self._sync.index
+        index = self._sync.index
         slots_of: dict[int, list[int]] = defaultdict(list)
         for key in keys:
             if (place := index.places.get(key)) is not None:
                 slots_of[number_of(place)].append(slot_of(place))
         for number, slots in slots_of.items():
-            segment = index.segments[number]
-            with sync.table_lock:
-                try:
-                    sync.files.wipe(segment.path, segment.layout, sorted(slots))
-                except FileNotFoundError:
-                    pass  # another process has deleted it
-                with sync.lock:
-                    for slot in slots:
-                        index.forget(segment, slot)
-                        index.void(segment, slot, [segment.key(slot)])
-            sync.ring_erased(number)
+            self._wipe(index.segments[number], sorted(slots))
+
+    def _wipe(self, segment: Segment, slots: Sequence[int]) -> None:
+        sync, index = self._sync, self._sync.index
+        with sync.table_lock:
+            try:
+                sync.files.wipe(segment.path, segment.layout, slots)
+            except FileNotFoundError:
+                pass  # another process has deleted it
+            with sync.lock:
+                for slot in slots:
+                    index.forget(segment, slot)
+                    index.void(segment, slot, [segment.key(slot)])
+        sync.ring_erased(segment.number)
+
+    def _wipe_forgotten(self, keys: Collection[bytes]) -> None:
+        """Blocks that are not in the index any more, though they are in the files: a bad one, or one that was to be
+        overwritten, where the disk then failed. With the folder's lock. Raises OSError."""
+        for segment in list(self._sync.index.segments.values()):
+            with contextlib.suppress(FileNotFoundError):
+                if slots := self._sync.files.slots_with(segment.path, segment.layout, keys):
+                    self._wipe(segment, slots)
 
     def _delete_empty(self, segments: Iterable[Segment]) -> None:
         """With the folder's lock: segments that have no block any more, and to which no process writes."""
