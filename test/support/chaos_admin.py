@@ -34,7 +34,10 @@ from support.server_fixture import NO_TLS, PATIENCE_S, wait_until
 OWN = ("erased", "limited", "kept")
 IN_MEMORY = ("device", "peer", "host")
 # What a refusal may tell; the first only where a part has failed.
-_TROUBLE = re.compile(r"storage is being attached|storage is left alone|storage did not do its part|no storage")
+_TROUBLE = re.compile(
+    r"storage is being attached|storage is left alone|storage did not do its part|did not take the quota"
+    r"|no storage"
+)
 _EXPLAINED = re.compile(
     _TROUBLE.pattern
     + r"|requests with this cache_salt are queued or running|no prefix is kept|no prefix has the label"
