@@ -390,7 +390,7 @@ class Administrator:
         assert self._blocks_on_disk(self._keys_on_disk(salt)) <= 2 and self._blocks_in_store(salt) <= 2
         wait_until(lambda: self._set_quota(salt, {}) is not None)
         for each in (*OWN, *TENANTS):
-            if wrong := self._erase(each, self._references.conversations[0][0]):
+            if each == salt and (wrong := self._erase(each, asked[0])):
                 raise AssertionError(wrong)
             # A damaged block that is read may be a reason to leave the store alone once more.
             wait_until(lambda each=each: self._try("erase", "--salt", each) is not None)  # type: ignore[misc]
@@ -407,7 +407,7 @@ class Administrator:
         def is_found() -> bool:
             self._command("flush")
             self._tiers.damage_store()
-            for turn in asked:
+            for turn in asked[:2]:
                 self._ask_rightly(turn, salt)
             return num_damaged() > before
 
