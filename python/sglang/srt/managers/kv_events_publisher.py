@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.transfer import Tier
 
 
 class EventPublisher(Protocol):
-    """has_gap: a batch was dropped; cleared by whom tells all blocks again. keeps_up: nothing waits to be sent."""
+    """has_gap: a batch was dropped since all blocks were told. keeps_up: nothing waits to be sent."""
 
     has_gap: bool
 
