@@ -5,10 +5,12 @@
     python -m benchmark.papers swiftcache --figure 1|7|8|9|10|11|table1|table2|ours|all [the same]
     python -m benchmark.papers union --figure union|ratio|all [the same]
 
-Prints the paper's numbers beside the simulated ones, and writes bench-out/papers_<paper>_fig<n>.json and .png.
+Prints the paper's numbers beside the simulated ones, and writes bench-out/papers_<paper>_fig<n>.json and .png. Every
+headline is run with three seeds. Several figures share their runs: --figure 8 9 11.
 Strata's figure 3, ShadowServe's 13 and SwiftCache's 1, 9 and tables are cost models alone, and quick anyway.
 Strata's 12 is measured; all else is simulated. --quick: a tenth of the queries and less, for Strata with pools that
-are as much smaller. That shows that everything runs; its numbers mean nothing.
+are as much smaller. That shows that everything runs; its numbers mean nothing. --headlines: headlines and ranges
+alone, without curves; of Strata's figures 8, 9, 11 and 13, ShadowServe's 9 and SwiftCache's 7.
 """
 
 from __future__ import annotations
@@ -29,8 +31,10 @@ from benchmark.papers import (
     shadowserve,
     shadowserve_runs,
     shadowserve_systems,
+    strata_headlines,
     swiftcache,
     swiftcache_runs,
+    swiftcache_serving,
     union,
     union_runs,
 )
@@ -49,6 +53,13 @@ SWIFTCACHE_QUICK: dict[str, dict[str, Any]] = {
 UNION_FIGURES = ("union", "ratio")
 UNION_QUICK: dict[str, dict[str, Any]] = QUICK | {"L-Eval": {"share": 0.25, "turns": 2}}
 SHADOWSERVE_QUICK: dict[str, dict[str, Any]] = {name: {"queries": 20} for name in shadowserve_runs.DATASETS}
+# By paper, the figures whose headlines can be run without their curves.
+HEADLINES: dict[str, dict[str, Callable[[str, Runs], Result]]] = {
+    "strata": dict.fromkeys(strata_headlines.FIGURES, strata_headlines.headlines_only),
+    "shadowserve": {"9": shadowserve.headlines_only},
+    "swiftcache": {"7": swiftcache_serving.headlines_only},
+    "union": {},
+}
 
 
 def notes_of(systems: Mapping[str, Any]) -> dict[str, dict[str, str]]:
@@ -59,17 +70,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     papers = parser.add_subparsers(dest="paper", required=True)
     strata = papers.add_parser("strata", help="Strata: hierarchical context caching")
-    strata.add_argument("--figure", default="all", choices=[*FIGURES, "all"])
+    strata.add_argument("--figure", nargs="+", default=["all"], choices=[*FIGURES, "all"])
     remote = papers.add_parser("shadowserve", help="ShadowServe: KV fetched over a network, through a SmartNIC")
-    remote.add_argument("--figure", default="all", choices=[*shadowserve.FIGURES, "all"])
+    remote.add_argument("--figure", nargs="+", default=["all"], choices=[*shadowserve.FIGURES, "all"])
     peers = papers.add_parser("swiftcache", help="SwiftCache: KV on other models' GPUs")
-    peers.add_argument("--figure", default="all", choices=[*swiftcache.FIGURES, "all"])
+    peers.add_argument("--figure", nargs="+", default=["all"], choices=[*swiftcache.FIGURES, "all"])
     together = papers.add_parser("union", help="the three papers' tiers together, and each part of them")
-    together.add_argument("--figure", default="all", choices=[*UNION_FIGURES, "all"])
+    together.add_argument("--figure", nargs="+", default=["all"], choices=[*UNION_FIGURES, "all"])
     for each in (strata, remote, peers, together):
         each.add_argument("--jobs", type=int, default=1, help="processes")
         each.add_argument("--quick", action="store_true", help="a tenth of the queries or less, with smaller pools")
         each.add_argument("--no-sensitivity", action="store_true")
+        each.add_argument("--headlines", action="store_true", help="headlines and ranges alone, without curves")
+        each.add_argument("--record", action="store_true", help="write docs/records/results/, too, without points")
     args = parser.parse_args()
     figures: Mapping[str, Callable[[Runs], Result]]
     if args.paper == "strata":
@@ -95,13 +108,18 @@ def main() -> None:
         notes |= notes_of(swiftcache_runs.SERVING)
         runs = Runs(args.jobs, scale, run=swiftcache.run)
         figures = swiftcache.FIGURES
+    if args.headlines:
+        figures = {number: partial(only, number) for number, only in HEADLINES[args.paper].items()}
     print("Systems:")
     for name, said in notes.items():
         print(f"  {name}: {said['modelled']} Not modelled: {said['not modelled']}")
-    for number in figures if args.figure == "all" else [args.figure]:
+    numbers = list(figures) if "all" in args.figure else args.figure
+    if missing := [number for number in numbers if number not in figures]:
+        parser.error(f"figure {', '.join(missing)} has no headlines by itself: {', '.join(figures)} have")
+    for number in numbers:
         begin = time.perf_counter()
         settings = {"quick": args.quick, "scale": scale, "systems": notes}
-        report(figures[number](runs), runs, settings, not args.no_sensitivity)
+        report(figures[number](runs), runs, settings, not args.no_sensitivity, args.record)
         print(f"figure {number}: {time.perf_counter() - begin:.0f} s of wall, {len(runs.outcomes)} runs so far")
 
 

@@ -1,15 +1,24 @@
-"""What a reproduced figure is: claims of the paper beside ours, points, panels, headlines; and how it is reported."""
+"""What a reproduced figure is: claims of the paper beside ours, points, panels, headlines; and how it is reported.
+
+Owns the files bench-out/papers_*.json and .png, and the records of them in docs/records/results/.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from benchmark.common import OUT, print_table, write_json
 from benchmark.papers.plots import Panel, draw
 from benchmark.papers.runs import Runs
-from benchmark.papers.sensitivity import CHANGES, Headline, sensitivity
+from benchmark.papers.sensitivity import CHANGES, Fragile, Headline, over_seeds, ranges, sensitivity
+
+RECORDS = Path(__file__).resolve().parents[2] / "docs" / "records" / "results"
+# Of a number in a record.
+DIGITS = 4
 
 
 @dataclass(frozen=True)
@@ -26,7 +35,8 @@ class Claim:
 @dataclass(frozen=True)
 class Result:
     """kind: `simulated`, `cost model` (no engine runs) or `measured`. points: rows behind the figure; those of runs
-    are only written, `table` is printed. headlines: what a sensitivity table shows; changes: and under what."""
+    are only written, `table` is printed. headlines: shown over three seeds, and in a sensitivity table under
+    `changes`. fragile: assumptions shown as ranges."""
 
     name: str
     title: str
@@ -37,31 +47,51 @@ class Result:
     table: Sequence[dict[str, Any]] = ()
     headlines: Sequence[Headline] = ()
     changes: Sequence[tuple[str, dict[str, Any]]] = field(default=CHANGES)
+    fragile: Sequence[Fragile] = ()
     notes: str = ""
 
 
 def report(
-    result: Result, runs: Runs, settings: dict[str, Any], with_sensitivity: bool = True
+    result: Result, runs: Runs, settings: dict[str, Any], with_sensitivity: bool = True, with_record: bool = False
 ) -> list[dict[str, Any]]:
-    """Print the tables, write bench-out/<name>.json and .png; returns the claims as rows."""
+    """Print the tables, write bench-out/<name>.json and .png; returns the claims as rows. with_record: also write
+    what the tables have to docs/records/results/<name>.json."""
     heading = f"{result.kind.capitalize()}: {result.title}"
     claims = [
         {"what": c.what, "paper": c.paper, f"ours ({result.kind})": c.ours, "source": c.source} for c in result.claims
     ]
+    tables = {
+        "headlines": over_seeds(runs, result.headlines),
+        "fragile": ranges(runs, result.fragile),
+        "sensitivity": sensitivity(runs, result.headlines, result.changes)
+        if result.headlines and with_sensitivity
+        else [],
+    }
     print_table(heading, claims)
-    if result.table:
-        print_table(f"{heading}, points", result.table)
-    rows: list[dict[str, Any]] = []
-    if result.headlines and with_sensitivity:
-        rows = sensitivity(runs, result.headlines, result.changes)
-        print_table(f"{heading}, sensitivity", rows)
+    print_table(f"{heading}, points", result.table)
+    for name, rows in tables.items():
+        print_table(f"{heading}, {name}", [{k: v for k, v in row.items() if k != "by seed"} for row in rows])
     if result.notes:
         print(f"\n{result.notes}")
-    write_json(
-        result.name,
-        {**settings, "kind": result.kind, "title": heading, "notes": result.notes},
-        [{"claims": [asdict(c) for c in result.claims], "points": list(result.points), "sensitivity": rows}],
-    )
+    everything = {"claims": [asdict(c) for c in result.claims], "table": list(result.table), **tables}
+    shown = {"kind": result.kind, "title": heading, "notes": result.notes}
+    write_json(result.name, settings | shown, [everything | {"points": list(result.points)}])
+    if with_record:
+        _record(result.name, {k: v for k, v in settings.items() if k != "systems"} | shown, everything)
     if result.panels:
         draw(OUT / f"{result.name}.png", heading, result.panels)
     return claims
+
+
+def _record(name: str, settings: dict[str, Any], everything: dict[str, Any]) -> None:
+    record = {"benchmark": name, "settings": settings, **everything}
+    RECORDS.mkdir(parents=True, exist_ok=True)
+    (RECORDS / f"{name}.json").write_text(json.dumps(_rounded(record), indent=1, ensure_ascii=False) + "\n")
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}")
+    if isinstance(value, dict):
+        return {key: _rounded(each) for key, each in value.items()}
+    return [_rounded(each) for each in value] if isinstance(value, list | tuple) else value

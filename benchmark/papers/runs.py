@@ -52,8 +52,8 @@ class RunSettings:
 
     counts, lengths: share of the data set's contexts and queries, and of its lengths; pools and in_flight shrink
     alike, so that as large a part of the contexts fits. What a sensitivity table changes: efficiency (of matrices
-    and attention; None: the profile's), bandwidth and device (factors), batch_tokens, in_flight, question (tokens),
-    load_ratio (None: the system's).
+    and attention; None: the profile's), bandwidth, device and copy_cost (factors; of what an asynchronous copy costs
+    besides its bytes), batch_tokens, in_flight, question (tokens), load_ratio (None: the system's).
     """
 
     system: str
@@ -70,6 +70,7 @@ class RunSettings:
     efficiency: float | None = None
     bandwidth: float = 1.0
     device: float = 1.0
+    copy_cost: float = 1.0
     batch_tokens: int | None = None
     in_flight: int = MAX_IN_FLIGHT
     question: int | None = None
@@ -221,7 +222,8 @@ def _machine(settings: RunSettings) -> Hardware:
     gpu, link = machine.gpu, machine.link
     if settings.efficiency is not None:
         gpu = replace(gpu, matmul_efficiency=settings.efficiency, attention_efficiency=settings.efficiency)
-    return replace(machine, gpu=gpu, link=replace(link, peak=link.peak * settings.bandwidth))
+    link = replace(link, peak=link.peak * settings.bandwidth, copy_s=link.copy_s * settings.copy_cost)
+    return replace(machine, gpu=gpu, link=link)
 
 
 def _workload(settings: RunSettings) -> Workload:

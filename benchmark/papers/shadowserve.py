@@ -13,7 +13,7 @@ from typing import Any
 from benchmark.papers.figures import Claim, Result
 from benchmark.papers.plots import Panel
 from benchmark.papers.runs import ALL_AT_ONCE, Runs, points
-from benchmark.papers.sensitivity import Headline
+from benchmark.papers.sensitivity import Fragile, Headline, Setting
 from benchmark.papers.shadowserve_runs import UNLOADED, RemoteOutcome, RemoteSettings
 from benchmark.simulator.data_plane import Codec, smart_nic_stages
 from benchmark.simulator.profiles import (
@@ -87,6 +87,23 @@ HEADLINES = (
     Headline("peak, ShadowServe / CacheGen", (_loaded(SS), _loaded(CA)), _throughput),
     Headline("TTFT of ShadowServe, ms", (_unloaded(SS),), lambda o: 1e3 * o[0].mean_ttft_s),
 )
+FRAGILE = (
+    Fragile(
+        "CacheGen's chunk over ShadowServe's",
+        HEADLINES[:4],
+        *(
+            Setting(f"{size:.2f}", {"cachegen_size": size})
+            for size in (shadowserve_size.LEAST, CACHEGEN_SIZE, shadowserve_size.MOST)
+        ),
+    ),
+    Fragile(
+        "a chunk of ShadowServe",
+        HEADLINES,
+        Setting("6 MB (6.3)", {}),
+        Setting("6 MB (6.3)", {}),
+        Setting("23 MB (what 502 ms would be)", {"compressed": 23e6 / _KV}),
+    ),
+)
 
 
 # -- figures 9 to 12 ------------------------------------------------------------------------------------------------
@@ -131,7 +148,14 @@ def figure9(runs: Runs) -> Result:
         )
         for label, field in (("mean TTFT, s", "mean_ttft_s"), ("mean TPOT, s", "mean_tpot_s"))
     ]
-    return _result("9", "load against latency", claims, [s for w in sweeps.values() for s in w], runs, panels)
+    settings = [s for w in sweeps.values() for s in w]
+    return _result("9", "load against latency", claims, settings, runs, panels, fragile=FRAGILE)
+
+
+def headlines_only(number: str, runs: Runs) -> Result:
+    """Of figure 9, without its points."""
+    name, title = f"papers_shadowserve_fig{number}_headlines", f"Fig. {number}, load against latency"
+    return Result(name, title, "simulated", (), (), (), headlines=HEADLINES, changes=CHANGES, fragile=FRAGILE)
 
 
 def figure10(runs: Runs) -> Result:

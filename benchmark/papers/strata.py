@@ -6,7 +6,7 @@ The paper's request rates cannot be read from its figures: RATES are ours, and A
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -16,22 +16,18 @@ from benchmark.papers.figures import Claim, Result
 from benchmark.papers.plots import Panel
 from benchmark.papers.runs import ALL_AT_ONCE, Outcome, Runs, RunSettings, points
 from benchmark.papers.sensitivity import CHANGES, Headline
+from benchmark.papers.strata_headlines import PRELOADS, RATES, TODAY, curve, gain, peak, sweep, ttft_ratio
 from benchmark.papers.strata_micro import figure3, figure12
 from benchmark.simulator.workloads import Order
 
-# Queries per second, from idle to saturated.
-RATES = {
-    "LooGLE": (1.0, 2.0, 4.0, 8.0, ALL_AT_ONCE),
-    "NarrativeQA": (1.0, 2.0, 4.0, ALL_AT_ONCE),
-    "ReviewMT": (1.0, 2.0, ALL_AT_ONCE),
-    "ShareGPT": (4.0, 16.0),
-}
+from benchmark.papers import strata_headlines
+
 MODELS = ("Llama-3.1-8B", "Qwen2.5-14B", "Llama-3.1-70B")
-HIERARCHIES = ("SGLang-HiCache", "vLLM-LMCache", "TensorRT-HiCache", "Strata", "ours")
+HIERARCHIES = ("SGLang-HiCache", TODAY, "vLLM-LMCache", "TensorRT-HiCache", "Strata", PRELOADS, "ours")
 # Which systems run which data set in figure 8. NarrativeQA: TensorRT cannot be warmed up (5.2.2).
 FIG8_SYSTEMS = {
     "LooGLE": ("no hierarchy", *HIERARCHIES),
-    "NarrativeQA": ("SGLang-HiCache", "vLLM-LMCache", "Strata", "ours"),
+    "NarrativeQA": ("SGLang-HiCache", TODAY, "vLLM-LMCache", "Strata", PRELOADS, "ours"),
     "ReviewMT": ("no hierarchy", *HIERARCHIES),
     "ShareGPT": ("no hierarchy", "SGLang-HiCache", "Strata", "ours"),
 }
@@ -48,19 +44,6 @@ FIG8_PRINTED = {
 RATIO_BINS = (0, 1, 3, 10, 30, 100, 300, 1000, np.inf)
 
 
-def _peak(system: str, **changes: Any) -> RunSettings:
-    return RunSettings(system, rate=ALL_AT_ONCE, **changes)
-
-
-def _gain(name: str, better: RunSettings, worse: RunSettings) -> Headline:
-    """How many times as many requests per second."""
-    return Headline(name, (better, worse), lambda o: o[0].requests_per_s / o[1].requests_per_s)
-
-
-def _curve(outcomes: Sequence[Outcome]) -> Curve:
-    return [(o.output_tokens_per_s, o.mean_ttft_s) for o in outcomes]
-
-
 def _curve_panel(title: str, curves: dict[str, Curve]) -> Panel:
     series = {name: ([x for x, _ in c], [t for _, t in c]) for name, c in curves.items()}
     return Panel(title, "output tokens/s", "mean TTFT, s", series, log_y=True)
@@ -71,7 +54,7 @@ def _curve_panel(title: str, curves: dict[str, Curve]) -> Panel:
 
 def figure1(runs: Runs) -> Result:
     """Stalls by the load/compute ratio of prefill batches: Qwen2.5-14B, LooGLE."""
-    settings = [_peak(name) for name in ("SGLang-HiCache", "Strata-IO", "oracle")]
+    settings = [peak(name) for name in ("SGLang-HiCache", "Strata-IO", "oracle")]
     outcomes = copies, kernel, oracle = runs(settings)
     rows, series = [], {}
     for s, outcome in zip(settings[:2], outcomes):
@@ -168,7 +151,7 @@ def figure2(runs: Runs) -> Result:
         Panel("Mistral-24B, ShareGPT", "page size", what, {what: (pages, [r[what] for r in rows])}, log_x=True)
         for what in ("hits %", "mean TTFT s", "p90 TTFT s")
     ]
-    ratio = Headline("mean TTFT, page 1,024 over 1", (_chat(1024), _chat(1)), _ttft_ratio)
+    ratio = Headline("mean TTFT, page 1,024 over 1", (_chat(1024), _chat(1)), ttft_ratio)
     asked = ("as usual", "matrices", "half the device's", "twice the device's")
     changes = [c for c in CHANGES if c[0].startswith(asked)]
     changes += [("4 queries per second", {"rate": 4.0}), ("16 queries per second", {"rate": 16.0})]
@@ -190,29 +173,32 @@ def _chat(page: int) -> RunSettings:
     return RunSettings("no hierarchy", "Mistral-24B", dataset="ShareGPT", rate=8.0, page_size=page)
 
 
-def _ttft_ratio(outcomes: Sequence[Outcome]) -> float:
-    return outcomes[0].mean_ttft_s / outcomes[1].mean_ttft_s
-
-
 # -- figure 8 -------------------------------------------------------------------------------------------------------
 
 
 def figure8(runs: Runs) -> Result:
     """Throughput against TTFT: three models, four data sets."""
     keys = [(d, m, s) for d, systems in FIG8_SYSTEMS.items() for m in MODELS for s in systems]
-    sweeps = {key: _sweep(*key) for key in keys}
+    sweeps = {(d, m, s): sweep(s, m, d, RATES[d]) for d, m, s in keys}
     runs([s for sweep in sweeps.values() for s in sweep])
     outcomes = {key: runs(sweep) for key, sweep in sweeps.items()}
     claims, panels = [], []
     for dataset, systems in FIG8_SYSTEMS.items():
         for model in MODELS:
             found = {name: outcomes[dataset, model, name] for name in systems}
-            curves = {name: _curve(o) for name, o in found.items()}
+            curves = {name: curve(o) for name, o in found.items()}
             panels.append(_curve_panel(f"{model}, {dataset}", curves))
             claims += _fig8_claims(dataset, model, found, curves)
-    headlines = [
-        _gain(f"Strata / {other}, peak", _peak("Strata"), _peak(other))
-        for other in ("SGLang-HiCache", "vLLM-LMCache")
+    rows = [
+        {"model": model, "system": name}
+        | {f"{dataset}, peak, requests/s": outcomes[dataset, model, name][-1].requests_per_s}
+        | {
+            f"mean TTFT s at {rate:g}/s": o.mean_ttft_s
+            for rate, o in zip(RATES[dataset], outcomes[dataset, model, name])
+        }
+        for dataset in ("LooGLE",)
+        for model in MODELS
+        for name in FIG8_SYSTEMS[dataset]
     ]
     return Result(
         "papers_strata_fig8",
@@ -221,15 +207,12 @@ def figure8(runs: Runs) -> Result:
         claims,
         [row for key, sweep in sweeps.items() for row in points(sweep, outcomes[key])],
         panels,
-        headlines=headlines,
+        rows,
+        strata_headlines.figure8(RATES),
+        fragile=strata_headlines.fragile8(),
         notes="Mean TTFT counts from when a request is sent, at most 128 being in flight, and holds the cold start. "
         "Sensitivity: Qwen2.5-14B, LooGLE, all at once.",
     )
-
-
-def _sweep(dataset: str, model: str, system: str) -> list[RunSettings]:
-    warm = dataset == "NarrativeQA"
-    return [RunSettings(system, model, dataset=dataset, rate=rate, warm=warm) for rate in RATES[dataset]]
 
 
 def _fig8_claims(dataset: str, model: str, found: dict[str, list[Outcome]], curves: dict[str, Curve]) -> list[Claim]:
@@ -240,7 +223,7 @@ def _fig8_claims(dataset: str, model: str, found: dict[str, list[Outcome]], curv
     printed = FIG8_PRINTED.get((dataset, model), {})
     claims = []
     for other in curves:
-        if other in ("Strata", "ours"):
+        if other in ("Strata", PRELOADS, "ours"):
             continue
         ratio, ttft_s = largest_ratio(curves["Strata"], curves[other])
         claims.append(
@@ -251,7 +234,10 @@ def _fig8_claims(dataset: str, model: str, found: dict[str, list[Outcome]], curv
                 "5.2.2" if dataset == "NarrativeQA" else "5.2.1",
             )
         )
-    claims.append(Claim(f"{where}: ours over Strata, peak", "-", peak_ratio(curves["ours"], curves["Strata"]), ""))
+    for name in (PRELOADS, "ours"):
+        claims.append(
+            Claim(f"{where}: {name} over Strata, peak", "-", peak_ratio(curves[name], curves["Strata"]), "")
+        )
     if dataset == "LooGLE":
         claims.append(Claim(f"{where}: hit rate of Strata, %", "95", 100 * found["Strata"][-1].hit_rate, "5.2.1"))
     return claims
@@ -262,16 +248,16 @@ def _fig8_claims(dataset: str, model: str, found: dict[str, list[Outcome]], curv
 
 def figure9(runs: Runs) -> Result:
     """I/O and scheduling apart: Qwen2.5-14B, LooGLE."""
-    parts = ("Strata-Schedule-Only", "Strata-IO", "Strata-IO-LPM", *HIERARCHIES)
-    sweeps = {name: _sweep("LooGLE", "Qwen2.5-14B", name) for name in parts}
-    runs([s for sweep in sweeps.values() for s in sweep])
-    outcomes = {name: runs(sweep) for name, sweep in sweeps.items()}
-    curves = {name: _curve(o) for name, o in outcomes.items()}
+    scheduling = "Strata-Schedule-Only"
+    parts = (scheduling, f"{scheduling} + preloads", "Strata-IO", "Strata-IO-LPM", *HIERARCHIES, "oracle")
+    sweeps = {name: sweep(name, "Qwen2.5-14B", "LooGLE", RATES["LooGLE"]) for name in parts}
+    runs([s for some in sweeps.values() for s in some])
+    outcomes = {name: runs(some) for name, some in sweeps.items()}
+    curves = {name: curve(o) for name, o in outcomes.items()}
     base = curves["SGLang-HiCache"]
     claims = [
-        Claim(
-            "scheduling only over SGLang-HiCache, peak", "up to 1.8", _peaks(curves, "Strata-Schedule-Only"), "5.3.1"
-        ),
+        Claim("scheduling only over SGLang-HiCache, peak", "up to 1.8", _peaks(curves, scheduling), "5.3.1"),
+        Claim("the same with preloads", "-", _peaks(curves, f"{scheduling} + preloads"), ""),
         Claim("Strata-IO over SGLang-HiCache, peak", "up to 2.3", _peaks(curves, "Strata-IO"), "5.3.1"),
         Claim("Strata-IO-LPM over Strata-IO, peak", "no gain", _peaks(curves, "Strata-IO-LPM", "Strata-IO"), "5.3.1"),
         Claim("Strata over Strata-IO-LPM, peak", "above 1", _peaks(curves, "Strata", "Strata-IO-LPM"), "5.3.1"),
@@ -279,17 +265,39 @@ def figure9(runs: Runs) -> Result:
         Claim(
             "Strata over SGLang-HiCache, equal TTFT", "up to 3.9", largest_ratio(curves["Strata"], base)[0], "5.2.1"
         ),
+        Claim("Strata over SGLang-HiCache 0.5.21, peak", "-", _peaks(curves, "Strata", TODAY), ""),
+        Claim(
+            "Strata over SGLang-HiCache 0.5.21, equal TTFT",
+            "-",
+            largest_ratio(curves["Strata"], curves[TODAY])[0],
+            "",
+        ),
+        Claim("Strata + preloads over Strata, peak", "-", _peaks(curves, PRELOADS, "Strata"), ""),
         Claim("ours over Strata, peak", "-", _peaks(curves, "ours", "Strata"), ""),
+        Claim("Strata over the oracle, peak", "near, on GH200", _peaks(curves, "Strata", "oracle"), "5.4"),
     ]
-    hicache = _peak("SGLang-HiCache")
+    rows = [
+        {
+            "system": name,
+            "requests/s": o[-1].requests_per_s,
+            "mean TTFT s": o[-1].mean_ttft_s,
+            "stalled %": 100 * o[-1].stall_share,
+            "mean TTFT s, second lowest rate": o[min(1, len(o) - 1)].mean_ttft_s,
+            "stalled %, second lowest rate": 100 * o[min(1, len(o) - 1)].stall_share,
+        }
+        for name, o in outcomes.items()
+    ]
     return Result(
         "papers_strata_fig9",
         "Fig. 9, I/O and scheduling apart",
         "simulated",
         claims,
-        [row for name, sweep in sweeps.items() for row in points(sweep, outcomes[name])],
+        [row for name, some in sweeps.items() for row in points(some, outcomes[name])],
         [_curve_panel("Qwen2.5-14B, LooGLE", curves)],
-        headlines=[_gain(f"{n} / HiCache, peak", _peak(n), hicache) for n in ("Strata-Schedule-Only", "Strata-IO")],
+        rows,
+        strata_headlines.figure9(RATES),
+        fragile=strata_headlines.fragile9(),
+        notes="All at once where nothing else is written.",
     )
 
 
@@ -300,7 +308,7 @@ def _peaks(curves: dict[str, Curve], name: str, other: str = "SGLang-HiCache") -
 def figure10(runs: Runs) -> Result:
     """Page sizes of SGLang-HiCache against Strata-IO at page size 1."""
     pages = (1, 16, 32, 64, 128, 256, 512, 1024)
-    settings = [_peak("Strata-IO"), *(_peak("SGLang-HiCache", page_size=page) for page in pages)]
+    settings = [peak("Strata-IO"), *(peak("SGLang-HiCache", page_size=page) for page in pages)]
     reference, *outcomes = runs(settings)
     rows = [
         {
@@ -328,7 +336,7 @@ def figure10(runs: Runs) -> Result:
         points(settings, [reference, *outcomes]),
         [Panel("Qwen2.5-14B, LooGLE, peak", "page size", "% of Strata-IO", series, log_x=True)],
         rows,
-        [_gain("HiCache at page 512 / Strata-IO", _peak("SGLang-HiCache", page_size=512), _peak("Strata-IO"))],
+        [gain("HiCache at page 512 / Strata-IO", peak("SGLang-HiCache", page_size=512), peak("Strata-IO"))],
     )
 
 
@@ -342,7 +350,8 @@ FIG11_PRINTED = {
 
 def figure11(runs: Runs) -> Result:
     """One mechanism after another, by cache distance. The last step, stall hiding, is Strata."""
-    settings = {order: [_peak(name, order=order) for name in (*STEPS, "ours")] for order in Order}
+    more = (PRELOADS, "ours")
+    settings = {order: [peak(name, order=order) for name in (*STEPS, *more)] for order in Order}
     runs([s for some in settings.values() for s in some])
     claims: list[Claim] = []
     rows: list[dict[str, Any]] = []
@@ -352,16 +361,15 @@ def figure11(runs: Runs) -> Result:
         for i, (name, paper) in enumerate(zip(names, FIG11_PRINTED[order])):
             gain = f"{100 * (rates[i + 1] / rates[i] - 1):+.0f} %"
             claims.append(Claim(f"{order} distance: {name}", paper, gain, "5.3.3"))
-        claims.append(
-            Claim(f"{order} distance: ours over Strata", "-", f"{100 * (rates[5] / rates[4] - 1):+.0f} %", "")
-        )
-        rows.append({"order": str(order), **dict(zip((*STEPS, "ours"), rates))})
-    series = {step: ([str(o) for o in Order], [r[step] for r in rows]) for step in (*STEPS, "ours")}
-    low, high = {"order": Order.MINIMUM}, {"order": Order.MAXIMUM}
-    headlines = [
-        _gain("deferral, minimum distance", _peak("+ deferral", **low), _peak("SGLang-HiCache", **low)),
-        _gain("I/O, maximum distance", _peak("+ I/O", **high), _peak("+ deferral", **high)),
-    ]
+        balance, strata, *others = rates[3:]
+        preloads = f"{100 * (others[0] / balance - 1):+.0f} %"
+        claims.append(Claim(f"{order} distance: stall hiding by preloads", "-", preloads, ""))
+        for name, rate in zip(more, others, strict=True):
+            claims.append(
+                Claim(f"{order} distance: {name} over Strata", "-", f"{100 * (rate / strata - 1):+.0f} %", "")
+            )
+        rows.append({"order": str(order), **dict(zip((*STEPS, *more), rates, strict=True))})
+    series = {step: ([str(o) for o in Order], [r[step] for r in rows]) for step in (*STEPS, *more)}
     return Result(
         "papers_strata_fig11",
         "Fig. 11, mechanisms by cache distance",
@@ -370,7 +378,7 @@ def figure11(runs: Runs) -> Result:
         [row for some in settings.values() for row in points(some, runs(some))],
         [Panel("Qwen2.5-14B, LooGLE, peak", "cache distance", "requests/s", series, kind="bars")],
         rows,
-        headlines,
+        strata_headlines.figure11(),
     )
 
 
@@ -426,11 +434,7 @@ def figure13(runs: Runs) -> Result:
         ),
         Claim("ours on GH200 over the oracle there", "-", over(("gh200", "ours"), ("gh200", "oracle")), ""),
     ]
-    series = {f"{s}, {m}": _curve(outcomes[m, s]) for m, s in keys}
-    headlines = [
-        Headline("TTFT, IO-GH / Strata-PCIe", (_on("gh200", "Strata-IO"), _on("h200", "Strata")), _ttft_ratio),
-        Headline("TTFT, Strata-GH / oracle-GH", (_on("gh200", "Strata"), _on("gh200", "oracle")), _ttft_ratio),
-    ]
+    series = {f"{s}, {m}": curve(outcomes[m, s]) for m, s in keys}
     return Result(
         "papers_strata_fig13",
         "Fig. 13, PCIe 5 and Grace Hopper",
@@ -439,7 +443,8 @@ def figure13(runs: Runs) -> Result:
         [row for key, sweep in sweeps.items() for row in points(sweep, outcomes[key])],
         [_curve_panel("Llama-3.1-8B, LooGLE", series)],
         rows,
-        headlines,
+        strata_headlines.figure13(),
+        fragile=strata_headlines.fragile13(),
     )
 
 

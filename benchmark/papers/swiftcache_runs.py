@@ -77,7 +77,7 @@ def _with_defaults(system: System) -> System:
     return replace(system, page_size=16, policy=replace(system.policy, write_policy="auto"))
 
 
-_KERNELS = "SGLang (HiCache, kernels)"
+TODAY = "SGLang (HiCache 0.5.21)"
 _ALL = (
     ServingSystem(
         "SGLang (HiCache)",
@@ -88,10 +88,10 @@ _ALL = (
         HOST_BYTES,
     ),
     ServingSystem(
-        _KERNELS,
-        "The same with GPU-assisted I/O at page size 1: what a later HiCache can do. In sensitivity only.",
-        "Nothing known.",
-        SYSTEMS["Strata-IO"],
+        TODAY,
+        "Strata's SGLang-HiCache 0.5.21: GPU-assisted I/O, LPM, page size 64. In headlines only.",
+        "As there.",
+        SYSTEMS["SGLang-HiCache 0.5.21"],
         "",
         HOST_BYTES,
     ),
@@ -125,7 +125,7 @@ _ALL = (
     ),
 )
 SERVING = {system.name: system for system in _ALL}
-COMPARED = tuple(name for name in SERVING if name != _KERNELS)
+COMPARED = tuple(name for name in SERVING if name != TODAY)
 
 
 @dataclass(frozen=True)

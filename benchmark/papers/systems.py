@@ -66,7 +66,9 @@ _FCFS = Policy()
 _DEFERRAL = Policy(deferral_threshold=100)
 _BALANCE = replace(_DEFERRAL, load_ratio=100.0)
 _STRATA = replace(_BALANCE, bubble_filling=True, holds_batches=True)
-_OURS = replace(_STRATA, holds_batches=False, insert_at="launch", load_ratio="auto", load_or_recompute=True)
+# Bubble filling as this engine has it by default: per request, and loads begin before the launch that needs them.
+_PRELOADS = replace(_STRATA, holds_batches=False)
+_OURS = replace(_PRELOADS, insert_at="launch", load_ratio="auto", load_or_recompute=True)
 # LMCache and TensorRT move KV by CUDA kernels (Strata 5.3.1), with as many CTAs as there are pieces: the wire's rate.
 _WIDE_KERNEL = Method("kernel", ctas=64)
 
@@ -87,6 +89,16 @@ _ALL = (
         DIRECT,
         32,
         _FCFS,
+    ),
+    System(
+        "SGLang-HiCache 0.5.21",
+        "Its defaults, and --schedule-policy lpm: KV moved by a kernel of two CTAs, write-through. Page size 64, as "
+        "its guide has it. Its in-batch prefix caching is a deferral above 32 tokens.",
+        "The host's layout page_first: pieces of a row or more load as fast in every layout here. LPM is first come, "
+        "first served above 128 waiting requests there, which only runs with 256 in flight have.",
+        KERNEL_LOAD,
+        64,
+        replace(_FCFS, schedule_policy="lpm", deferral_threshold=32),
     ),
     System(
         "vLLM-LMCache",
@@ -119,11 +131,20 @@ _ALL = (
     ),
     System(
         "Strata-Schedule-Only",
-        "SGLang-HiCache with the paper's scheduler: deferral 100, load ratio 100, bubble filling.",
+        "SGLang-HiCache with the paper's scheduler: deferral 100, load ratio 100, bubble filling by held batches.",
         "See Strata.",
         DIRECT,
         32,
         _STRATA,
+    ),
+    System(
+        "Strata-Schedule-Only + preloads",
+        "The same with this engine's bubble filling, which is decided per request: its load begins while others run, "
+        "and also before the launch that needs it.",
+        "Not the paper's: see Strata-Schedule-Only.",
+        DIRECT,
+        32,
+        _PRELOADS,
     ),
     System(
         "Strata-IO-LPM",
@@ -135,12 +156,21 @@ _ALL = (
     ),
     System(
         "Strata",
-        "As the paper has it: GPU-assisted I/O, page size 1, deferral 100, load ratio 100, bubble filling.",
+        "As the paper has it: GPU-assisted I/O, page size 1, deferral 100, load ratio 100, and bubble filling, by "
+        "which a batch that would stall is held while decode batches run.",
         "A batch that waits takes no request in; the paper does not tell. Deferral is by the tokens of launches that "
         "have not completed.",
         KERNEL_LOAD,
         1,
         _STRATA,
+    ),
+    System(
+        "Strata + preloads",
+        "Strata with this engine's bubble filling: per request, and loads begin before the launch that needs them.",
+        "Not the paper's: see Strata.",
+        KERNEL_LOAD,
+        1,
+        _PRELOADS,
     ),
     System(
         "ours",
