@@ -23,6 +23,8 @@ class Headline:
     value: Callable[[Sequence[Any]], float]
     # Whether a sensitivity table shows it. Seeds are run for every headline.
     is_varied: bool = True
+    # Whether it needs a run at each rate, and so takes long.
+    is_of_curves: bool = False
 
     def under(self, runs: Runs, **change: Any) -> float:
         """With these fields of all its settings changed."""

@@ -62,7 +62,7 @@ def at_equal_ttft(name: str, better: Sequence[RunSettings], worse: Sequence[RunS
     def ratio(outcomes: Sequence[Outcome]) -> float:
         return largest_ratio(curve(outcomes[: len(better)]), curve(outcomes[len(better) :]))[0]
 
-    return Headline(name, (*better, *worse), ratio, is_varied=False)
+    return Headline(name, (*better, *worse), ratio, is_varied=False, is_of_curves=True)
 
 
 def figure8(rates: Mapping[str, Sequence[float]] = RATES) -> list[Headline]:
@@ -184,4 +184,5 @@ def headlines_only(number: str, runs: Runs) -> Result:
     """Of a figure, without its points."""
     title, headlines, fragile = _HEADLINES[number]
     name = f"papers_strata_fig{number}_headlines"
-    return Result(name, title, "simulated", (), (), (), headlines=headlines(), fragile=fragile())
+    peaks = [headline for headline in headlines() if not headline.is_of_curves]
+    return Result(name, title, "simulated", (), (), (), headlines=peaks, fragile=fragile())
