@@ -41,7 +41,10 @@ def check(result: Result, runs: Runs, out: Path) -> None:
     written = json.loads((out / f"{result.name}.json").read_text())
     assert written["settings"]["kind"] == result.kind and written["settings"]["title"].lower().startswith(result.kind)
     assert len(written["rows"][0]["claims"]) == len(claims)
-    assert len(written["rows"][0]["sensitivity"]) == (len(result.changes) if result.headlines else 0)
+    rows = written["rows"][0]
+    assert len(rows["sensitivity"]) == (len(result.changes) if result.headlines else 0)
+    assert len(rows["headlines"]) == len(result.headlines) and len(rows["table"]) == len(result.table)
+    assert len(rows["fragile"]) == sum(len(each.headlines) for each in result.fragile)
     assert (out / f"{result.name}.png").stat().st_size > 5000
 
 

@@ -48,6 +48,7 @@ def test_links_have_the_rates_of_the_paper() -> None:
     rates = {name: load_gb_per_s(system) for name, system in SYSTEMS.items() if name != "oracle"}
     assert rates["SGLang-HiCache"] == rates["Strata-Schedule-Only"] == pytest.approx(14.1, rel=0.01)
     assert rates["Strata-IO"] == rates["Strata"] == rates["ours"] == pytest.approx(49, rel=0.02)
+    assert rates["SGLang-HiCache 0.5.21"] == pytest.approx(rates["Strata-IO"])
     assert rates["vLLM-LMCache"] == rates["TensorRT-HiCache"] == pytest.approx(56.5, rel=0.02)
 
 
@@ -81,3 +82,15 @@ def test_ablations_are_the_whole_less_something() -> None:
     ours = SYSTEMS["ours"].policy
     assert ours.insert_at == "launch" and ours.load_ratio == "auto" and ours.load_or_recompute
     assert strata.policy.holds_batches and not ours.holds_batches
+    for name in ("Strata", "Strata-Schedule-Only"):
+        held, preloads = SYSTEMS[name], SYSTEMS[f"{name} + preloads"]
+        policy = replace(held.policy, holds_batches=False)
+        assert (preloads.policy, preloads.load, preloads.page_size) == (policy, held.load, held.page_size)
+
+
+def test_hicache_of_today_has_the_defaults_of_upstream_but_for_its_order() -> None:
+    """Kernel, write-through; first come, first served would be the default."""
+    today = SYSTEMS["SGLang-HiCache 0.5.21"]
+    assert today.load == SYSTEMS["Strata-IO"].load and today.policy.write_policy == "write_through"
+    usual = replace(today.policy, schedule_policy="fcfs", deferral_threshold=0)
+    assert usual == SYSTEMS["SGLang-HiCache"].policy and today.policy.schedule_policy == "lpm"

@@ -1,0 +1,121 @@
+"""Headlines over seeds and over ranges, from runs that are arithmetic."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from benchmark.papers.__main__ import HEADLINES, main
+from benchmark.papers.figures import Claim, Result, report
+from benchmark.papers.runs import Runs, RunSettings
+from benchmark.papers.sensitivity import Fragile, Headline, Setting, over_seeds, ranges, sensitivity
+from benchmark.simulator.cost_models import DIRECT, link_rate
+from benchmark.simulator.profiles import H200, MODELS
+
+from benchmark import common
+from benchmark.papers import figures, runs, strata_headlines
+
+
+@dataclass(frozen=True)
+class Point:
+    """Of a run that gives factor * seed."""
+
+    factor: float
+    seed: int = 1
+
+
+@dataclass(frozen=True)
+class Formula:
+    factor: float
+
+
+def first(outcomes: Sequence[float]) -> float:
+    return outcomes[0]
+
+
+def make_runs() -> Runs:
+    return Runs(quiet=True, run=lambda s: s.factor * getattr(s, "seed", 1))
+
+
+SEEDED = Headline("seeded", (Point(2.0),), first)
+FIXED = Headline("a formula", (Formula(5.0),), first, is_varied=False)
+
+
+def test_mean_and_ends_over_three_seeds() -> None:
+    runs = make_runs()
+    seeded, fixed = over_seeds(runs, [SEEDED, FIXED])
+    assert seeded == {"headline": "seeded", "mean": 4.0, "lowest": 2.0, "highest": 6.0, "by seed": [2.0, 4.0, 6.0]}
+    assert fixed["by seed"] == [5.0], "a cost model has no seeds"
+    assert len(runs.outcomes) == 4
+
+
+def test_a_range_has_the_headline_at_each_end() -> None:
+    low, usual, high = (Setting(f"{x:g}", {"factor": x}) for x in (1.0, 2.0, 8.0))
+    row, _ = ranges(make_runs(), [Fragile("factor", (SEEDED, FIXED), low, usual, high)])
+    assert (row["low"], row["at low"], row["at usual"], row["at high"]) == ("1", 1.0, 2.0, 8.0)
+    assert row["assumption"] == "factor" and row["headline"] == "seeded"
+
+
+def test_a_sensitivity_table_leaves_out_what_is_not_varied() -> None:
+    rows = sensitivity(make_runs(), [SEEDED, FIXED], [("as usual", {}), ("twice", {"factor": 4.0})])
+    assert rows == [{"with": "as usual", "seeded": 2.0}, {"with": "twice", "seeded": 4.0}]
+
+
+def test_a_record_has_all_numbers_but_those_of_single_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common, "OUT", tmp_path / "out")
+    monkeypatch.setattr(figures, "RECORDS", tmp_path / "records")
+    setting = Setting("1", {})
+    fragile = [Fragile("factor", (SEEDED,), setting, setting, setting)]
+    claims = [Claim("what", "-", 1.23456789, "")]
+    result = Result("papers_x", "x", "simulated", claims, [{"a": 1}], (), (), [SEEDED], (), fragile)
+    report(result, make_runs(), {"systems": {}}, with_record=True)
+    record = json.loads((tmp_path / "records" / "papers_x.json").read_text())
+    assert record["claims"][0]["ours"] == 1.235 and record["headlines"][0]["highest"] == 6.0
+    assert record["fragile"][0]["at low"] == 2.0 and "points" not in record and "systems" not in record["settings"]
+    written = json.loads((tmp_path / "out" / "papers_x.json").read_text())["rows"][0]
+    assert written["points"] == [{"a": 1}] and written["claims"][0]["ours"] == 1.23456789
+    assert written["headlines"][0]["by seed"] == [2.0, 4.0, 6.0]
+
+
+@pytest.mark.parametrize("number", strata_headlines.FIGURES)
+def test_headlines_without_curves(number: str) -> None:
+    """Each has settings that exist, and a range changes fields that they have."""
+    found: list[RunSettings] = []
+
+    class Done(Exception):
+        pass
+
+    def note(settings: RunSettings) -> float:
+        found.append(settings)
+        raise Done
+
+    result = HEADLINES["strata"][number](number, Runs(quiet=True, run=note))
+    assert not found and result.name.endswith(f"fig{number}_headlines")
+    assert len({h.name for h in result.headlines}) == len(result.headlines) > 2
+    for headline in result.headlines:
+        with pytest.raises(Done):
+            headline.under(Runs(quiet=True, run=note), seed=2)
+        assert found[-1].seed == 2 and len(headline.settings) < 3
+    for each in result.fragile:
+        with pytest.raises(Done):
+            ranges(Runs(quiet=True, run=note), [each])
+
+
+def test_a_quarter_of_a_copys_cost_is_what_pieces_of_64_kib_give() -> None:
+    """70B at tp 4 and page size 32: 16 KiB."""
+    piece = 32 * MODELS["Llama-3.1-70B"].row_bytes
+    assert piece == 16 << 10
+    cheaper = runs._machine(RunSettings("SGLang-HiCache", copy_cost=0.25)).link
+    assert link_rate(cheaper, DIRECT, piece) == pytest.approx(link_rate(H200.link, DIRECT, 4 * piece))
+
+
+def test_a_figure_without_headlines_of_its_own_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["papers", "strata", "--figure", "9", "14", "--headlines"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "figure 14 has no headlines by itself: 8, 9, 11, 13 have" in capsys.readouterr().err
