@@ -82,6 +82,9 @@ def main() -> None:
         each.add_argument("--quick", action="store_true", help="a tenth of the queries or less, with smaller pools")
         each.add_argument("--no-sensitivity", action="store_true")
         each.add_argument("--headlines", action="store_true", help="headlines and ranges alone, without curves")
+        each.add_argument(
+            "--only", default="", metavar="WORDS", help="only the headlines whose names have these words"
+        )
         each.add_argument("--record", action="store_true", help="write docs/records/results/, too, without points")
     args = parser.parse_args()
     figures: Mapping[str, Callable[[Runs], Result]]
@@ -118,8 +121,9 @@ def main() -> None:
         parser.error(f"figure {', '.join(missing)} has no headlines by itself: {', '.join(figures)} have")
     for number in numbers:
         begin = time.perf_counter()
-        settings = {"quick": args.quick, "scale": scale, "systems": notes}
-        report(figures[number](runs), runs, settings, not args.no_sensitivity, args.record)
+        settings = {"quick": args.quick, "scale": scale, "only": args.only, "systems": notes}
+        result = figures[number](runs).with_only(args.only)
+        report(result, runs, settings, not args.no_sensitivity, args.record)
         print(f"figure {number}: {time.perf_counter() - begin:.0f} s of wall, {len(runs.outcomes)} runs so far")
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,11 @@ class Result:
     changes: Sequence[tuple[str, dict[str, Any]]] = field(default=CHANGES)
     fragile: Sequence[Fragile] = ()
     notes: str = ""
+
+    def with_only(self, words: str) -> Result:
+        """With those of its headlines, also in ranges, whose names have these words."""
+        fragile = [replace(f, headlines=tuple(h for h in f.headlines if words in h.name)) for f in self.fragile]
+        return replace(self, headlines=[h for h in self.headlines if words in h.name], fragile=fragile)
 
 
 def report(

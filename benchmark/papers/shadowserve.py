@@ -91,10 +91,9 @@ FRAGILE = (
     Fragile(
         "CacheGen's chunk over ShadowServe's",
         HEADLINES[:4],
-        *(
-            Setting(f"{size:.2f}", {"cachegen_size": size})
-            for size in (shadowserve_size.LEAST, CACHEGEN_SIZE, shadowserve_size.MOST)
-        ),
+        Setting(f"{shadowserve_size.LEAST:.2f}", {"cachegen_size": shadowserve_size.LEAST}),
+        Setting(f"{CACHEGEN_SIZE:.2f}", {}),
+        Setting(f"{shadowserve_size.MOST:.2f}", {"cachegen_size": shadowserve_size.MOST}),
     ),
     Fragile(
         "a chunk of ShadowServe",

@@ -104,6 +104,12 @@ def test_headlines_without_curves(number: str) -> None:
             ranges(Runs(quiet=True, run=note), [each])
 
 
+def test_only_some_headlines() -> None:
+    result = HEADLINES["strata"]["8"]("8", make_runs()).with_only("LooGLE, 70B")
+    assert [h.name for h in result.headlines if "70B" not in h.name] == [] != result.headlines
+    assert [h.name for h in result.fragile[0].headlines] == ["LooGLE, 70B: Strata / SGLang-HiCache, peak"]
+
+
 def test_a_quarter_of_a_copys_cost_is_what_pieces_of_64_kib_give() -> None:
     """70B at tp 4 and page size 32: 16 KiB."""
     piece = 32 * MODELS["Llama-3.1-70B"].row_bytes
