@@ -279,9 +279,7 @@ def figure9(runs: Runs) -> Result:
     rows = [
         {
             "system": name,
-            "requests/s": o[-1].requests_per_s,
-            "mean TTFT s": o[-1].mean_ttft_s,
-            "stalled %": 100 * o[-1].stall_share,
+            **strata_headlines.peak_row(o[-1]),
             "mean TTFT s, second lowest rate": o[min(1, len(o) - 1)].mean_ttft_s,
             "stalled %, second lowest rate": 100 * o[min(1, len(o) - 1)].stall_share,
         }

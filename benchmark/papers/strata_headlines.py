@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmark.papers.curves import Curve, largest_ratio
 from benchmark.papers.figures import Result
-from benchmark.papers.runs import ALL_AT_ONCE, Outcome, Runs, RunSettings
+from benchmark.papers.runs import ALL_AT_ONCE, Outcome, Runs, RunSettings, points
 from benchmark.papers.sensitivity import Fragile, Headline, Setting
 from benchmark.simulator.workloads import Order
 
@@ -181,8 +181,20 @@ FIGURES = tuple(_HEADLINES)
 
 
 def headlines_only(number: str, runs: Runs) -> Result:
-    """Of a figure, without its points."""
+    """Of a figure, without its curves. Its table has the runs of the headlines with the first seed."""
     title, headlines, fragile = _HEADLINES[number]
     name = f"papers_strata_fig{number}_headlines"
     peaks = [headline for headline in headlines() if not headline.is_of_curves]
-    return Result(name, title, "simulated", (), (), (), headlines=peaks, fragile=fragile())
+    settings = list(dict.fromkeys(s for headline in peaks for s in headline.settings))
+    outcomes = runs(settings)
+    table = [s.describe() | peak_row(o) for s, o in zip(settings, outcomes, strict=True)]
+    return Result(name, title, "simulated", (), points(settings, outcomes), (), table, peaks, fragile=fragile())
+
+
+def peak_row(outcome: Outcome) -> dict[str, float]:
+    return {
+        "requests/s": outcome.requests_per_s,
+        "mean TTFT s": outcome.mean_ttft_s,
+        "stalled %": 100 * outcome.stall_share,
+        "hits %": 100 * outcome.hit_rate,
+    }

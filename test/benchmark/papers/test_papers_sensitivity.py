@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 from benchmark.papers.__main__ import HEADLINES, main
 from benchmark.papers.figures import Claim, Result, report
-from benchmark.papers.runs import Runs, RunSettings
+from benchmark.papers.runs import Outcome, Runs, RunSettings
 from benchmark.papers.sensitivity import Fragile, Headline, Setting, over_seeds, ranges, sensitivity
 from benchmark.simulator.cost_models import DIRECT, link_rate
 from benchmark.simulator.profiles import H200, MODELS
@@ -80,32 +81,31 @@ def test_a_record_has_all_numbers_but_those_of_single_runs(tmp_path: Path, monke
     assert written["headlines"][0]["by seed"] == [2.0, 4.0, 6.0]
 
 
+def outcome_of(settings: RunSettings) -> Outcome:
+    """As many requests per second as its seed, by whatever else is changed."""
+    rate = settings.seed * settings.copy_cost * settings.in_flight
+    none = np.empty((0, 4))
+    return Outcome(1, 1.0, 1.0, 1.0, 1.0, rate, {"host": 0.5}, 0.25, 0.5, 1.0, 1.0, 1.0, {}, 0.0, none)
+
+
 @pytest.mark.parametrize("number", strata_headlines.FIGURES)
-def test_headlines_without_curves(number: str) -> None:
+def test_headlines_without_curves(number: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has settings that exist, and a range changes fields that they have."""
-    found: list[RunSettings] = []
-
-    class Done(Exception):
-        pass
-
-    def note(settings: RunSettings) -> float:
-        found.append(settings)
-        raise Done
-
-    result = HEADLINES["strata"][number](number, Runs(quiet=True, run=note))
-    assert not found and result.name.endswith(f"fig{number}_headlines")
+    monkeypatch.setattr(common, "OUT", tmp_path / "out")
+    runs = Runs(quiet=True, run=outcome_of)
+    result = HEADLINES["strata"][number](number, runs)
     assert len({h.name for h in result.headlines}) == len(result.headlines) > 2
-    for headline in result.headlines:
-        with pytest.raises(Done):
-            headline.under(Runs(quiet=True, run=note), seed=2)
-        assert found[-1].seed == 2 and len(headline.settings) < 3
-    for each in result.fragile:
-        with pytest.raises(Done):
-            ranges(Runs(quiet=True, run=note), [each])
+    assert all(len(headline.settings) == 2 for headline in result.headlines)
+    assert result.table and result.table[0]["stalled %"] == 25 and result.table[0]["hits %"] == 50
+    report(result, runs, {}, with_sensitivity=False)
+    (rows,) = json.loads((tmp_path / "out" / f"papers_strata_fig{number}_headlines.json").read_text())["rows"]
+    # A ratio of runs of one seed, and of runs with one change.
+    assert {x for row in rows["headlines"] for x in row["by seed"]} == {1.0}
+    assert all(row["at low"] == row["at high"] == 1.0 for row in rows["fragile"])
 
 
 def test_only_some_headlines() -> None:
-    result = HEADLINES["strata"]["8"]("8", make_runs()).with_only("LooGLE, 70B")
+    result = HEADLINES["strata"]["8"]("8", Runs(quiet=True, run=outcome_of)).with_only("LooGLE, 70B")
     assert [h.name for h in result.headlines if "70B" not in h.name] == [] != result.headlines
     assert [h.name for h in result.fragile[0].headlines] == ["LooGLE, 70B: Strata / SGLang-HiCache, peak"]
 
