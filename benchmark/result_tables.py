@@ -9,7 +9,7 @@ A table whose numbers were measured or simulated has a comment above it, which t
 
 columns: by heading, the template of its cells. rows: by a row's first cell, the templates of its other cells, or one
 template for all; they go before columns, and "" leaves a cell to its author. In a template <row> is the row's first
-cell and <column> the heading, both without Markdown. {path:format} is a value of the file, formatted as Python does:
+cell and <column> the heading, both without Markdown and without commas in numbers. {path:format} is a value of the file, formatted as Python does:
 names with dots between them, and after a list [field=value & field=value], which picks its one element with those
 values, or [number]. {other/path:format} is a value of the file other.json.
 
@@ -89,7 +89,8 @@ def _cells(line: str) -> list[str]:
 
 
 def _plain(cell: str) -> str:
-    return cell.replace("*", "").replace("`", "")
+    """Without Markdown, and without commas between a number's thousands."""
+    return re.sub(r"(?<=\d),(?=\d{3})", "", cell.replace("*", "").replace("`", ""))
 
 
 def _shown(file: str, place: str) -> str:

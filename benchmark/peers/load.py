@@ -5,7 +5,7 @@
 Three workloads, each at rising rates: documents that are asked about, conversations, sessions of coding agents. Six
 systems: without a prefix cache, device, host, disk and remote added one after the other, and vLLM with its prefix
 cache and as much memory as device and host have. All servers are up, and take turns at each rate; every rate has
-texts of its own, the same for all. Requests are sent for --seconds, and then waited for, for as long again and a half.
+texts of its own, the same for all. Requests are sent for --seconds, and waited for, for as long again and a half.
 Those that have no answer by then count as later than all others. A system that has not answered half of them is
 overloaded, and is not asked at higher rates. The client is `sglang.bench_serving`, on the same cores.
 

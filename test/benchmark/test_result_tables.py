@@ -14,6 +14,7 @@ POINTS = [
     {"system": "a", "rate": 1.0, "requests/s": 3.456, "stall %": 12.3},
     {"system": "a", "rate": 2.0, "requests/s": 4.5, "stall %": 50.0},
     {"system": "b", "rate": 1.0, "requests/s": 7.0, "stall %": 0.0},
+    {"system": "a", "rate": 1000, "requests/s": 9.0, "stall %": 1.0},
 ]
 CLAIMS = [{"what": "a, or: b", "ours": 2.214}, {"what": "hits at 1.5", "ours": "12 / 13"}]
 TABLE = """
@@ -54,9 +55,9 @@ def test_a_row_by_column_and_one_by_cell() -> None:
     place = "{points[system=a & rate=<column>].stall %:.0f} %"
     binding = {"file": "one", "rows": {"stalled": place, "else": ["", "{other/rows[0].n:,}"]}}
     rows = fill(
-        binding, "| rate | 1.0 | `2.0` |", "|---|--:|--:|", "| stalled | | |", "| else | 7 | |", "| no | 1 | 2 |"
+        binding, "| rate | 1.0 | `1,000` |", "|---|--:|--:|", "| stalled | | |", "| else | 7 | |", "| no | 1 | 2 |"
     )
-    assert rows == ["| stalled | 12 % | 50 % |", "| else | 7 | 12,345 |", "| no | 1 | 2 |"]
+    assert rows == ["| stalled | 12 % | 1 % |", "| else | 7 | 12,345 |", "| no | 1 | 2 |"]
 
 
 def test_several_values_in_a_cell_and_text_as_it_is() -> None:
@@ -68,7 +69,7 @@ def test_several_values_in_a_cell_and_text_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("place", "why"),
     [
-        ("points[system=a].stall %", "2 elements have system=a"),
+        ("points[system=a].stall %", "3 elements have system=a"),
         ("points[system=c].stall %", "0 elements"),
         ("points[0].hits", "there is no 'hits' in 'system', 'rate'"),
         ("claims.ours", "there is no 'ours'"),
