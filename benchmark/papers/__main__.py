@@ -4,13 +4,15 @@
     python -m benchmark.papers shadowserve --figure 9|10|11|12|13|14|15|size|ours|all [the same]
     python -m benchmark.papers swiftcache --figure 1|7|8|9|10|11|table1|table2|ours|all [the same]
     python -m benchmark.papers union --figure union|ratio|all [the same]
+    python -m benchmark.papers traces --trace FILE|all [--trace-folder FOLDER] [--systems NAME,…] [the same]
 
 Prints the paper's numbers beside the simulated ones, and writes bench-out/papers_<paper>_fig<n>.json and .png. Every
 headline is run with three seeds. Several figures share their runs: --figure 8 9 11.
 Strata's figure 3, ShadowServe's 13 and SwiftCache's 1, 9 and tables are cost models alone, and quick anyway.
-Strata's 12 is measured; all else is simulated. --quick: a tenth of the queries and less, for Strata with pools that
-are as much smaller. That shows that everything runs; its numbers mean nothing. --headlines: headlines and ranges
-alone, without curves; of Strata's figures 8, 9, 11 and 13, ShadowServe's 9 and SwiftCache's 7.
+Strata's 12 is measured; all else is simulated. Traces are files that are not in the repository. --quick: a tenth of
+the queries and less, for Strata and traces with pools that are as much smaller. That shows that everything runs; its
+numbers mean nothing. --headlines: headlines and ranges alone, without curves; of Strata's figures 8, 9, 11 and 13,
+ShadowServe's 9 and SwiftCache's 7.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import argparse
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from benchmark.papers.figures import Result, report
@@ -35,6 +38,8 @@ from benchmark.papers import (
     swiftcache,
     swiftcache_runs,
     swiftcache_serving,
+    traces,
+    traces_runs,
     union,
     union_runs,
 )
@@ -59,6 +64,7 @@ HEADLINES: dict[str, dict[str, Callable[[str, Runs], Result]]] = {
     "shadowserve": {"9": shadowserve.headlines_only},
     "swiftcache": {"7": swiftcache_serving.headlines_only},
     "union": {},
+    "traces": {},
 }
 
 
@@ -77,7 +83,11 @@ def main() -> None:
     peers.add_argument("--figure", nargs="+", default=["all"], choices=[*swiftcache.FIGURES, "all"])
     together = papers.add_parser("union", help="the three papers' tiers together, and each part of them")
     together.add_argument("--figure", nargs="+", default=["all"], choices=[*UNION_FIGURES, "all"])
-    for each in (strata, remote, peers, together):
+    whole = papers.add_parser("traces", help="whole traces of requests, system by system")
+    whole.add_argument("--trace", default="all", help="a file, or all of the three that are known")
+    whole.add_argument("--trace-folder", type=Path, default=traces.FOLDER, help="where all of them are looked for")
+    whole.add_argument("--systems", type=_systems, default=traces.SYSTEM_NAMES, help="without it all of them")
+    for each in (strata, remote, peers, together, whole):
         each.add_argument("--jobs", type=int, default=1, help="processes")
         each.add_argument("--quick", action="store_true", help="a tenth of the queries or less, with smaller pools")
         each.add_argument("--no-sensitivity", action="store_true")
@@ -105,6 +115,13 @@ def main() -> None:
         sizes = union.QUICK_SETS if args.quick else union.WORKING_SETS
         functions = (partial(union.figure, sizes=sizes), load_ratio.figure)
         figures = dict(zip(UNION_FIGURES, functions, strict=True))
+    elif args.paper == "traces":
+        paths = {traces_runs.trace_name(path): path for path in traces.paths_of(args.trace, args.trace_folder)}
+        scale = dict.fromkeys(paths, traces.QUICK) if args.quick else {}
+        notes = notes_of({name: traces_runs.system_of(name) for name in args.systems})
+        runs = Runs(args.jobs, scale, run=traces_runs.simulate)
+        figures = {name: partial(traces.figure, path=path, systems=args.systems) for name, path in paths.items()}
+        args.figure = ["all"]
     else:
         scale = SWIFTCACHE_QUICK if args.quick else {}
         notes = {f"figure 9, {name}": said for name, said in notes_of(swiftcache.SYSTEMS).items()}
@@ -125,6 +142,13 @@ def main() -> None:
         result = figures[number](runs).with_only(args.only)
         report(result, runs, settings, not args.no_sensitivity, args.record)
         print(f"figure {number}: {time.perf_counter() - begin:.0f} s of wall, {len(runs.outcomes)} runs so far")
+
+
+def _systems(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if unknown := [name for name in names if name not in traces.SYSTEM_NAMES]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(traces.SYSTEM_NAMES)}")
+    return names
 
 
 def _strata(number: str, quick: bool, runs: Runs) -> Result:

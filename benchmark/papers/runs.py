@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from benchmark.common import percentiles
 from benchmark.papers.systems import SYSTEMS
+from benchmark.simulator.cost_models import ModelShape
 from benchmark.simulator.profiles import HARDWARE, MODELS, Hardware, device_tokens
 from benchmark.simulator.smoke import check_answers
 from benchmark.simulator.workloads import (
@@ -154,7 +155,7 @@ class Batches:
 
 
 def simulate(settings: RunSettings) -> Outcome:
-    """Run to the end, and check that every query was answered in full."""
+    """One run, with or without a warm-up."""
     begin = time.perf_counter()
     system, model, machine = SYSTEMS[settings.system], MODELS[settings.model], _machine(settings)
     if settings.load_ratio is not None:
@@ -180,6 +181,11 @@ def simulate(settings: RunSettings) -> Outcome:
     sim = Simulation(config, system.hardware(model, machine, page_size))
     if settings.warm:
         workload = _warm_up(sim, workload)
+    return run_to_the_end(sim, workload, model, page_size, begin)
+
+
+def run_to_the_end(sim: Simulation, workload: Workload, model: ModelShape, page_size: int, begin: float) -> Outcome:
+    """Run the workload, and check that every query was answered in full. begin: on time.perf_counter, of wall_s."""
     started, before = sim.now, _counters(sim)
     busy_s = sim.executor.busy_s
     loading_s = sim.links[H2D].busy_s if H2D in sim.links else 0.0
@@ -273,7 +279,7 @@ class Runs:
 
     def __call__(self, wanted: Iterable[Any]) -> list[Any]:
         """Outcomes in the order asked for; what has been run is not run again."""
-        asked = [replace(s, **self._scale.get(getattr(s, "dataset", ""), {})) for s in wanted]
+        asked = [self.scaled(s) for s in wanted]
         missing = [s for s in dict.fromkeys(asked) if s not in self.outcomes]
         run = self._run or simulate
         if self._jobs == 1 or len(missing) < 2:
@@ -285,6 +291,10 @@ class Runs:
                 for future in as_completed(futures):
                     self._keep(futures[future], future.result())
         return [self.outcomes[settings] for settings in asked]
+
+    def scaled(self, settings: Any) -> Any:
+        """What is run for them."""
+        return replace(settings, **self._scale.get(getattr(settings, "dataset", ""), {}))
 
     def _keep(self, settings: Any, outcome: Any) -> None:
         self.outcomes[settings] = outcome

@@ -120,6 +120,11 @@ def read_agentic(path: Path, max_open: int) -> Workload:
     return Workload("coding agents", conversations, max_in_flight=None, max_open=max_open)
 
 
+def has_sessions(path: Path) -> bool:
+    """Whether a trace has rows of sessions, as coding agents' has, and not single prompts."""
+    return "session_id" in next((row for _, row in _json_lines(path)), {})
+
+
 def tokens_of_hashes(hashes: np.ndarray) -> np.ndarray:
     """(n * 512,) int32: 512 ids per hash, the same for the same hash."""
     x: np.ndarray = (hashes.astype(np.uint64)[:, None] << np.uint64(9)) + np.arange(MOONCAKE_BLOCK, dtype=np.uint64)
