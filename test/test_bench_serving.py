@@ -15,6 +15,7 @@ import pytest
 
 from sglang.bench_serving import Benchmark, main
 from sglang.serving_benchmark.arguments import parse
+from sglang.serving_benchmark.datasets.errors import DatasetError
 from support.fake_http_server import FakeServer, reply_of, stream_of
 from support.server_fixture import free_port
 
@@ -51,6 +52,8 @@ def test_flags_have_upstreams_names_and_defaults() -> None:
         ("--random-range-ratio 2", "'2' is no number from 0 to 1"),
         ("--scale-lengths 0", "'0' is no number above 0"),
         ("--scale-lengths 0.5", "is for traces"),
+        ("--scale-lengths fit", "is for traces"),
+        ("--benchmark-duration 0", "'0' is no number above 0"),
         ("--use-trace-timestamps", "has no times"),
         ("--dataset-name mooncake --use-trace-timestamps --request-rate 2", "exclude each other"),
         ("--backend sglang-oai-chat --tokenize-prompt", "which sglang-oai-chat does not take"),
@@ -157,3 +160,37 @@ def test_a_rate_without_a_success_gives_code_1(tmp_path: Path, capsys: pytest.Ca
 
     assert asyncio.run(go()) == 1
     assert "no request succeeded at rates 1000, 2000" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("knows_length", [True, False], ids=["known", "unknown"])
+def test_a_trace_is_fitted_to_the_server(
+    knows_length: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first three rows. With its answer the longest has 4.5 blocks, which fit 230 tokens; one more begins every
+    prompt."""
+    lengths = ((1024, [1, 2]), (2048, [1, 2, 3, 4]), (512, [5]), (90_000, list(range(10, 200))))
+    rows = [{"timestamp": 0, "input_length": n, "output_length": 256, "hash_ids": ids} for n, ids in lengths]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    fake = FakeServer(lambda path, _: MEASURED if path == "/generate" else reply_of({"data": []}))
+
+    async def go() -> int:
+        async with fake.running() as server:
+            args = ["--dataset-name", "mooncake", "--dataset-path", str(trace), "--num-prompts", "3"]
+            args += ["--scale-lengths", "fit", *(("--context-len", "231") if knows_length else ())]
+            args += ["--model", "m", "--tokenizer", "embedded", "--warmup-requests", "0", "--disable-tqdm"]
+            args += ["--tokenize-prompt", "--base-url", server.url, "--benchmark-duration", "600"]
+            return await Benchmark(parse([*args, "--output-file", str(tmp_path / "out.jsonl")])).run()
+
+    if not knows_length:
+        with pytest.raises(DatasetError, match="give --context-len"):
+            asyncio.run(go())
+        return
+    assert asyncio.run(go()) == 0
+    sent = sorted((body for path, body in fake.requests if path == "/generate"), key=lambda b: len(b["input_ids"]))
+    one, two, four = (body["input_ids"] for body in sent)
+    assert [len(one), len(two), len(four)] == [51, 102, 204] and four[:102] == two and one != two[:51]
+    assert {body["sampling_params"]["max_new_tokens"] for body in sent} == {26}
+    shown = capsys.readouterr().out
+    assert "Sent are the trace's first 3 requests" in shown and "a block of 512 tokens has 51" in shown
+    assert "fit the 231 tokens" in shown and "ends after 600 s" in shown

@@ -22,11 +22,12 @@ import orjson
 from tqdm import tqdm
 
 from sglang.serving_benchmark import metrics, plot, report
-from sglang.serving_benchmark.arguments import parse
+from sglang.serving_benchmark.arguments import FIT, parse
 from sglang.serving_benchmark.arrivals import poisson_starts, trace_starts
 from sglang.serving_benchmark.backends import BACKENDS, Settings
 from sglang.serving_benchmark.datasets.errors import DatasetError
 from sglang.serving_benchmark.datasets.registry import DATASETS
+from sglang.serving_benchmark.datasets.traces import fitting_scale
 from sglang.serving_benchmark.http_stream import Server
 from sglang.serving_benchmark.records import RequestRecord
 from sglang.serving_benchmark.runner import Outcome, Runner, Target
@@ -92,6 +93,10 @@ class Benchmark:
         )
         notes = list(workload.notes)
         notes += await self._warm_up(target, vocabulary, workload)
+        if "trace" in args.request_rate and args.mooncake_slowdown_factor != 1:
+            notes.append(f"Times and delays are those of the trace, times {args.mooncake_slowdown_factor:g}.")
+        if args.benchmark_duration:
+            notes.append(f"A rate ends after {args.benchmark_duration:g} s (--benchmark-duration).")
         if len(args.request_rate) > 1 and not self._dataset.is_made_up and not args.flush_cache:
             notes.append("Every rate sends the same texts, which the cache has after the first: see --flush-cache.")
         stop = asyncio.Event()
@@ -147,24 +152,42 @@ class Benchmark:
 
     def _workload(self, vocabulary: Vocabulary, facts: ServerFacts, target: Target) -> Workload:
         args = self._args
-        whole = first_requests(self._dataset.build(args, vocabulary), args.num_prompts)
         is_chat = target.backend.is_chat or target.applies_template
         limits = Limits(
             args.context_len or facts.max_total_len,
             _CHAT_EXTRA if is_chat else vocabulary.num_special_tokens,
             _CHAT_TURN_EXTRA if is_chat else 0,
         )
+        whole = self._build(vocabulary, limits)
         workload = fit(whole, limits)
         if not workload.sessions:
             if not whole.sessions:
                 raise DatasetError(f"The dataset {args.dataset_name} has no requests.")
-            more = "; --scale-lengths shortens them" if self._dataset.is_trace else ""
+            more = "; --scale-lengths fit shortens them" if self._dataset.is_trace else ""
             what = f"has no request of at most {limits.max_total_len} tokens"
             raise DatasetError(f"The dataset {args.dataset_name} {what}, answer included{more}.")
         if workload.num_dropped:
             note = f"{workload.num_dropped} requests do not fit the {limits.max_total_len} tokens of the server."
             workload = replace(workload, notes=(*workload.notes, note))
         return workload
+
+    def _build(self, vocabulary: Vocabulary, limits: Limits) -> Workload:
+        args = self._args
+        if args.scale_lengths != FIT:
+            return self._first(args, vocabulary)
+        if limits.max_total_len is None:
+            raise DatasetError("The server does not tell its longest request: give --context-len for fit.")
+        factor = fitting_scale(self._first(Namespace(**vars(args) | {"scale_lengths": 1.0}), vocabulary), limits)
+        whole = self._first(Namespace(**vars(args) | {"scale_lengths": factor}), vocabulary)
+        rule = f"The factor is the largest at which all of them fit the {limits.max_total_len} tokens of the server."
+        return replace(whole, notes=(*whole.notes, rule))
+
+    def _first(self, args: Namespace, vocabulary: Vocabulary) -> Workload:
+        workload = first_requests(self._dataset.build(args, vocabulary), args.num_prompts)
+        if not self._dataset.is_trace:
+            return workload
+        rule = f"Sent are the trace's first {workload.num_requests} requests, {len(workload.sessions)} sessions."
+        return replace(workload, notes=(rule, *workload.notes))
 
     async def _warm_up(self, target: Target, vocabulary: Vocabulary, workload: Workload) -> list[str]:
         """Sentences about what it showed. Raises `ServerError` if no request succeeds."""
@@ -208,6 +231,7 @@ class Benchmark:
         runner = Runner(
             *to,
             max_concurrency=args.max_concurrency,
+            max_duration_s=args.benchmark_duration,
             salt=args.seed + (number << 32),
             on_end=progress.add,
         )

@@ -256,6 +256,17 @@ def test_an_interrupt_keeps_what_was_measured(vocabulary: Vocabulary) -> None:
     assert outcome.num_unfinished == 20 - len(outcome.records)
 
 
+def test_a_run_ends_after_its_longest_duration(vocabulary: Vocabulary) -> None:
+    async def go() -> Outcome:
+        async with FakeServer(lambda *_: stream_of(answers("sglang", True))).running() as server:
+            runner = Runner(target(server), vocabulary, max_duration_s=0.01)
+            workload = Workload((Session((Turn(made_up(1, 4), 6),)),))
+            return await runner.run(workload, [3600.0])
+
+    outcome = asyncio.run(go())
+    assert (outcome.records, outcome.num_unfinished) == ([], 1)
+
+
 def test_nothing_that_answers_is_one_sentence(vocabulary: Vocabulary) -> None:
     async def go() -> None:
         async with FakeServer(lambda *_: b"").running() as server:

@@ -15,8 +15,9 @@ from tokenizers import Tokenizer, models, normalizers
 from sglang.serving_benchmark.arguments import parse
 from sglang.serving_benchmark.datasets.errors import DatasetError
 from sglang.serving_benchmark.datasets.registry import DATASETS
+from sglang.serving_benchmark.datasets.traces import fitting_scale
 from sglang.serving_benchmark.vocabulary import Vocabulary, VocabularyError
-from sglang.serving_benchmark.workload import Limits, Session, Turn, Workload, first_requests, fit, made_up
+from sglang.serving_benchmark.workload import Limits, Message, Session, Turn, Workload, first_requests, fit, made_up
 
 SALT = 5
 
@@ -167,6 +168,15 @@ def test_a_trace_shares_blocks_as_its_hashes_do(tmp_path: Path, vocabulary: Voca
     assert scaled.length_scale == 51 / 512 and "51" in scaled.notes[0]
     assert [session.turns[0].output_len for session in scaled.sessions] == [1, 10, 1, 1]
     assert [len(session.turns) for session in build("--mooncake-num-rounds", "3").sessions] == [3, 3, 3, 3]
+
+
+@pytest.mark.parametrize(("most", "block_len"), [(10_000, 512), (700, 200), (699, 199), (8, 2), (1, 1)])
+def test_the_factor_that_fits_is_the_largest(most: int, block_len: int) -> None:
+    """Three blocks and 256 tokens of answer: 3.5 times the block's length."""
+    whole = Workload((Session((Turn(Message(1024, keys=(1, 2), block_len=512), 200), Turn(made_up(3, 512), 56))),))
+    assert fitting_scale(whole, Limits(most)) == block_len / 512
+    extra = Limits(most + 30, first_extra=20, turn_extra=10)
+    assert fitting_scale(whole, extra) == block_len / 512
 
 
 def test_a_session_of_an_agent_has_its_turns_and_delays(tmp_path: Path, vocabulary: Vocabulary) -> None:

@@ -15,6 +15,8 @@ from sglang.serving_benchmark.backends import BACKENDS
 from sglang.serving_benchmark.datasets.registry import DATASETS
 
 _NUM_PROMPTS = 1000
+# Of --scale-lengths: as the server needs it.
+FIT = "fit"
 # Fields of a body that hold the prompt, by kind of server.
 _PROMPT_FIELDS = ("text", "input_ids", "prompt", "messages")
 # Flags of upstream's command for what this one does not measure.
@@ -146,6 +148,10 @@ def _positive(text: str) -> float:
     return number
 
 
+def _scale(text: str) -> float | str:
+    return FIT if text == FIT else _positive(text)
+
+
 def _positive_or_zero(text: str) -> float:
     return 0.0 if text in ("0", "0.0") else _positive(text)
 
@@ -207,6 +213,12 @@ def _add_load(group: Any) -> None:
         "--max-concurrency",
         type=_count,
         help="most requests under way; others wait, and their waiting is not measured",
+    )
+    add(
+        "--benchmark-duration",
+        type=_positive,
+        metavar="SECONDS",
+        help="of each rate, at most; requests that are under way or not sent by then are counted as unfinished",
     )
     add("--warmup-requests", type=_count_or_zero, default=1, help="requests before the run, with other texts")
     add("--flush-cache", action="store_true", help="empty the server's cache before each rate")
@@ -273,7 +285,13 @@ def _add_datasets(parser: argparse.ArgumentParser) -> None:
     add("--loogle-order", choices=("shuffle", "zipf"), default="shuffle", help="which document comes next")
     add("--loogle-zipf-alpha", type=_positive, default=1.0, help="exponent of zipf")
     add = parser.add_argument_group("traces").add_argument
-    add("--scale-lengths", type=_positive, default=1.0, help="factor of all lengths")
+    add(
+        "--scale-lengths",
+        type=_scale,
+        default=1.0,
+        metavar="FACTOR|fit",
+        help="factor of all lengths; fit: the largest one at which the server takes every request",
+    )
     add("--mooncake-slowdown-factor", type=_positive, default=1.0, help="2 replays a trace half as fast")
     add("--mooncake-num-rounds", type=_count, default=1, help="times that a session repeats its prompt")
     add(

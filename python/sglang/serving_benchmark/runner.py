@@ -45,7 +45,7 @@ class Outcome:
     duration_s: float = 0.0
     # Turns that were not sent because one before them in their session failed.
     num_not_sent: int = 0
-    # Requests that an interrupt cut off, or that it kept from being sent.
+    # Requests that an interrupt or the time limit cut off, or kept from being sent.
     num_unfinished: int = 0
     # CPU seconds of this process meanwhile.
     cpu_s: float = 0.0
@@ -88,7 +88,8 @@ class History:
 
 
 class Runner:
-    """salt: of the texts that are made up. on_end: called with every record that is complete."""
+    """salt: of the texts that are made up. max_duration_s: a run is cut off then; None: it ends by itself. on_end:
+    called with every record that is complete."""
 
     def __init__(
         self,
@@ -96,6 +97,7 @@ class Runner:
         vocabulary: Vocabulary,
         *,
         max_concurrency: int | None = None,
+        max_duration_s: float | None = None,
         salt: int = 0,
         on_end: Callable[[RequestRecord], None] = lambda _: None,
         clock: Callable[[], float] = time.perf_counter,
@@ -103,6 +105,7 @@ class Runner:
         self._target = target
         self._vocabulary = vocabulary
         self._max_concurrency = max_concurrency
+        self._max_duration_s = max_duration_s
         self._salt = salt
         self._on_end = on_end
         self._clock = clock
@@ -119,7 +122,9 @@ class Runner:
         everything = asyncio.create_task(asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION))
         stopped = asyncio.create_task((stop or asyncio.Event()).wait())
         try:
-            await asyncio.wait((everything, stopped), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                (everything, stopped), timeout=self._max_duration_s, return_when=asyncio.FIRST_COMPLETED
+            )
         finally:
             for task in (*tasks, everything, stopped):
                 task.cancel()

@@ -1,7 +1,8 @@
 """Traces of services without their texts: Mooncake's, and those of coding agents. Files are read, never fetched.
 
 Both name prompts by the hashes of their blocks of 512 tokens. Equal hashes give equal tokens. Lengths may be scaled:
-a block then has fewer tokens, and as large a share of each prompt is shared as before.
+a block then has fewer tokens, and as large a share of each prompt is shared as before. `fitting_scale` finds the
+factor at which a server takes all of them.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import json
 import math
 import zlib
 from argparse import Namespace
+from bisect import bisect_left
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from sglang.serving_benchmark.datasets.errors import DatasetError
 from sglang.serving_benchmark.vocabulary import Vocabulary
-from sglang.serving_benchmark.workload import Message, Session, Turn, Workload
+from sglang.serving_benchmark.workload import Limits, Message, Session, Turn, Workload
 
 # Tokens that one hash stands for.
 BLOCK = 512
@@ -60,6 +62,25 @@ def agentic(args: Namespace, vocabulary: Vocabulary) -> Workload:
     return Workload(tuple(sessions), (*notes, *scale.notes), scale.factor)
 
 
+def fitting_scale(workload: Workload, limits: Limits) -> float:
+    """The largest factor up to 1 at which every request fits; at least one token a block. workload: not scaled."""
+    most = limits.max_total_len
+    assert most is not None and workload.length_scale is None
+
+    def fits(block_len: int) -> bool:
+        scale = _Scale(block_len / BLOCK)
+        for session in workload.sessions:
+            extra = limits.first_extra + (len(session.turns) - 1) * limits.turn_extra
+            turns = ((scale.prompt_len(t.message.num_tokens), scale.output_len(t.output_len)) for t in session.turns)
+            if extra + sum(map(sum, turns)) > most:
+                return False
+        return True
+
+    # How many of the lengths from 1 to BLOCK fit: shorter ones fit if a longer one does.
+    fitting = bisect_left(range(1, BLOCK + 1), True, key=lambda block_len: not fits(block_len))
+    return max(1, fitting) / BLOCK
+
+
 class _Scale:
     """Lengths of a trace times a factor. The tokens of a block are a whole number, which gives the real factor."""
 
@@ -68,7 +89,10 @@ class _Scale:
         by = self._block_len / BLOCK
         self.factor = by if by != 1 else None
         self.notes = (
-            (f"Lengths are scaled by {by:.4g}: a block of {BLOCK} tokens has {self._block_len}.",)
+            (
+                f"Lengths are scaled by {by:.4g}: a block of {BLOCK} tokens has {self._block_len}. Blocks that were "
+                "shared are shared.",
+            )
             if self.factor
             else ()
         )
@@ -83,11 +107,17 @@ class _Scale:
             raise ValueError(f"{length} tokens do not fit {len(keys)} blocks of {BLOCK}")
         if output_len < 1:
             raise ValueError(f"output_length is {output_len}")
-        # Whole blocks stay whole, so that what follows a shared prefix begins at a block.
+        scaled = self.prompt_len(length)
+        message = Message(scaled, keys=keys[: -(-length // BLOCK)], block_len=self._block_len)
+        return Turn(message, self.output_len(output_len), delay_s)
+
+    def prompt_len(self, length: int) -> int:
+        """Whole blocks stay whole, so that what follows a shared prefix begins at a block."""
         whole, rest = divmod(length, BLOCK)
-        scaled = whole * self._block_len + (max(1, round(rest * self._block_len / BLOCK)) if rest else 0)
-        message = Message(scaled, keys=keys[: whole + (rest > 0)], block_len=self._block_len)
-        return Turn(message, max(1, round(output_len * self._block_len / BLOCK)), delay_s)
+        return whole * self._block_len + (self.output_len(rest) if rest else 0)
+
+    def output_len(self, length: int) -> int:
+        return max(1, round(length * self._block_len / BLOCK))
 
 
 def _seconds(row: dict[str, Any], field: str) -> float:
