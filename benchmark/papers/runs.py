@@ -22,6 +22,7 @@ from benchmark.simulator.profiles import HARDWARE, MODELS, Hardware, device_toke
 from benchmark.simulator.smoke import check_answers
 from benchmark.simulator.workloads import (
     LOOGLE,
+    LOOGLE_CLOZE,
     MAX_IN_FLIGHT,
     NARRATIVEQA,
     REVIEWMT,
@@ -38,7 +39,9 @@ from sglang.srt.managers.schedule_batch import BatchDecision
 from sglang.srt.mem_cache.transfer import H2D, Ticket, Tier, TransferOp
 from sglang.srt.model_executor.launch import LaunchMode
 
-DATASETS: dict[str, QuestionSpec | ConversationSpec] = {d.name: d for d in (LOOGLE, NARRATIVEQA, REVIEWMT, SHAREGPT)}
+DATASETS: dict[str, QuestionSpec | ConversationSpec] = {
+    d.name: d for d in (LOOGLE, LOOGLE_CLOZE, NARRATIVEQA, REVIEWMT, SHAREGPT)
+}
 ALL_AT_ONCE = float("inf")
 # SGLang 0.4.5's --chunked-prefill-size and --max-prefill-tokens on such GPUs, from memory.
 CHUNK_TOKENS, MAX_PREFILL_TOKENS = 8192, 16384

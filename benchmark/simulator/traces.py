@@ -16,22 +16,18 @@ from typing import Any
 
 import numpy as np
 from benchmark.simulator.workloads import (
-    FIRST_TOKEN,
-    LAST_TOKEN,
+    BLOCK,
     Conversation,
     Order,
+    Prompt,
     Turn,
     Workload,
     poisson_times,
     questions_workload,
+    tokens_of_hashes,
 )
 
-from sglang.serving_benchmark.draws import splitmix64
-
 Encode = Callable[[str], Sequence[int]]
-
-# Tokens that one hash id of a Mooncake trace stands for.
-MOONCAKE_BLOCK = 512
 
 
 def read_loogle(path: Path, encode: Encode, seed: int, rate: float, order: Order = Order.SHUFFLE) -> Workload:
@@ -89,21 +85,33 @@ def read_sharegpt(path: Path, encode: Encode, seed: int, rate: float, think_s: f
 
 
 def read_mooncake(path: Path, speed: float = 1.0, max_in_flight: int | None = None) -> Workload:
-    """JSON lines of `timestamp` (ms), `input_length`, `output_length` and `hash_ids`, one per block of 512 tokens.
-    Token ids are made from the hash ids, so prompts share a prefix as far as their hash ids do; the last block may be
-    cut short. speed: 2 sends everything in half the time. As traces of production are open loops, nothing limits what
-    is in flight unless asked for."""
-    conversations = []
+    """Token ids are made from the hash ids, so prompts share a prefix as far as their hash ids do. speed: 2 sends
+    everything in half the time. As traces of production are open loops, nothing limits what is in flight unless asked
+    for."""
+    none = np.empty(0, np.int32)
+    conversations = [
+        Conversation(
+            prompt.start / speed,
+            none,
+            (Turn(tokens_of_hashes(prompt.blocks)[: prompt.input_len], prompt.output_len),),
+        )
+        for prompt in read_prompts(path)
+    ]
+    return Workload("Mooncake", tuple(conversations), max_in_flight)
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """JSON lines of `timestamp` (ms), `input_length`, `output_length` and `hash_ids`, one per block of 512 tokens, of
+    which the last may be cut short; by time."""
+    prompts = []
     for where, row in _json_lines(path):
         hashes = np.asarray(_field(row, "hash_ids", where), np.uint64)
         length = int(row["input_length"])
-        if not 0 < length <= len(hashes) * MOONCAKE_BLOCK:
-            raise ValueError(f"{where}: {length} tokens do not fit {len(hashes)} blocks of {MOONCAKE_BLOCK}")
-        prompt = tokens_of_hashes(hashes)[:length]
-        turn = Turn(prompt, max(1, int(row["output_length"])))
-        conversations.append(Conversation(float(row["timestamp"]) / 1000 / speed, np.empty(0, np.int32), (turn,)))
-    conversations.sort(key=lambda c: c.start)
-    return Workload("Mooncake", tuple(conversations), max_in_flight)
+        if not 0 < length <= len(hashes) * BLOCK:
+            raise ValueError(f"{where}: {length} tokens do not fit {len(hashes)} blocks of {BLOCK}")
+        used = hashes[: -(-length // BLOCK)].astype(np.int64)
+        prompts.append(Prompt(float(row["timestamp"]) / 1000, used, length, max(1, int(row["output_length"]))))
+    return sorted(prompts, key=lambda prompt: prompt.start)
 
 
 def read_agentic(path: Path, max_open: int) -> Workload:
@@ -123,13 +131,6 @@ def read_agentic(path: Path, max_open: int) -> Workload:
 def has_sessions(path: Path) -> bool:
     """Whether a trace has rows of sessions, as coding agents' has, and not single prompts."""
     return "session_id" in next((row for _, row in _json_lines(path)), {})
-
-
-def tokens_of_hashes(hashes: np.ndarray) -> np.ndarray:
-    """(n * 512,) int32: 512 ids per hash, the same for the same hash."""
-    x: np.ndarray = (hashes.astype(np.uint64)[:, None] << np.uint64(9)) + np.arange(MOONCAKE_BLOCK, dtype=np.uint64)
-    x = splitmix64(x)
-    return (FIRST_TOKEN + x % np.uint64(LAST_TOKEN - FIRST_TOKEN)).astype(np.int32).ravel()
 
 
 def _questions(

@@ -12,6 +12,7 @@ the same document share its tokens. The next turn is sent when the answer to the
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -19,7 +20,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from sglang.serving_benchmark.draws import lengths_with_mean, poisson_times, scale_to_mean
+from sglang.serving_benchmark.draws import bursty_times, lengths_with_mean, poisson_times, scale_to_mean, splitmix64
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
 from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -234,6 +235,8 @@ class QuestionSpec:
 
 
 LOOGLE = QuestionSpec("LooGLE", 21613, 15.60, 105, 2410, mean_question=30, context_cv=0.35)
+# Its cloze questions have 637 characters on average: some 150 tokens at 4.2 characters each (assumed).
+LOOGLE_CLOZE = replace(LOOGLE, name="LooGLE cloze", mean_in=21613 + 120, mean_question=150)
 NARRATIVEQA = QuestionSpec("NarrativeQA", 54797, 13.00, 50, 1461, mean_question=30, context_cv=0.5)
 
 
@@ -462,6 +465,139 @@ class SessionSpec:
 # of 1; its answers as above. L-Eval's, questions and short answers beside summaries, are assumed.
 SHAREGPT_LONG = SessionSpec("ShareGPT", 12, 602_000, 90_000, mean_message=64.2, mean_out=260.9)
 L_EVAL = SessionSpec("L-Eval", 2_600, 195_000, 500, mean_message=60, mean_out=60)
+
+
+# -- prompts as production has them ---------------------------------------------------------------------------------
+
+# Tokens of a block, as in Mooncake's traces.
+BLOCK = 512
+
+
+@dataclass(frozen=True)
+class Prompt:
+    # Seconds from the beginning.
+    start: float
+    # Of each BLOCK tokens, what they are known by together with everything before; the last block may be cut.
+    blocks: np.ndarray
+    input_len: int
+    output_len: int
+
+
+@dataclass(frozen=True)
+class Lengths:
+    # Tokens, log-normal, and their coefficient of variation.
+    mean: float
+    cv: float
+
+    def draw(self, rng: np.random.Generator, n: int, longest: int | None = None) -> np.ndarray:
+        return lengths_with_mean(rng, n, max(1.0, self.mean), self.cv, longest)
+
+
+@dataclass(frozen=True)
+class ReuseSpec:
+    """Requests with bursts, lengths that vary, and families of prompts that go on from each other, beside single ones
+    that nothing goes on from. `trace_statistics.py` fits it to a trace.
+
+    A request goes on from the family whose last request came about `lag` requests before, log-normal. It keeps the
+    last one's blocks, all or the first of them, and adds some. What was asked lately is asked again more probably, so
+    that few families have many of the requests, and most blocks are used once.
+
+        request 7    s a b            s: common to all; begins a family
+        request 8    s c d e          single
+        request 9    s a b f          goes on from 7, keeps everything
+        request 12   s a g h          goes on from 9, lag 3, keeps half of it
+    """
+
+    name: str
+    num_requests: int
+    # Requests per second.
+    rate: float
+    # Variance over mean of the requests in a minute; 1: Poisson.
+    dispersion: float
+    # Of the requests, those that nothing goes on from, and those that go on; the others begin families.
+    single: float
+    continued: float
+    single_input: Lengths
+    first_input: Lengths
+    # What a request that goes on adds to what it keeps.
+    added: Lengths
+    longest: int
+    # Of the requests that go on, those that keep everything; and the share of it that others keep.
+    whole: float
+    kept_mean: float
+    kept_sd: float
+    # Requests back to the family's last one: the median, and the standard deviation of the logarithm.
+    lag_median: float
+    lag_sigma: float
+    output: Lengths
+    # Blocks that begin every prompt.
+    num_common: int = 0
+
+    def prompts(self, seed: int) -> list[Prompt]:
+        rng = np.random.default_rng(seed)
+        n = self.num_requests
+        kind = rng.random(n)
+        lengths = self.first_input.draw(rng, n, self.longest)
+        singles = self.single_input.draw(rng, n, self.longest)
+        added = self.added.draw(rng, n, self.longest)
+        outputs = self.output.draw(rng, n)
+        starts = bursty_times(rng, n, self.rate, self.dispersion)
+        lags = np.maximum(1, np.round(self.lag_median * np.exp(self.lag_sigma * rng.standard_normal(n))))
+        kept = np.where(rng.random(n) < self.whole, 1.0, rng.beta(*_beta(self.kept_mean, self.kept_sd), n))
+        found: list[Prompt] = []
+        # Where the last request of each family stands, ascending.
+        last: list[int] = []
+        next_block = self.num_common
+        for i in range(n):
+            length, before = int(lengths[i]), np.arange(self.num_common)
+            if kind[i] < self.single:
+                length = int(singles[i])
+            elif kind[i] < self.single + self.continued and last:
+                source = found[last.pop(_nearest(last, i - int(lags[i])))]
+                # A last block that is cut short is not kept.
+                num_kept = max(self.num_common, round(float(kept[i]) * (source.input_len // BLOCK)))
+                before = source.blocks[:num_kept]
+                length = min(self.longest, BLOCK * len(before) + int(added[i]))
+            if kind[i] >= self.single:
+                last.append(i)
+            num_blocks = -(-length // BLOCK)
+            before = before[:num_blocks]
+            fresh = np.arange(next_block, next_block + num_blocks - len(before))
+            next_block += len(fresh)
+            blocks = np.concatenate((before, fresh))
+            found.append(Prompt(float(starts[i]), blocks, length, int(outputs[i])))
+        return found
+
+    def generate(self, seed: int) -> Workload:
+        none = np.empty(0, np.int32)
+        talks = [
+            Conversation(p.start, none, (Turn(tokens_of_hashes(p.blocks)[: p.input_len], p.output_len),))
+            for p in self.prompts(seed)
+        ]
+        return Workload(self.name, tuple(talks), max_in_flight=None)
+
+
+def _nearest(places: list[int], wanted: int) -> int:
+    """The index of the place that is nearest. places: ascending."""
+    after = bisect_left(places, wanted)
+    if after == len(places) or (after and wanted - places[after - 1] <= places[after] - wanted):
+        return after - 1
+    return after
+
+
+def _beta(mean: float, sd: float) -> tuple[float, float]:
+    """Parameters of the distribution on (0, 1) with this mean and standard deviation."""
+    both = mean * (1 - mean) / (sd * sd) - 1
+    if both <= 0:
+        raise ValueError(f"no share has the mean {mean:g} and the standard deviation {sd:g}")
+    return mean * both, (1 - mean) * both
+
+
+def tokens_of_hashes(hashes: np.ndarray) -> np.ndarray:
+    """(n * BLOCK,) int32: BLOCK ids per hash, the same for the same hash."""
+    x: np.ndarray = (hashes.astype(np.uint64)[:, None] << np.uint64(9)) + np.arange(BLOCK, dtype=np.uint64)
+    x = splitmix64(x)
+    return (FIRST_TOKEN + x % np.uint64(LAST_TOKEN - FIRST_TOKEN)).astype(np.int32).ravel()
 
 
 # -- parts ----------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sglang.serving_benchmark.arrivals import poisson_starts, trace_starts
-from sglang.serving_benchmark.draws import lengths_in_range, splitmix64, zipf_ranks
+from sglang.serving_benchmark.draws import bursty_times, lengths_in_range, splitmix64, zipf_ranks
 from sglang.serving_benchmark.workload import Session, Turn, Workload, made_up
 
 SEEDS = range(3)
@@ -33,6 +33,20 @@ def test_zipf_ranks_come_as_often_as_their_weights(seed: int) -> None:
     print("seed", seed)
     counts = np.bincount(zipf_ranks(np.random.default_rng(seed), 60_000, 4, 1.0), minlength=4) / 60_000
     assert np.abs(counts - np.array([12, 6, 4, 3]) / 25).max() < 0.01
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_bursts_vary_as_asked_for(seed: int) -> None:
+    print("seed", seed)
+    times = bursty_times(np.random.default_rng(seed), 40_000, 2.0, 9.0)
+    assert len(times) == 40_000 and (np.diff(times) >= 0).all()
+    counts = np.bincount((times // 60).astype(int))[:-1]
+    assert counts.mean() == pytest.approx(120, rel=0.07) and counts.var() / counts.mean() == pytest.approx(
+        9, rel=0.35
+    )
+    plain = bursty_times(np.random.default_rng(seed), 40_000, 2.0, 1.0)
+    counts = np.bincount((plain // 60).astype(int))[:-1]
+    assert counts.var() / counts.mean() == pytest.approx(1, rel=0.35)
 
 
 def test_numbers_are_mixed_as_published() -> None:

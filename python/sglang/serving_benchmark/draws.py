@@ -15,6 +15,24 @@ def poisson_times(rng: np.random.Generator, n: int, rate: float) -> np.ndarray:
     return np.cumsum(rng.exponential(1 / rate, n))
 
 
+def bursty_times(
+    rng: np.random.Generator, n: int, rate: float, dispersion: float, window_s: float = 60.0
+) -> np.ndarray:
+    """n times, in seconds, of a Poisson process whose rate is drawn anew for every window, from a gamma distribution.
+    dispersion: variance over mean of the events in a window; at most 1: a Poisson process of one rate."""
+    if dispersion <= 1:
+        return poisson_times(rng, n, rate)
+    mean = rate * window_s
+    shape = mean / (dispersion - 1)
+    times = np.empty(0)
+    window = 0
+    while len(times) < n:
+        num_events = rng.poisson(rng.gamma(shape, mean / shape))
+        times = np.append(times, np.sort(window + rng.random(num_events)) * window_s)
+        window += 1
+    return times[:n]
+
+
 def lengths_with_mean(
     rng: np.random.Generator,
     n: int,
