@@ -9,7 +9,7 @@ from benchmark.simulator import workloads as w
 from sglang.simulator.simulation import RequestSource
 from sglang.srt.managers.io_struct import bytes_to_ids
 
-SPECS = [w.LOOGLE, w.NARRATIVEQA, w.REVIEWMT, w.SHAREGPT.scaled(counts=0.05)]
+SPECS = [w.LOOGLE, w.LOOGLE_CLOZE, w.NARRATIVEQA, w.REVIEWMT, w.SHAREGPT.scaled(counts=0.05)]
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
@@ -32,6 +32,14 @@ def test_the_printed_numbers() -> None:
     ]
     assert (w.LOOGLE.num_contexts, w.NARRATIVEQA.num_contexts, w.REVIEWMT.num_conversations) == (105, 50, 100)
     assert (w.SHAREGPT.think_s, w.MAX_IN_FLIGHT) == (60.0, 128)
+
+
+def test_cloze_questions_are_longer_and_documents_are_not() -> None:
+    usual, cloze = (spec.scaled(counts=0.1).generate(1, 1.0).conversations for spec in (w.LOOGLE, w.LOOGLE_CLOZE))
+    questions = [np.mean([len(c.turns[0].message) for c in each]) for each in (usual, cloze)]
+    assert questions == pytest.approx([30, 150], rel=0.02)
+    documents = [np.mean([len(c.context) for c in each]) for each in (usual, cloze)]
+    assert documents[0] == pytest.approx(documents[1], rel=0.01)
 
 
 def test_scaled() -> None:
