@@ -4,7 +4,7 @@
     python -m benchmark.papers shadowserve --figure 9|10|11|12|13|14|15|size|ours|all [the same]
     python -m benchmark.papers swiftcache --figure 1|7|8|9|10|11|table1|table2|ours|all [the same]
     python -m benchmark.papers union --figure union|ratio|all [the same]
-    python -m benchmark.papers traces --trace FILE|all [--trace-folder FOLDER] [--systems NAME,…] [the same]
+    python -m benchmark.papers traces --trace FILE|all [--trace-folder DIR] [--systems NAME,…] [--first N] [the same]
 
 Prints the paper's numbers beside the simulated ones, and writes bench-out/papers_<paper>_fig<n>.json and .png. Every
 headline is run with three seeds. Several figures share their runs: --figure 8 9 11.
@@ -86,6 +86,7 @@ def main() -> None:
     whole = papers.add_parser("traces", help="whole traces of requests, system by system")
     whole.add_argument("--trace", default="all", help="a file, or all of the three that are known")
     whole.add_argument("--trace-folder", type=Path, default=traces.FOLDER, help="where all of them are looked for")
+    whole.add_argument("--first", type=int, help="requests, or sessions of agents; without it the whole trace")
     whole.add_argument("--systems", type=_systems, default=traces.SYSTEM_NAMES, help="without it all of them")
     for each in (strata, remote, peers, together, whole):
         each.add_argument("--jobs", type=int, default=1, help="processes")
@@ -120,7 +121,10 @@ def main() -> None:
         scale = dict.fromkeys(paths, traces.QUICK) if args.quick else {}
         notes = notes_of({name: traces_runs.system_of(name) for name in args.systems})
         runs = Runs(args.jobs, scale, run=traces_runs.simulate)
-        figures = {name: partial(traces.figure, path=path, systems=args.systems) for name, path in paths.items()}
+        figures = {
+            name: partial(traces.figure, path=path, systems=args.systems, first=args.first)
+            for name, path in paths.items()
+        }
         args.figure = ["all"]
     else:
         scale = SWIFTCACHE_QUICK if args.quick else {}

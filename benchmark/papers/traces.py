@@ -48,8 +48,9 @@ def paths_of(trace: str, folder: Path) -> list[Path]:
     return [path for path in wanted if path.is_file()]
 
 
-def figure(runs: Runs, path: Path, systems: Sequence[str] = SYSTEM_NAMES) -> Result:
-    settings = [TraceSettings(name, path, dataset=trace_name(path)) for name in systems]
+def figure(runs: Runs, path: Path, systems: Sequence[str] = SYSTEM_NAMES, first: int | None = None) -> Result:
+    """first: requests or sessions; None: the whole trace."""
+    settings = [TraceSettings(name, path, first=first, dataset=trace_name(path)) for name in systems]
     outcomes = runs(settings)
     ran = runs.scaled(settings[0])
     found = dict(zip(systems, outcomes, strict=True))
@@ -59,7 +60,7 @@ def figure(runs: Runs, path: Path, systems: Sequence[str] = SYSTEM_NAMES) -> Res
     about = f"{known.kind}: {known.what}" if known else "not one of the three that docs/records/papers.md describes"
     return Result(
         f"papers_traces_{name}",
-        f"trace {name} ({about}), {MODEL} on {ran.tp} {ran.machine.upper()}",
+        f"{'whole trace' if first is None else f'the first {first} of'} {name} ({about}), {MODEL} on {ran.tp} {ran.machine.upper()}",
         "simulated",
         _claims(found, curve, ran),
         points(settings, outcomes),

@@ -67,6 +67,8 @@ class TraceSettings:
     max_open: int = MAX_OPEN
     # Of the trace's requests or sessions, its first; pools are as much smaller.
     share: float = 1.0
+    # So many requests or sessions at most; pools stay.
+    first: int | None = None
     # Factor of the host's memory.
     host: float = 1.0
     # Of `Runs`.
@@ -102,7 +104,8 @@ def model_of(settings: TraceSettings) -> ModelShape:
 
 def workload_of(settings: TraceSettings) -> Workload:
     whole = _read(settings.path, settings.slowdown, settings.max_open)
-    return whole.first(max(1, round(settings.share * len(whole.conversations))))
+    num_first = round(settings.share * len(whole.conversations))
+    return whole.first(max(1, num_first if settings.first is None else min(settings.first, num_first)))
 
 
 @lru_cache(maxsize=1)

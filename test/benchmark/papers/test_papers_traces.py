@@ -66,6 +66,7 @@ def test_arrivals(chats: Path, agents: Path) -> None:
     assert [c.start for c in workload_of(settings).conversations] == [60.0 * i for i in range(9)]
     assert workload_of(replace(settings, slowdown=2.0)).conversations[1].start == 120
     assert len(workload_of(replace(settings, share=0.34)).conversations) == 3
+    assert [len(workload_of(replace(settings, first=n)).conversations) for n in (4, 99)] == [4, 9]
     assert total_tokens(workload_of(settings)) == 9 * 3504
     sessions = workload_of(TraceSettings("ours", agents, max_open=2))
     assert sessions.max_open == 2 and [len(c.turns) for c in sessions.conversations] == [3, 3, 3]
