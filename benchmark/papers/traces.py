@@ -58,9 +58,10 @@ def figure(runs: Runs, path: Path, systems: Sequence[str] = SYSTEM_NAMES, first:
     name = trace_name(path)
     known = TRACES.get(name)
     about = f"{known.kind}: {known.what}" if known else "not one of the three that docs/records/papers.md describes"
+    part = "whole trace" if first is None else f"the first {first} of trace"
     return Result(
         f"papers_traces_{name}",
-        f"{'whole trace' if first is None else f'the first {first} of'} {name} ({about}), {MODEL} on {ran.tp} {ran.machine.upper()}",
+        f"{part} {name} ({about}), {MODEL} on {ran.tp} {ran.machine.upper()}",
         "simulated",
         _claims(found, curve, ran),
         points(settings, outcomes),
