@@ -179,7 +179,10 @@ class Benchmark:
             raise DatasetError("The server does not tell its longest request: give --context-len for fit.")
         factor = fitting_scale(self._first(Namespace(**vars(args) | {"scale_lengths": 1.0}), vocabulary), limits)
         whole = self._first(Namespace(**vars(args) | {"scale_lengths": factor}), vocabulary)
-        rule = f"The factor is the largest at which all of them fit the {limits.max_total_len} tokens of the server."
+        most = limits.max_total_len
+        rule = (
+            f"The factor is the largest, down to one token a block, at which all fit the {most} tokens of the server."
+        )
         return replace(whole, notes=(*whole.notes, rule))
 
     def _first(self, args: Namespace, vocabulary: Vocabulary) -> Workload:
