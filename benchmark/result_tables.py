@@ -10,8 +10,8 @@ A table whose numbers were measured or simulated has a comment above it, which t
 columns: by heading, the template of its cells. rows: by a row's first cell, the templates of its other cells, or one
 template for all; they go before columns, and "" leaves a cell to its author. In a template <row> is the row's first
 cell and <column> the heading, without Markdown and commas in numbers. {path:format} is a value of the file, formatted
-as Python does: names with dots between them, and after a list [field=value & field=value], which picks its one element
-with those values, or [number]. {other/path:format} is a value of the file other.json.
+as Python does: names with dots between them, and after a list [field=value & field=value], which picks its one
+element with those values, or [number]. {other/path:format} is a value of the file other.json.
 
 Cells without a template stay as they are written: what a paper says, what was predicted, remarks. A test compares
 all tables with their files, so that neither changes alone.

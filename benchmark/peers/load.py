@@ -4,10 +4,10 @@
 
 Three workloads, each at rising rates: documents that are asked about, conversations, sessions of coding agents. Six
 systems: without a prefix cache, device, host, disk and remote added one after the other, and vLLM with its prefix
-cache and as much memory as device and host have. All servers are up, and take turns at each rate; every rate has
-texts of its own, the same for all. Requests are sent for --seconds, and waited for, for as long again and a half.
-Those that have no answer by then count as later than all others. A system that has not answered half of them is
-overloaded, and is not asked at higher rates. The client is `sglang.bench_serving`, on the same cores.
+cache and as much memory as device and host have. All servers are up, get the same requests, and take turns at each
+rate. Requests are sent for --seconds, and waited for, for as long again and a half. Those that have no answer by then
+count as later than all others. A system that has not answered half of them is overloaded, and is not asked at higher
+rates. The client is `sglang.bench_serving`, on the same cores.
 
 JSON in bench-out/load.json, after every rate.
 """
@@ -51,14 +51,16 @@ SEED = 20_261_126
 
 @dataclass(frozen=True)
 class Load:
-    """flags: of bench_serving. rates: requests per second."""
+    """flags: of bench_serving. rates: requests per second. warm_up: flags of a run before the first rate, whose texts
+    all rates have; None: every rate has texts of its own."""
 
     name: str
     flags: tuple[str, ...]
     rates: tuple[float, ...]
+    warm_up: tuple[str, ...] | None = None
 
 
-# 36,000 tokens of documents: more than device and host together.
+# 36,000 tokens of documents, each computed once before: more than device and host together.
 DOCUMENTS = Load(
     "documents",
     (
@@ -66,6 +68,7 @@ DOCUMENTS = Load(
         *("--loogle-question-len", "32", "--loogle-output-len", "16"),
     ),
     (0.25, 0.5, 1.0, 2.0),
+    warm_up=("--num-prompts", "24", "--request-rate", "inf", "--max-concurrency", "2"),
 )
 CONVERSATIONS = Load(
     "conversations",
@@ -113,24 +116,33 @@ SYSTEMS = (
 _KEPT = ("request_throughput", "completed", "failed", "unfinished", "median_tpot_ms", "cached_share")
 
 
-def measure(server: RunningServer, load: Load, rate: float, seconds: float, number: int) -> dict[str, Any]:
-    """One row. number: of the rate, which has a seed of its own. Raises ServerError."""
+def ask(server: RunningServer, load: Load, flags: Sequence[str], seed: int) -> dict[str, Any]:
+    """bench_serving's result. Raises ServerError."""
     server.wait_until_idle()
-    count, model = max(8, round(rate * seconds)), str(server.setting.model)
+    model = str(server.setting.model)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "result.jsonl"
-        code = bench_serving(
+        bench_serving(
             [
                 *("--backend", "vllm" if server.kind is VLLM else "sglang-oai", "--base-url", server.url),
                 *("--model", model, "--tokenizer", model, "--tokenize-prompt", "--context-len", str(CONTEXT)),
-                *("--num-prompts", str(count), "--request-rate", f"{rate:g}", "--seed", str(SEED + number)),
-                *("--benchmark-duration", f"{WAITS * max(seconds, count / rate):g}"),
-                *("--output-file", str(file), "--output-details", "--disable-tqdm", *load.flags),
+                *("--seed", str(seed), "--output-file", str(file), "--output-details", "--disable-tqdm"),
+                *load.flags,
+                *flags,
             ]
         )
-        if code != 0 or not file.exists():
-            raise server.failure(f"bench_serving ended with {code} at {rate:g} requests/s of {load.name}")
-        result = json.loads(file.read_text())
+        if not file.exists():
+            raise server.failure(f"bench_serving could not measure {load.name}")
+        result: dict[str, Any] = json.loads(file.read_text())
+        return result
+
+
+def measure(server: RunningServer, load: Load, rate: float, seconds: float, seed: int) -> dict[str, Any]:
+    """One row. Raises ServerError."""
+    count = max(8, round(rate * seconds))
+    limit_s = WAITS * max(seconds, count / rate)
+    flags = ("--num-prompts", str(count), "--request-rate", f"{rate:g}", "--benchmark-duration", f"{limit_s:g}")
+    result = ask(server, load, flags, seed)
     row = {"load": load.name, "rate": rate, "system": server.kind.name, "requests": result["num_prompts"]}
     for name, share in (("median TTFT s", 0.5), ("P90 TTFT s", 0.9)):
         row[name] = quantile(result["ttfts"], result["num_prompts"], share)
@@ -150,13 +162,16 @@ def run(
 ) -> None:
     for load in loads:
         overloaded: set[str] = set()
+        if load.warm_up is not None:
+            for server in servers:
+                ask(server, load, load.warm_up, SEED)
         for number, rate in enumerate(load.rates):
             # Whoever begins changes, as the machine may.
             turn = [*servers[number % len(servers) :], *servers[: number % len(servers)]]
             for server in turn:
                 if server.kind.name in overloaded:
                     continue
-                row = measure(server, load, rate, seconds, number)
+                row = measure(server, load, rate, seconds, SEED + (0 if load.warm_up else number))
                 rows.append(row)
                 if row["median TTFT s"] is None:
                     overloaded.add(server.kind.name)
