@@ -2,7 +2,7 @@
 
     python -m benchmark.peers.load [--only PART,...] [--seconds N]
 
-Three workloads, each at rising rates: documents that are asked about, conversations, sessions of coding agents. Six
+Three workloads, each at rising rates: documents that are asked about, conversations, sessions of agents. Six
 systems: without a prefix cache, device, host, disk and remote added one after the other, and vLLM with its prefix
 cache and as much memory as device and host have. All servers are up, get the same requests, and take turns at each
 rate. Requests are sent for --seconds, and waited for, for as long again and a half. Those that have no answer by then
@@ -78,10 +78,15 @@ CONVERSATIONS = Load(
     ),
     (0.5, 1.0, 1.5, 2.0),
 )
+# As agents ask: at once after each answer, behind one of six long prompts.
 AGENTS = Load(
     "agents",
-    ("--dataset-name", "agentic-trace", "--scale-lengths", "fit", "--mooncake-slowdown-factor", "0.1"),
-    (0.25, 0.5, 1.0, 2.0),
+    (
+        *("--dataset-name", "generated-shared-prefix", "--gsp-num-groups", "6", "--gsp-prompts-per-group", "8"),
+        *("--gsp-system-prompt-len", "1536", "--gsp-question-len", "96", "--gsp-output-len", "24"),
+        *("--gsp-num-turns", "6"),
+    ),
+    (0.5, 1.0, 1.5, 2.0),
 )
 LOADS = (DOCUMENTS, CONVERSATIONS, AGENTS)
 
