@@ -157,6 +157,36 @@ def test_a_long_replay_reaches_one_who_reads_it_late(context: zmq.Context, tmp_p
     publisher.close()
 
 
+def test_who_asks_and_does_not_read_delays_no_batch(
+    context: zmq.Context, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    config = KVEventsConfig("zmq", f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay")
+    publisher, endpoint = ZmqEventPublisher(config), str(config.replay_endpoint)
+    socket = subscribe(context, config.endpoint)
+    until_heard(publisher, socket)
+    for number in range(1000):
+        publisher.publish(batch(stored(*range(400 * number, 400 * number + 400))))
+    while len(replayed(context, endpoint, 1000)) < 1:
+        pass
+    stranger = context.socket(zmq.DEALER)
+    stranger.set_hwm(1)
+    stranger.connect(endpoint)
+    for _ in range(100):
+        stranger.send_multipart([b"", bytes(8)])
+    # After a while one of its answers is broken off, and what it asks behind that is passed over.
+    while "broken off" not in caplog.text:
+        assert len(replayed(context, endpoint, 0)) > 1000
+    for _ in range(100):
+        assert len(replayed(context, endpoint, 1000)) > 0
+    assert caplog.text.count("broken off") == 1
+    last = publisher._next
+    publisher.publish(batch())
+    while int.from_bytes(socket.recv_multipart()[1], "big") < last:
+        pass
+    stranger.close(linger=0)
+    publisher.close()
+
+
 def test_who_asks_wrongly_disturbs_no_other(context: zmq.Context, tmp_path: Path):
     config = KVEventsConfig("zmq", f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay")
     publisher = ZmqEventPublisher(config)

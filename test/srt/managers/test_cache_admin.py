@@ -334,10 +334,16 @@ def test_quotas_of_storage_are_its_own(model_config: ModelConfig) -> None:
     engine.store.limit = lambda tenant, num_blocks, tier: False  # type: ignore[method-assign]
     assert set_quota(engine, "alice", {"host": 50}).success
     refused = set_quota(engine, "alice", {"host": 70, "disk": 50})
-    assert not refused.success and "disk did not take the quota, or cannot; the others hold" in refused.message
+    assert not refused.success and "disk did not take the quota" in refused.message
     assert refused.result["quotas"] == set_quota(engine, "alice", None).result["quotas"] == {"host": 70}
     assert not set_quota(engine, "alice", {"disk": 50}).success
     assert set_quota(engine, "alice", None).result["quotas"] == {}
+    # What was set before holds on, as it does in the store.
+    del engine.store.limit
+    assert set_quota(engine, "alice", {"disk": 2 * BLOCK}).success
+    engine.store.limit = lambda tenant, num_blocks, tier: False  # type: ignore[method-assign]
+    refused = set_quota(engine, "alice", {"disk": BLOCK, "host": 30})
+    assert refused.result["quotas"] == {"disk": 2 * BLOCK, "host": 30}
     del engine.store.limit
     # What is attached anew is told of them.
     assert set_quota(engine, "alice", {"disk": 2 * BLOCK}).success

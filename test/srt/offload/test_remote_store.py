@@ -181,6 +181,7 @@ def test_limits_of_tenants_hold_in_the_sessions_that_follow(remote):
     os.kill(first, signal.SIGKILL)
     until(lambda: one.store._client is None)
     assert not one.store.limit(b"bob-----", 1, Tier.REMOTE), "there is no proxy"
+    assert not one.store.limit(b"alice---", 1, Tier.REMOTE), "the one before holds on"
     until(lambda: one.store._client is not None)
     put(range(6, 12))
     assert num_stored() == 3

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections import deque
 
 import msgspec
@@ -23,8 +24,11 @@ from sglang.srt.disaggregation.kv_events import Address, EventBatch, KVEventsCon
 END = (-1).to_bytes(8, "big", signed=True)
 _CLOSE_LIMIT_S = 2.0
 _LINGER_MS = 1000
-# Of an answer to one who does not read it.
-_REPLAY_LIMIT_MS = 1000
+# An answer is broken off after so long in which its client has read nothing, and how often it is looked at.
+_REPLAY_LIMIT_S = 1.0
+_REPLAY_LOOK_MS = 5
+# What a client asks that has not read an answer is passed over for so long.
+_BROKEN_OFF_S = 60.0
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +55,6 @@ class ZmqEventPublisher:
                 self._replay = self._open(zmq.ROUTER, config.replay_endpoint, config.buffer_steps + 1, True)
                 # Without it, what a client has no room for is lost without a word.
                 self._replay.setsockopt(zmq.ROUTER_MANDATORY, 1)
-                self._replay.sndtimeo = _REPLAY_LIMIT_MS
             self._wake = self._context.socket(zmq.PULL)
             self._wake.set_hwm(0)
             self._wake.bind("inproc://wake")
@@ -61,6 +64,11 @@ class ZmqEventPublisher:
         except ValueError:
             self._context.destroy(linger=0)
             raise
+        # The answer that is under way: its client, the messages that it still has to get, and until when.
+        self._answer: tuple[bytes, deque[tuple[bytes, ...]]] | None = None
+        self._answer_until = 0.0
+        # Clients whose answers were broken off, and when.
+        self._broken_off: dict[bytes, float] = {}
         self._thread = threading.Thread(target=self._work, name="kv-events", daemon=True)
         self._thread.start()
 
@@ -120,12 +128,15 @@ class ZmqEventPublisher:
         encoder = msgspec.msgpack.Encoder()
         poller = zmq.Poller()
         poller.register(self._wake, zmq.POLLIN)
-        if self._replay is not None:
-            poller.register(self._replay, zmq.POLLIN)
         while True:
-            ready = dict(poller.poll())
-            if self._replay is not None and self._replay in ready:
-                self._answer(self._replay)
+            # One answer at a time, which no batch waits for.
+            if self._replay is not None:
+                poller.register(self._replay, zmq.POLLIN if self._answer is None else 0)
+            ready = dict(poller.poll(None if self._answer is None else _REPLAY_LOOK_MS))
+            if self._replay is not None:
+                if self._replay in ready:
+                    self._begin_answer(self._replay)
+                self._go_on_with_answer(self._replay)
             if self._wake in ready:
                 self._wake.recv()
                 if (queued := self._queue.get()) is None:
@@ -138,17 +149,35 @@ class ZmqEventPublisher:
         if self._replay is not None:
             self._replay.close(linger=0)
 
-    def _answer(self, replay: zmq.Socket[bytes]) -> None:
+    def _begin_answer(self, replay: zmq.Socket[bytes]) -> None:
         frames = replay.recv_multipart()
         if len(frames) != 3 or len(frames[2]) != 8:
             logger.warning("KV events: a request for replay has to be 8 bytes behind an empty frame")
             return
         client, empty, first = frames
+        now = time.monotonic()
+        self._broken_off = {each: at for each, at in self._broken_off.items() if now < at + _BROKEN_OFF_S}
+        if client in self._broken_off:
+            return
+        wanted = [(client, empty, self._topic, number, batch) for number, batch in self._kept if number >= first]
+        self._answer = client, deque([*wanted, (client, empty, b"", END, b"")])
+        self._answer_until = now + _REPLAY_LIMIT_S
+
+    def _go_on_with_answer(self, replay: zmq.Socket[bytes]) -> None:
+        """Send as much as its client has room for."""
+        if self._answer is None:
+            return
+        client, messages = self._answer
         try:
-            for number, batch in list(self._kept):
-                if number >= first:
-                    replay.send_multipart((client, empty, self._topic, number, batch))
-            replay.send_multipart((client, empty, b"", END, b""))
+            while messages:
+                replay.send_multipart(messages[0], zmq.NOBLOCK)
+                messages.popleft()
+                self._answer_until = time.monotonic() + _REPLAY_LIMIT_S
+        except zmq.Again:
+            if time.monotonic() < self._answer_until:
+                return
+            logger.warning("KV events: a replay was broken off, its client does not read it")
+            self._broken_off[client] = time.monotonic()
         except zmq.ZMQError as error:
-            # Again; or the client has left.
-            logger.warning("KV events: a replay was broken off, its client does not read it (%s)", error)
+            logger.warning("KV events: a replay was broken off (%s)", error)
+        self._answer = None

@@ -57,11 +57,13 @@ _FIELDS = {
 @dataclass(eq=False)
 class _Told:
     """What storage is being told. reply: for the last operation's end; None: nothing waits for it. num_open:
-    operations that have not ended. failed: tiers that could not."""
+    operations that have not ended. before: the tenant's quotas in storage until then. failed: tiers that could not.
+    """
 
     reply: ControlReply | None
     salt: str = ""
     num_open: int = 1
+    before: dict[Tier, int] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)
 
 
@@ -214,21 +216,24 @@ class CacheAdmin:
         if request.tokens is None:
             self._reply(request.id, "", self.quotas.table(request.cache_salt))
             return
-        tiers = {TIER_NAMES[tier]: tier for tier in self._cache.tiers}
+        # What was detached keeps its quotas for when it is attached again.
+        has = [tier for tier in Tier if request.cache_salt in self.quotas.of(tier)]
+        tiers = {TIER_NAMES[tier]: tier for tier in (*self._cache.tiers, *has)}
         if unknown := [name for name in request.tokens if name not in tiers]:
             self._reply(request.id, f"this server has no tier {unknown[0]!r}; it has {', '.join(tiers)}")
             return
-        if trouble := self._storage_trouble():
-            self._reply(request.id, trouble)
-            return
         salt, tokens = request.cache_salt, {tiers[name]: limit for name, limit in request.tokens.items()}
         told = [t for t in self._tiers_with_limits() if t in tokens or salt in self.quotas.of(t)]
+        if told and (trouble := self._storage_trouble()):
+            self._reply(request.id, trouble)
+            return
+        before = {tier: self.quotas.of(tier)[salt] for tier in told if salt in self.quotas.of(tier)}
         if refusal := self.quotas.set(salt, tokens):
             self._reply(request.id, refusal)
             return
-        request_of = _Told(ControlReply(request.id, True, "", {}), salt, len(told))
+        change = _Told(ControlReply(request.id, True, "", {}), salt, len(told), before)
         for tier in told:
-            self._tell_limit(salt, tier, tokens.get(tier, -1), request_of)
+            self._tell_limit(salt, tier, tokens.get(tier, -1), change)
         if not told:
             self._reply(request.id, "", self.quotas.table(salt))
 
@@ -251,7 +256,7 @@ class CacheAdmin:
             return ""
         if not storage.is_open:
             return "storage is being attached, emptied or detached: try again"
-        if storage.writes.is_open:
+        if storage.writes.hangs:
             return f"storage is left alone ({storage.writes.reason}), and could not be told: try again when it works"
         return ""
 
@@ -266,7 +271,7 @@ class CacheAdmin:
         if count == 0:
             told.failed.append(TIER_NAMES[op.tier])
             if op.action == StorageAction.LIMIT and told.reply is not None:
-                self.quotas.lift(told.salt, op.tier)
+                self.quotas.put_back(told.salt, op.tier, told.before.get(op.tier))
         # Without a reply the store's log has the reason.
         if told.num_open or told.reply is None:
             return True
@@ -276,7 +281,8 @@ class CacheAdmin:
             message = "memory was erased, but storage did not do its part, or cannot; the server's log has the reason"
         elif told.failed:
             where = " and ".join(told.failed)
-            message = f"{where} did not take the quota, or cannot; the others hold; the server's log has the reason"
+            message = f"{where} did not take the quota, or cannot, and keeps to what was set before; the others hold"
+            message += "; the server's log has the reason"
         self._replies.append(ControlReply(told.reply.id, not message, message, result))
         return True
 

@@ -7,6 +7,7 @@ storage controller.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -32,6 +33,7 @@ from sglang.srt.managers.storage_advice import StorageAdvice
 from sglang.srt.mem_cache.node import MatchResult, Node
 from sglang.srt.mem_cache.placement import is_worth_copying
 from sglang.srt.mem_cache.transfer import (
+    BACKUP_LINKS,
     EXEC,
     FETCH,
     H2D,
@@ -49,6 +51,9 @@ from sglang.srt.utils.time_units import Seconds
 
 # Peers so many times slower than the host are loaded from only where the host lacks a page.
 _MUCH_SLOWER = 1.5
+# That a tier does not pay is believed for so long after the last copy to it: what may have been slow for a moment is
+# not copied to any more, and would never be measured again.
+BELIEVED_S = 10.0
 # What is computed in so much less time than it is loaded is not loaded in part either.
 _FAR_SOONER = 8.0
 
@@ -83,6 +88,8 @@ class LoadPlanner:
         self._awaited: dict[Ticket, None] = {}
         self._needs_no_load: bool | None = None
         self._late = LateCopies(self.expected.costs.load_seconds)
+        # When a copy of a link was last measured, as in `StepInputs.now`.
+        self._measured_at: dict[str, Seconds] = {}
         self.obey_policies()
 
     def obey_policies(self) -> None:
@@ -146,6 +153,7 @@ class LoadPlanner:
             for seq, seconds in inputs.cost.get(link, {}).items():
                 if seq != inputs.failed.get(link) and seq < inputs.done[link]:
                     costs.add_copy(in_flight[Ticket(link, seq)].size_bytes, seconds, link)
+                    self._measured_at[link] = self.expected.now
         for link, add in ((FETCH, costs.add_fetch), (STORE, costs.add_store)):
             first, counts = self._cache.num_done(link), inputs.counts.get(link, ())
             for seq, seconds in inputs.cost.get(link, {}).items():
@@ -246,9 +254,11 @@ class LoadPlanner:
     def _is_worth_copying(self, tier: Tier, start: int, end: int) -> bool:
         """Whether tokens [start, end) of a prompt are better copied to a tier, for a load, than computed again."""
         costs = self.expected.costs
-        return not self.policies.load_or_recompute or is_worth_copying(
+        if not self.policies.load_or_recompute or is_worth_copying(
             costs.there_and_back_seconds(end - start, LOAD_LINKS[tier]), costs.recompute_seconds(start, end)
-        )
+        ):
+            return True
+        return self.expected.now >= self._measured_at.get(BACKUP_LINKS[tier], -math.inf) + BELIEVED_S
 
     def _is_worth_storing(self, start: int, end: int) -> bool:
         """Whether tokens [start, end) of a prompt are better fetched than computed. Nothing waits for writes."""

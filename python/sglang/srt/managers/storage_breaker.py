@@ -69,6 +69,11 @@ class StorageBreaker:
         return bool(self.reason)
 
     @property
+    def hangs(self) -> bool:
+        """Whether it is open because an operation does not end."""
+        return bool(self._hung)
+
+    @property
     def next_at(self) -> float | None:
         """When it opens if nothing ends before; None: it is open, or nothing is under way."""
         return None if self.is_open else min((each.hangs_at for each in self._oldest.values()), default=None)

@@ -59,12 +59,13 @@ class TenantQuotas:
             self._grown[salt] = self._clock.next
         return ""
 
-    def lift(self, salt: str, tier: Tier) -> None:
-        """That tier cannot hold to its quota."""
-        if (quota := self._quotas.get(salt)) is not None:
-            quota.pop(tier, None)
-            if not quota:
-                self.set(salt, {})
+    def put_back(self, salt: str, tier: Tier, tokens: int | None) -> None:
+        """A tier of storage did not take its new quota, and keeps to the one before; None: there was none."""
+        quota = dict(self._quotas.get(salt, {}))
+        quota.pop(tier, None)
+        if tokens is not None:
+            quota[tier] = tokens
+        self.set(salt, quota)
 
     def of(self, tier: Tier) -> dict[str, int]:
         """By salt, the tokens that tenants may have on a tier; without those that have no limit there."""

@@ -152,14 +152,15 @@ class RemoteStore:
     def limit(self, tenant: bytes, num_blocks: int, tier: Tier) -> bool:
         """See TenantStore. All servers that share the store and have the limit count together."""
         assert tier == Tier.REMOTE
-        self._limits.pop(tenant, None)
-        if self._wait(partial(wire.Limit, tenant=tenant, num_blocks=num_blocks)):
-            if num_blocks >= 0:
-                self._limits[tenant] = num_blocks
-            return True
-        logger.warning("no limit was set in the remote store: it does not answer, or refuses")
-        self._tell_limit(tenant, -1)
-        return False
+        before = self._limits.pop(tenant, -1)
+        is_set = bool(self._wait(partial(wire.Limit, tenant=tenant, num_blocks=num_blocks)))
+        if not is_set:
+            logger.warning("no limit was set in the remote store: it does not answer, or refuses")
+            num_blocks = before
+            self._tell_limit(tenant, before)
+        if num_blocks >= 0:
+            self._limits[tenant] = num_blocks
+        return is_set
 
     def _tell_limit(self, tenant: bytes, num_blocks: int) -> None:
         if (client := self._client) is not None:

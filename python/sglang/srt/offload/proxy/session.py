@@ -244,6 +244,7 @@ class Session:
             self._open[message.id] = keys
             self._fetches.get(message.id, message.keys, message.pages, answer)
         else:
+            self.store.limits.begin_write(message.tenant, keys)
             write = self._open[message.id] = Write(
                 self, keys, self.channel.origin(message, len(keys)), answer, message.tenant
             )

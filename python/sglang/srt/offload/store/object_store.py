@@ -128,7 +128,7 @@ class ObjectStore:
         replies: list[Reply | StoreFailure] = [None] * len(keys)
         try:
             with self._lock:
-                replies = self._control.pipeline(commands)[::-1]
+                replies = self._control.pipeline([*commands, *self.limits.use(keys)])[: len(keys)][::-1]
         except StoreFailure as failure:
             self.failed("looking for blocks", failure)
         found = [reply == 1 for reply in replies]
@@ -154,7 +154,7 @@ class ObjectStore:
             commands += [(name, command) for command in uses]
         try:
             with self._lock:
-                replies = self._control.pipeline(commands)[::-1]
+                replies = self._control.pipeline([*commands, *self.limits.use(keys)])[: len(commands)][::-1]
             if (error := next((reply for reply in replies if isinstance(reply, StoreFailure)), None)) is not None:
                 raise error
         except StoreFailure as failure:
@@ -169,8 +169,18 @@ class ObjectStore:
         ]
         is_whole = [bool(m) and n == self.num_pieces for m, n in zip(manifests, pieces_there)]
         incomplete = [key for key, m, whole in zip(keys, manifests, is_whole) if m and not whole]
-        counts = [whole or self.limits.counts_as_stored(key) for key, whole in zip(keys, is_whole)]
-        return _num_leading(counts), incomplete
+        return _num_leading(self._with_given_up(keys, is_whole)), incomplete
+
+    def _with_given_up(self, keys: Sequence[bytes], are_stored: Sequence[bool]) -> list[bool]:
+        """With those that a tenant's limit keeps out, see `TenantLimits.counts_as_stored`."""
+        given_up = [key for key, stored in zip(keys, are_stored) if not stored and self.limits.counts_as_stored(key)]
+        if given_up:
+            try:
+                with self._lock:
+                    self.limits.count_again(given_up, self._control.pipeline)
+            except StoreFailure as failure:
+                self.failed("counting tenants' blocks", failure)
+        return [stored or self.limits.counts_as_stored(key) for key, stored in zip(keys, are_stored)]
 
     def renew(self, keys: Sequence[bytes]) -> None:
         """These blocks were read, which has renewed their pieces: so are their manifests. Nothing without ttl_s."""
@@ -234,7 +244,10 @@ class ObjectStore:
             for connection in connections.every_node():
                 for mine, parts in self._blocks_of(connection, tenant):
                     _pipeline(connection, [(b"UNLINK", *(b"%b:%b" % (b, w) for w in whats)) for b in (*mine, *parts)])
-            self._drop_index(tenant, connections)
+            name = self.limits.index_of(tenant)
+            (reply,) = connections.pipeline([(name, (b"UNLINK", name))])
+            if isinstance(reply, StoreFailure):
+                raise reply
         finally:
             connections.close()
 
@@ -245,7 +258,6 @@ class ObjectStore:
         try:
             if num_blocks < 0:
                 self.limits.remove(tenant)
-                self._drop_index(tenant, connections)
             else:
                 self.limits.set(tenant, num_blocks)
                 self.make_index(tenant, connections)
@@ -258,25 +270,25 @@ class ObjectStore:
         for connection in connections.every_node():
             for blocks, _ in self._blocks_of(connection, tenant):
                 keys = [bytes.fromhex(block[num_before:-1].decode()) for block in blocks]
-                self.limits.add(tenant, keys, connections.pipeline)
-        self.limits.add(tenant, [], connections.pipeline)
+                self.limits.add_found(tenant, dict(zip(keys, blocks.values())), connections.pipeline)
+        self.limits.add_found(tenant, {}, connections.pipeline)
 
-    def _drop_index(self, tenant: bytes, connections: NodeConnections) -> None:
-        """Raises StoreFailure."""
-        name = self.limits.index_of(tenant)
-        (reply,) = connections.pipeline([(name, (b"UNLINK", name))])
-        if isinstance(reply, StoreFailure):
-            raise reply
-
-    def _blocks_of(self, connection: RespConnection, tenant: bytes) -> Iterable[tuple[list[bytes], list[bytes]]]:
-        """Some at a time of one node's blocks, by their names up to the colon: the tenant's, and those without a
-        manifest, or with a damaged one, which can still be read. Raises StoreFailure."""
+    def _blocks_of(self, connection: RespConnection, tenant: bytes) -> Iterable[tuple[dict[bytes, int], list[bytes]]]:
+        """Some at a time of one node's blocks, by their names up to the colon: the tenant's, with the seconds for
+        which each was not used, 0 where the store does not tell; and those without a manifest, or with a damaged one,
+        which can still be read. Raises StoreFailure."""
         for names in _scan(connection, self.prefix + b"*"):
             parts = [name.rpartition(b":") for name in names]
             blocks = list(dict.fromkeys(block for block, _, what in parts if what != INDEX))
-            replies = _pipeline(connection, [(b"GET", b"%b:%b" % (block, _MANIFEST)) for block in blocks])
-            manifests = dict(zip(blocks, replies))
-            mine = [b for b, reply in manifests.items() if isinstance(reply, bytes) and _tenant_of(reply) == tenant]
+            names_of = [b"%b:%b" % (block, _MANIFEST) for block in blocks]
+            # Before it is read, which is a use. An error tells that the store does not know.
+            idle = dict(zip(blocks, connection.pipeline([(b"OBJECT", b"IDLETIME", name) for name in names_of])))
+            manifests = dict(zip(blocks, _pipeline(connection, [(b"GET", name) for name in names_of])))
+            mine = {
+                block: seconds if isinstance(seconds := idle[block], int) else 0
+                for block, reply in manifests.items()
+                if isinstance(reply, bytes) and _tenant_of(reply) == tenant
+            }
             lost = [b for b, r in manifests.items() if r is None or (isinstance(r, bytes) and _decoded(r) is None)]
             yield mine, lost
 

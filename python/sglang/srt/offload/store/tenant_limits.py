@@ -1,12 +1,14 @@
 """`TenantLimits`: how many blocks tenants may have in a namespace of the store.
 
-Owns the limits, and in the store an index of each tenant that has one: a sorted set of its blocks, by the time at
-which they were stored. Servers that share the store and have the limit write into one index, so they count together.
+Owns the limits, and in the store an index of each tenant that has one: a sorted set of its blocks, by their last use.
+Servers that share the store and have the limit write into one index, so they count together.
 
     sglang-kv1:{<namespace>t<tenant>}:t
                  as of blocks, and the tenant in hex
 
-A block that the store has evicted stays in the index until a look at the oldest finds it gone.
+What was not used for the longest time goes first. Of blocks that were used together, as those of a prompt are, the
+front counts as used last, so that it stays. A block that the store has evicted stays in the index until it is its
+turn. An index into which no server writes any more disappears after a week.
 """
 
 from __future__ import annotations
@@ -14,22 +16,27 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from sglang.srt.offload.store.resp import Arg, Reply, StoreFailure
 
-# (key, command) each, as `NodeConnections.pipeline`.
-Ask: TypeAlias = "Callable[[Sequence[tuple[bytes, Sequence[Arg]]]], list[Reply | StoreFailure]]"
+# For the key's node.
+Command: TypeAlias = tuple[bytes, Sequence[Arg]]
+# As `NodeConnections.pipeline`.
+Ask: TypeAlias = "Callable[[Sequence[Command]], list[Reply | StoreFailure]]"
+
+Value = TypeVar("Value")
 
 INDEX = b"t"
 # What is over a limit goes with that share of the limit, so that the next block does not cause the same again.
 _SHARE_AHEAD = 1 / 32
 # A tenant with all but this share of its limit counts as full: what it lost is not written again for being in use.
 _SHARE_OF_FULL = 1 / 16
-# To find the least recently used, so many of the oldest are looked at for one that goes, and some more.
-_LOOKED_AT, _MORE = 4, 64
-# Blocks that are remembered with their tenant.
+_INDEX_LIVES_S = 7 * 24 * 3600
+# Blocks that are remembered with their tenant, and as many with their last use.
 _MAX_REMEMBERED = 1 << 17
+# What is written was used when its prompt was looked up, not longer ago than this.
+_LOOKED_UP_US = 60_000_000
 
 
 class TenantLimits:
@@ -46,18 +53,23 @@ class TenantLimits:
         # Tenant -> the most blocks, and how many it had when it was last looked at.
         self._limits: dict[bytes, int] = {}
         self._counts: dict[bytes, int] = {}
-        # Blocks that this process has stored, or would have -> whose they are, oldest first.
+        # Blocks that this process has seen stored, or would have stored -> whose they are, oldest first.
         self._tenants: dict[bytes, bytes] = {}
+        # Blocks that were asked for -> when, in microseconds. Stored or not: what is not may be written next.
+        self._used_at: dict[bytes, int] = {}
 
     def set(self, tenant: bytes, num_blocks: int) -> None:
         with self._lock:
             self._limits[tenant] = num_blocks
 
     def remove(self, tenant: bytes) -> None:
+        """Its index stays: other servers may have the limit still."""
         with self._lock:
             self._limits.pop(tenant, None)
             self._counts.pop(tenant, None)
             self._tenants = {key: whose for key, whose in self._tenants.items() if whose != tenant}
+            if not self._limits:
+                self._used_at.clear()
 
     def has(self, tenant: bytes) -> bool:
         return tenant in self._limits
@@ -67,7 +79,7 @@ class TenantLimits:
         if self._limits.get(tenant) != 0:
             return False
         with self._lock:
-            self._remember(tenant, [key])
+            _remember(self._tenants, {key: tenant})
         return True
 
     def counts_as_stored(self, key: bytes) -> bool:
@@ -80,53 +92,97 @@ class TenantLimits:
     def index_of(self, tenant: bytes) -> bytes:
         return b"%b%b%b}:%b" % (self._prefix, INDEX, tenant.hex().encode(), INDEX)
 
+    # -- use --------------------------------------------------------------------------------------------------------
+
+    def use(self, keys: Sequence[bytes]) -> list[Command]:
+        """Blocks are in use, those of a prompt in order. Returns what the store has to be told for that."""
+        if not self._limits:
+            return []
+        now = self._now()
+        with self._lock:
+            _remember(self._used_at, {key: now - i for i, key in enumerate(keys)})
+            told: dict[bytes, list[Arg]] = {}
+            for i, key in enumerate(keys):
+                if (tenant := self._tenants.get(key, b"")) in self._limits:
+                    told.setdefault(self.index_of(tenant), []).extend((b"%d" % (now - i), key))
+        return [(index, (b"ZADD", index, b"XX", *members)) for index, members in told.items()]
+
+    def begin_write(self, tenant: bytes, keys: Sequence[bytes]) -> None:
+        """A part of a prompt is about to be written. Of what was not looked up before, this is the use."""
+        if tenant in self._limits:
+            now = self._now()
+            with self._lock:
+                unknown = {key: now - i for i, key in enumerate(keys) if not self._was_looked_up(key, now)}
+                _remember(self._used_at, unknown)
+
+    def _was_looked_up(self, key: bytes, now: int) -> bool:
+        return self._used_at.get(key, 0) > now - _LOOKED_UP_US
+
+    def _now(self) -> int:
+        """In microseconds, so that there is an order among the blocks of a prompt."""
+        return int(self._clock() * 1e6)
+
+    # -- what is stored ---------------------------------------------------------------------------------------------
+
     def add(self, tenant: bytes, keys: Sequence[bytes], ask: Ask) -> bool:
-        """Blocks that are stored now; what is over the limit goes, the least recently used of the oldest first.
-        Returns whether the store has lost the index, so that it has to be made again. Raises StoreFailure."""
+        """Blocks that were written; what is over the limit goes. Returns whether the store has lost the index, and it
+        has to be made again. Raises StoreFailure."""
+        now = self._now()
+        at = {key: self._used_at[key] if self._was_looked_up(key, now) else now for key in keys}
+        return self._add(tenant, at, (), ask)
+
+    def add_found(self, tenant: bytes, idle_s: dict[bytes, int], ask: Ask) -> None:
+        """Blocks that were found in the store, and for how long each was not used, in seconds. What the index has
+        already stays as it is there. Raises StoreFailure."""
+        now = self._now()
+        self._add(tenant, {key: now - 1_000_000 * seconds for key, seconds in idle_s.items()}, (b"NX",), ask)
+
+    def _add(self, tenant: bytes, used_at: dict[bytes, int], how: Sequence[Arg], ask: Ask) -> bool:
         index = self.index_of(tenant)
         with self._lock:
             if (limit := self._limits.get(tenant)) is None:
                 return False
-            self._remember(tenant, keys)
-            at = b"%d" % self._clock()
-            members = [arg for key in keys for arg in (at, key)]
-            commands: list[tuple[bytes, Sequence[Arg]]] = [(index, (b"ZADD", index, *members))] if members else []
-            count = _checked(ask([*commands, (index, (b"ZCARD", index))]))[-1]
+            _remember(self._tenants, dict.fromkeys(used_at, tenant))
+            members = [arg for key, at in used_at.items() for arg in (b"%d" % at, key)]
+            commands: list[Sequence[Arg]] = [(b"ZADD", index, *how, *members)] if members else []
+            commands += [(b"EXPIRE", index, _INDEX_LIVES_S), (b"ZCARD", index)]
+            count = _checked(ask([(index, command) for command in commands]))[-1]
             assert isinstance(count, int)
-            before, is_lost = self._counts.get(tenant, 0), False
+            num_ahead = int(limit * _SHARE_AHEAD)
+            # It was empty, or has lost more than an eviction takes.
+            least = min(self._counts.get(tenant, 0), limit - num_ahead)
+            is_lost = bool(used_at) and (count == len(used_at) or count < least)
             if count > limit:
-                count -= self._evict(index, count - limit, int(limit * _SHARE_AHEAD), ask)
-            elif keys:
-                is_lost = count == len(keys) < before
+                count -= self._evict(index, count - limit + num_ahead, ask)
             self._counts[tenant] = count
             return is_lost
 
-    def _remember(self, tenant: bytes, keys: Sequence[bytes]) -> None:
-        for key in keys:
-            self._tenants.pop(key, None)
-            self._tenants[key] = tenant
-        while len(self._tenants) > _MAX_REMEMBERED:
-            del self._tenants[next(iter(self._tenants))]
-
-    def _evict(self, index: bytes, num_over: int, num_ahead: int, ask: Ask) -> int:
+    def _evict(self, index: bytes, num: int, ask: Ask) -> int:
         """Returns how many blocks have left the index."""
-        last = b"%d" % (_LOOKED_AT * (num_over + num_ahead) + _MORE)
-        (oldest,) = _checked(ask([(index, (b"ZRANGE", index, b"0", last))]))
+        (oldest,) = _checked(ask([(index, (b"ZRANGE", index, b"0", b"%d" % (num - 1)))]))
         assert isinstance(oldest, list)
-        keys = [key for key in oldest if isinstance(key, bytes)]
-        manifests = [self._names_of(key)[0] for key in keys]
-        idle = ask([(name, (b"OBJECT", b"IDLETIME", name)) for name in manifests])
-        gone = [key for key, reply in zip(keys, idle) if reply is None]
-        there = [(reply, key) for key, reply in zip(keys, idle) if reply is not None]
-        # A store that does not tell how long a block was idle gives up the oldest; the sort keeps their order.
-        there.sort(key=lambda pair: -pair[0] if isinstance(pair[0], int) else 0)
-        num_left = num_over - len(gone)
-        going = [key for _, key in there[: num_left + num_ahead]] if num_left > 0 else []
+        going = [key for key in oldest if isinstance(key, bytes)]
         names = [self._names_of(key) for key in going]
-        commands = [(whole[0], (b"UNLINK", *whole)) for whole in names]
-        if leaving := [*gone, *going]:
-            _checked(ask([*commands, (index, (b"ZREM", index, *leaving))]))
-        return len(leaving)
+        commands: list[Command] = [(whole[0], (b"UNLINK", *whole)) for whole in names]
+        if going:
+            _checked(ask([*commands, (index, (b"ZREM", index, *going))]))
+        return len(going)
+
+    def count_again(self, keys: Sequence[bytes], ask: Ask) -> None:
+        """These blocks count as stored, and are not: look how many their tenants have. Raises StoreFailure."""
+        tenants = [tenant for tenant in {self._tenants.get(key, b"") for key in keys} if self.has(tenant)]
+        indexes = [self.index_of(tenant) for tenant in tenants]
+        counts = _checked(ask([(index, (b"ZCARD", index)) for index in indexes])) if tenants else []
+        with self._lock:
+            self._counts.update((tenant, n) for tenant, n in zip(tenants, counts) if isinstance(n, int))
+
+
+def _remember(where: dict[bytes, Value], what: dict[bytes, Value]) -> None:
+    for key in what:
+        where.pop(key, None)
+    where.update(what)
+    while len(where) > _MAX_REMEMBERED:
+        del where[next(iter(where))]
 
 
 def _checked(replies: list[Reply | StoreFailure]) -> list[Reply | StoreFailure]:

@@ -198,8 +198,8 @@ class TenantBlocks:
             del self._given_up[next(iter(self._given_up))]
 
     def limit(self, tenant: bytes, num_blocks: int) -> bool:
-        """See TenantStore. Holds for what this process stores."""
-        self._limits.pop(tenant, None)
+        """See TenantStore. Holds for what this process stores. If it fails, the limit before holds on."""
+        before = self._limits.pop(tenant, None)
         self._counts.pop(tenant, None)
         self._given_up = {key: whose for key, whose in self._given_up.items() if whose != tenant}
         if num_blocks < 0:
@@ -210,6 +210,9 @@ class TenantBlocks:
             return True
         except OSError as error:
             self._sync.log.write_failed(error)
+            del self._limits[tenant]
+            if before is not None:
+                self._limits[tenant] = before
             return False
 
     def enforce(self, tenant: bytes) -> None:
