@@ -254,6 +254,27 @@ def test_writes_under_way_are_erased_too(model_config: ModelConfig) -> None:
     engine.close()
 
 
+def test_a_store_that_takes_no_more_can_be_erased_and_limited(model_config: ModelConfig) -> None:
+    """As one that is full: what is erased makes room. One that hangs could not be told."""
+    engine = Engine(model_config)
+    ask(engine, prompt(25, 100), ALICE)
+    takes = engine.store.set
+    engine.store.set = lambda keys, frames, tenant=b"": 0  # type: ignore[method-assign]
+    for seed in range(26, 32):
+        ask(engine, prompt(seed, 100), BOB)
+    writes = engine.scheduler.cache.storage.writes
+    assert writes.is_open and not writes.hangs
+    assert set_quota(engine, "alice", {"device": 0}).success and set_quota(engine, "bob", {"disk": BLOCK}).success
+    assert erase(engine, "alice").success and not engine.store.blocks
+    engine.store.set = takes  # type: ignore[method-assign]
+    writes._hung = STORE
+    assert "try again when it works" in erase(engine, "bob").message
+    assert set_quota(engine, "alice", {"device": 10}).success, "no storage has a part in it"
+    assert not set_quota(engine, "bob", {"disk": 10}).success
+    writes._hung = ""
+    engine.close()
+
+
 def test_a_backend_that_cannot_erase_is_told_of(model_config: ModelConfig) -> None:
     engine = Engine(model_config)
     ask(engine, prompt(24, 100), ALICE)
