@@ -17,7 +17,7 @@ USER_PAGES = [
     *sorted((DOCS / "guides").glob("*.md")),
     *sorted((DOCS / "reference").glob("*.md")),
     DOCS / "glossary.md",
-    DOCS / "benchmarks.md",
+    DOCS / "evidence.md",
 ]
 CONTRIBUTOR_PAGES = [
     DOCS / "architecture.md",

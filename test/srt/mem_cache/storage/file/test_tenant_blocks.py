@@ -220,6 +220,24 @@ def test_a_damaged_blocks_bytes_are_erased_too(start, tmp_path: Path, fails: boo
     assert keys_of(1)[0] not in on_disk(tmp_path / "root")
 
 
+@pytest.mark.parametrize("how", ["damaged", "cut short"])
+def test_a_segment_whose_head_is_damaged_is_deleted(start, tmp_path: Path, monkeypatch, how: str) -> None:
+    """No index has it any more, so that nothing finds its blocks. While another process writes to it, it stays."""
+    monkeypatch.setattr(tenant_blocks, "WAIT_S", 0.0)
+    process, other = start(), start()
+    put(other, ALICE, 1, 2)
+    (path,) = folder_of(tmp_path / "root").glob("*.kv")
+    secret, whole = payload(other, 1), path.read_bytes()
+    path.write_bytes(bytes(64) + whole[64:] if how == "damaged" else whole[:10])
+    assert not process.exists(1)
+    assert process.store.erase(BOB)
+    assert process.store.erase(ALICE) == (how == "cut short"), "which has no blocks"
+    assert path.exists()
+    other.store.close()
+    assert process.store.erase(ALICE) and not path.exists() and secret not in on_disk(tmp_path / "root")
+    assert put(process, ALICE, 1) == 1 and process.get(1) == 1
+
+
 def test_blocks_that_a_dead_process_was_writing_are_erased(start, tmp_path: Path) -> None:
     process, other = start(), start()
     put(process, ALICE, 1)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 from sglang.srt.mem_cache.storage.file.index_sync import IndexSync
+from sglang.srt.mem_cache.storage.file.recovery import UnusableHead, read_head, segment_numbers, segment_path
 from sglang.srt.mem_cache.storage.file.segment import CLAIMED
 from sglang.srt.mem_cache.storage.file.segment_index import Segment, number_of, slot_of
 from sglang.srt.mem_cache.storage.file.segment_writer import SegmentWriter
@@ -106,7 +107,7 @@ class TenantBlocks:
         return False
 
     def _erase(self, tenant: bytes) -> int:
-        """Returns how many blocks of the tenant are being written. Raises OSError."""
+        """Returns how many blocks of the tenant are being written, or may be. Raises OSError."""
         sync, index = self._sync, self._sync.index
         if not self._writer.lock_folder():
             raise TimeoutError(0, "another process keeps the lock of the folder")
@@ -114,7 +115,7 @@ class TenantBlocks:
             keys = set(self.log.keys_of(tenant))
             self._drop(keys)
             self._wipe_forgotten(keys)
-            claimed: set[bytes] = set()
+            claimed = self._delete_unusable(keys)
             for segment in list(index.segments.values()):
                 slots = [slot for slot in range(segment.used) if segment.checksum(slot) == CLAIMED]
                 mine = keys.intersection(segment.key(slot) for slot in slots)
@@ -159,6 +160,25 @@ class TenantBlocks:
             with contextlib.suppress(FileNotFoundError):
                 if slots := self._sync.files.slots_with(segment.path, segment.layout, keys):
                     self._wipe(segment, slots)
+
+    def _delete_unusable(self, keys: set[bytes]) -> set[bytes]:
+        """Segments whose head was damaged while the folder was open: they have left the index, and may have blocks of
+        the tenant. With the folder's lock. Returns those of the keys that may be in one to which others write. Raises
+        OSError."""
+        files, left = self._sync.files, set[bytes]()
+        for number in segment_numbers(self._sync.folder.path):
+            path = segment_path(self._sync.folder.path, number)
+            if number in self._sync.index.segments:
+                continue
+            head = read_head(path, files.layout)
+            # One that is empty is about to be begun.
+            if isinstance(head, UnusableHead) and head.reason:
+                self._writer.close()  # it may be this process's own
+                if not files.is_written_by_another(path):
+                    self._writer.unlink(path)
+                elif files.slots_with(path, files.layout, keys):
+                    left = keys
+        return set(left)
 
     def _delete_empty(self, segments: Iterable[Segment]) -> None:
         """With the folder's lock: segments that have no block any more, and to which no process writes."""
