@@ -15,7 +15,7 @@ Report = dict[str, Any]
 NOT_MEASURED = "not measured"
 
 # Parts of one large memcpy, and the allowed cost of transfers for computation: the project's aims
-# (docs/benchmarks.md).
+# (docs/evidence.md).
 LEAST_OF_MEMCPY = 0.95
 MOST_LOSS = 3.0
 # The allowed distance of `auto` from the best backend.
