@@ -49,7 +49,10 @@ class TenantLimits:
         self._prefix = prefix
         self._names_of = names_of
         self._clock = clock
+        # Never held while the store is asked, which may not answer.
         self._lock = threading.Lock()
+        # One thread evicts at a time.
+        self._evicting = threading.Lock()
         # Tenant -> the most blocks, and how many it had when it was last looked at.
         self._limits: dict[bytes, int] = {}
         self._counts: dict[bytes, int] = {}
@@ -143,19 +146,27 @@ class TenantLimits:
             if (limit := self._limits.get(tenant)) is None:
                 return False
             _remember(self._tenants, dict.fromkeys(used_at, tenant))
-            members = [arg for key, at in used_at.items() for arg in (b"%d" % at, key)]
-            commands: list[Sequence[Arg]] = [(b"ZADD", index, *how, *members)] if members else []
-            commands += [(b"EXPIRE", index, _INDEX_LIVES_S), (b"ZCARD", index)]
-            count = _checked(ask([(index, command) for command in commands]))[-1]
-            assert isinstance(count, int)
-            num_ahead = int(limit * _SHARE_AHEAD)
-            # It was empty, or has lost more than an eviction takes.
-            least = min(self._counts.get(tenant, 0), limit - num_ahead)
-            is_lost = bool(used_at) and (count == len(used_at) or count < least)
-            if count > limit:
-                count -= self._evict(index, count - limit + num_ahead, ask)
+            before = self._counts.get(tenant, 0)
+        members = [arg for key, at in used_at.items() for arg in (b"%d" % at, key)]
+        commands: list[Sequence[Arg]] = [(b"ZADD", index, *how, *members)] if members else []
+        count = self._count(index, [*commands, (b"EXPIRE", index, _INDEX_LIVES_S)], ask)
+        num_ahead = int(limit * _SHARE_AHEAD)
+        # It was empty, or has lost more than an eviction takes.
+        is_lost = bool(used_at) and (count == len(used_at) or count < min(before, limit - num_ahead))
+        if count > limit:
+            with self._evicting:
+                count = self._count(index, [], ask)  # another thread may have done it
+                if count > limit:
+                    count -= self._evict(index, count - limit + num_ahead, ask)
+        with self._lock:
             self._counts[tenant] = count
-            return is_lost
+        return is_lost
+
+    def _count(self, index: bytes, before: Sequence[Sequence[Arg]], ask: Ask) -> int:
+        """before: commands that are carried out first."""
+        count = _checked(ask([(index, command) for command in (*before, (b"ZCARD", index))]))[-1]
+        assert isinstance(count, int)
+        return count
 
     def _evict(self, index: bytes, num: int, ask: Ask) -> int:
         """Returns how many blocks have left the index."""
