@@ -14,9 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from sglang.srt.mem_cache.transfer import Tier
+
 if TYPE_CHECKING:
     import numpy as np
-from sglang.srt.mem_cache.transfer import Tier
 
 
 class BlockStore(Protocol):

@@ -131,7 +131,8 @@ class TenantLimits:
         """Blocks that were written; what is over the limit goes. Returns whether the store has lost the index, and it
         has to be made again. Raises StoreFailure."""
         now = self._now()
-        at = {key: self._used_at[key] if self._was_looked_up(key, now) else now for key in keys}
+        with self._lock:
+            at = {key: self._used_at[key] if self._was_looked_up(key, now) else now for key in keys}
         return self._add(tenant, at, (), ask)
 
     def add_found(self, tenant: bytes, idle_s: dict[bytes, int], ask: Ask) -> None:
