@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 import tempfile
 import time
@@ -39,65 +38,21 @@ from benchmark.peers.servers import (
     ServerError,
     ServerKind,
     Setting,
-    can_compile,
+    compiled_parts,
     has_package,
-    kernel_lanes,
     make_model,
-    stop_all,
 )
+from benchmark.peers.signals import stop_on_signals, stop_undisturbed
 
 # Of everything, from the first check until the servers are stopped.
 RUN_LIMIT_S = 40 * 60.0
 WHOLE, INCOMPLETE = "peers", "peers-incomplete"
-SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-# Floats in a vector -> what the CPU's makers call it.
-VECTOR_LEVELS = {16: "AVX-512", 8: "AVX", 4: "128 bits"}
 
 
 def positive(text: str) -> int:
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{number} is less than 1")
     return number
-
-
-def stop_on_signals() -> None:
-    """SystemExit, so that the servers are stopped. Signals after the first are ignored, so that nothing interrupts
-    that."""
-
-    def stop(number: int, _frame: object) -> None:
-        ignore_signals()
-        os.write(2, f"\nStopping the servers, which takes at most {STOP_TIMEOUT_S:.0f} s.\n".encode())
-        sys.exit(128 + number)
-
-    for number in SIGNALS:
-        signal.signal(number, stop)
-
-
-def ignore_signals() -> None:
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-
-
-def stop_undisturbed(servers: Sequence[RunningServer]) -> None:
-    try:
-        ignore_signals()
-    finally:  # a first signal may come before they are ignored
-        stop_all(servers, STOP_TIMEOUT_S)
-
-
-def warn(text: str) -> None:
-    print(f"\n{'!' * len(text)}\n{text}\n{'!' * len(text)}\n", file=sys.stderr, flush=True)
-
-
-def compiled_parts() -> dict[str, object]:
-    """What is compiled on this machine, for the report. Warns of what is not, as it decides the result."""
-    lanes = kernel_lanes()
-    if lanes is None:
-        warn("OUR KERNELS IN C DO NOT COMPILE HERE: ours runs up to three times slower. Install gcc, or set CC.")
-    if not can_compile():
-        warn("THERE IS NO g++: vLLM runs without its compiler, up to 1.5 times slower.")
-    level = "not compiled" if lanes is None else f"compiled, vectors of {lanes} floats ({VECTOR_LEVELS[lanes]})"
-    return {"our C kernels": level, "vLLM compiles the model": can_compile()}
 
 
 def measure(

@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmark.common import print_table, write_json
-from benchmark.peers.__main__ import compiled_parts, stop_on_signals, stop_undisturbed
 from benchmark.peers.servers import (
     CONTEXT,
     VLLM,
@@ -36,9 +35,11 @@ from benchmark.peers.servers import (
     ServerError,
     ServerKind,
     Setting,
+    compiled_parts,
     has_package,
     make_model,
 )
+from benchmark.peers.signals import stop_on_signals, stop_undisturbed
 
 from sglang.bench_serving import main as bench_serving
 

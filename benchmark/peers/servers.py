@@ -41,6 +41,8 @@ HOST_RATIO = 0.25
 VLLM_BLOCK = 128
 # Of SmolLM2-135M's KV in float32.
 BYTES_PER_TOKEN = 30 * 2 * 3 * 64 * 4
+# Floats in a vector -> what the CPU's makers call it.
+VECTOR_LEVELS = {16: "AVX-512", 8: "AVX", 4: "128 bits"}
 # The same weights for llama.cpp, beside the others.
 GGUF = "model.gguf"
 
@@ -149,6 +151,21 @@ def kernel_lanes() -> int | None:
     from sgl_kernel.cpu.library import LIBRARY
 
     return int(LIBRARY.function("cpu_lanes")()) if LIBRARY.is_available() else None
+
+
+def warn(text: str) -> None:
+    print(f"\n{'!' * len(text)}\n{text}\n{'!' * len(text)}\n", file=sys.stderr, flush=True)
+
+
+def compiled_parts() -> dict[str, object]:
+    """What is compiled on this machine, for the report. Warns of what is not, as it decides the result."""
+    lanes = kernel_lanes()
+    if lanes is None:
+        warn("OUR KERNELS IN C DO NOT COMPILE HERE: ours runs up to three times slower. Install gcc, or set CC.")
+    if not can_compile():
+        warn("THERE IS NO g++: vLLM runs without its compiler, up to 1.5 times slower.")
+    level = "not compiled" if lanes is None else f"compiled, vectors of {lanes} floats ({VECTOR_LEVELS[lanes]})"
+    return {"our C kernels": level, "vLLM compiles the model": can_compile()}
 
 
 class ServerError(Exception):

