@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmark.common import print_table, write_json
+from benchmark.peers.client import ask, quantile
 from benchmark.peers.servers import (
     CONTEXT,
     VLLM,
@@ -40,8 +40,6 @@ from benchmark.peers.servers import (
     make_model,
 )
 from benchmark.peers.signals import stop_on_signals, stop_undisturbed
-
-from sglang.bench_serving import main as bench_serving
 
 DEVICE_TOKENS, HOST_TOKENS = 8192, 16384
 SECONDS = 24.0
@@ -122,45 +120,17 @@ SYSTEMS = (
 _KEPT = ("request_throughput", "completed", "failed", "unfinished", "median_tpot_ms", "cached_share")
 
 
-def ask(server: RunningServer, load: Load, flags: Sequence[str], seed: int) -> dict[str, Any]:
-    """bench_serving's result. Raises ServerError."""
-    server.wait_until_idle()
-    model = str(server.setting.model)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "result.jsonl"
-        bench_serving(
-            [
-                *("--backend", "vllm" if server.kind is VLLM else "sglang-oai", "--base-url", server.url),
-                *("--model", model, "--tokenizer", model, "--tokenize-prompt", "--context-len", str(CONTEXT)),
-                *("--seed", str(seed), "--output-file", str(file), "--output-details", "--disable-tqdm"),
-                *load.flags,
-                *flags,
-            ]
-        )
-        if not file.exists():
-            raise server.failure(f"bench_serving could not measure {load.name}")
-        result: dict[str, Any] = json.loads(file.read_text())
-        return result
-
-
 def measure(server: RunningServer, load: Load, rate: float, seconds: float, seed: int) -> dict[str, Any]:
     """One row. Raises ServerError."""
     count = max(8, round(rate * seconds))
     limit_s = WAITS * max(seconds, count / rate)
     flags = ("--num-prompts", str(count), "--request-rate", f"{rate:g}", "--benchmark-duration", f"{limit_s:g}")
-    result = ask(server, load, flags, seed)
+    result = ask(server, (*load.flags, *flags), CONTEXT, seed)
     row = {"load": load.name, "rate": rate, "system": server.kind.name, "requests": result["num_prompts"]}
     for name, share in (("median TTFT s", 0.5), ("P90 TTFT s", 0.9)):
         row[name] = quantile(result["ttfts"], result["num_prompts"], share)
     by_tier = {f"{tier} hits": share for tier, share in (result["cached_share_by_tier"] or {}).items()}
     return row | {name: result[name] for name in _KEPT} | by_tier
-
-
-def quantile(times: Sequence[float | None], count: int, share: float) -> float | None:
-    """Of count requests, of which those without a time are later than all others. None: it is one of these."""
-    known = sorted(time for time in times if time is not None)
-    at = math.ceil(share * count) - 1
-    return known[at] if at < len(known) else None
 
 
 def run(
@@ -170,7 +140,7 @@ def run(
         overloaded: set[str] = set()
         if load.warm_up is not None:
             for server in servers:
-                ask(server, load, load.warm_up, SEED)
+                ask(server, (*load.flags, *load.warm_up), CONTEXT, SEED)
         for number, rate in enumerate(load.rates):
             # Whoever begins changes, as the machine may.
             turn = [*servers[number % len(servers) :], *servers[: number % len(servers)]]

@@ -1,0 +1,83 @@
+"""Runs of `benchmark.peers.load` and `benchmark.peers.traces`, with servers that are not there."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from benchmark.papers.traces_runs import TraceSettings, capacities
+from benchmark.peers import load, traces
+from benchmark.peers.client import quantile
+from benchmark.peers.load import Load
+
+from sglang.serving_benchmark.datasets.traces import BLOCK
+
+
+@pytest.mark.parametrize(
+    "times, share, expected",
+    [
+        ([3.0, 1.0, 2.0, 4.0], 0.5, 2.0),
+        ([3.0, 1.0, 2.0, 4.0], 0.9, 4.0),
+        ([1.0, None, 2.0, None], 0.5, 2.0),
+        ([1.0, None, 2.0, None], 0.75, None),
+        ([], 0.5, None),
+    ],
+)
+def test_requests_without_an_answer_are_later_than_all_others(
+    times: list[float | None], share: float, expected: float | None
+) -> None:
+    assert quantile(times, 4, share) == expected
+
+
+def test_what_is_overloaded_is_not_asked_at_higher_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    capacity = {"slow": 0.5, "fast": 2.0}
+    asked: list[tuple[str, float]] = []
+
+    def measure(server: Any, load: Load, rate: float, *_: Any) -> dict[str, Any]:
+        asked.append((server.kind.name, rate))
+        return {"median TTFT s": 0.1 if rate <= capacity[server.kind.name] else None}
+
+    monkeypatch.setattr(load, "measure", measure)
+    servers: Any = [SimpleNamespace(kind=SimpleNamespace(name=name)) for name in capacity]
+    rows: list[dict[str, Any]] = []
+    written: list[int] = []
+    load.run(servers, [Load("any", (), (0.5, 1.0, 2.0))], 1.0, lambda: written.append(len(rows)), rows)
+    # At the second rate the other one begins.
+    assert asked == [("slow", 0.5), ("fast", 0.5), ("fast", 1.0), ("slow", 1.0), ("fast", 2.0)]
+    assert written == [2, 4, 5]
+
+
+def test_lengths_and_pools_are_divided_by_one_factor(tmp_path: Path) -> None:
+    lengths = [100 * BLOCK, 3 * BLOCK + 256, 40 * BLOCK]
+    rows = [
+        {
+            "timestamp": 1000 * n,
+            "input_length": length,
+            "output_length": 256,
+            "hash_ids": list(range(-(-length // BLOCK))),
+        }
+        for n, length in enumerate(lengths)
+    ]
+    path = tmp_path / "mooncake_conversation.jsonl.gz"
+    with gzip.open(path, "wt") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    plan = traces.plan_of(path)
+    # 100 blocks of 20 tokens and an answer of 10 fit 2,048 tokens; with blocks of 21 they would not.
+    assert plan.factor == 20 / BLOCK and plan.all_tokens == (100 + 3 + 40) * 20 + 10 + 3 * 10
+    sizes = capacities(TraceSettings("ours", path))
+    assert [plan.device_tokens, plan.host_tokens] == [int(size * 20 / BLOCK) for size in sizes]
+
+
+def test_every_system_has_a_command_line(tmp_path: Path) -> None:
+    plan = traces.Plan(traces.CASES["agentic_200k"], tmp_path, 0.02, 1000, 2500, 9000)
+    setting: Any = SimpleNamespace(model=tmp_path, threads=2)
+    commands = {name: traces.server_kind(name, plan).command(setting, 1) for name in traces.SYSTEMS}
+    for name, command in commands.items():
+        has_host = "--no-hicache" not in command
+        assert has_host == (name in ("as SGLang-HiCache", "as Strata", "ours"))
+        assert not has_host or command[command.index("--hicache-ratio") + 1] == "2.5"
+        assert command[command.index("--max-total-tokens") + 1] == ("9000" if name == traces.ON_DEVICE else "1000")
