@@ -9,7 +9,8 @@ A table whose numbers were measured or simulated has a comment above it, which t
 
 columns: by heading, the template of its cells. rows: by a row's first cell, the templates of its other cells, or one
 template for all; they go before columns, and "" leaves a cell to its author. In a template <row> is the row's first
-cell and <column> the heading, without Markdown and commas in numbers. {path:format} is a value of the file, formatted
+cell, <column> the heading, both without Markdown and commas in numbers, and <number> counts the rows from 0.
+{path:format} is a value of the file, formatted
 as Python does: names with dots between them, and after a list [field=value & field=value], which picks its one
 element with those values, or [number]. {other/path:format} is a value of the file other.json.
 
@@ -78,7 +79,7 @@ def _fill(binding: dict[str, Any], table: str) -> str:
             if j and mine is not None:
                 template = mine if isinstance(mine, str) else mine[j - 1] if j - 1 < len(mine) else ""
             if template:
-                text = template.replace("<row>", label).replace("<column>", head)
+                text = template.replace("<row>", label).replace("<column>", head).replace("<number>", str(i - 2))
                 cells[j] = _PLACE.sub(lambda place: _shown(binding.get("file", ""), place[1]), text)
         lines[i] = f"| {' | '.join(cells)} |".replace("|  |", "| |")
     return "\n".join(lines)

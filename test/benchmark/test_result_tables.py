@@ -51,6 +51,12 @@ def test_a_column_by_row() -> None:
     assert rows == ["| **a** | 3.46 | ours |", "| b | 7.00 | |"]
 
 
+def test_a_column_by_the_number_of_the_row() -> None:
+    binding = {"file": "one", "columns": {"rate": "{points[<number>].rate:.0f}"}}
+    rows = fill(binding, "| | | rate |", "|---|---|--:|", "| a | x | |", "| | y | 7 |")
+    assert rows == ["| a | x | 1 |", "| | y | 2 |"]
+
+
 def test_a_row_by_column_and_one_by_cell() -> None:
     place = "{points[system=a & rate=<column>].stall %:.0f} %"
     binding = {"file": "one", "rows": {"stalled": place, "else": ["", "{other/rows[0].n:,}"]}}
