@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,16 +12,17 @@ from typing import Any
 
 from benchmark.peers.servers import VLLM, RunningServer
 
+from sglang.bench_serving import INTERRUPTED
 from sglang.bench_serving import main as bench_serving
 
 
 def ask(server: RunningServer, flags: Sequence[str], context_len: int, seed: int) -> dict[str, Any]:
-    """bench_serving's result, of an idle server. Raises ServerError."""
+    """bench_serving's result, of an idle server. Raises ServerError. Its Ctrl-C ends the process."""
     server.wait_until_idle()
     model = str(server.setting.model)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "result.jsonl"
-        bench_serving(
+        ended = bench_serving(
             [
                 *("--backend", "vllm" if server.kind is VLLM else "sglang-oai", "--base-url", server.url),
                 *("--model", model, "--tokenizer", model, "--tokenize-prompt", "--context-len", str(context_len)),
@@ -28,6 +30,8 @@ def ask(server: RunningServer, flags: Sequence[str], context_len: int, seed: int
                 *flags,
             ]
         )
+        if ended == INTERRUPTED:
+            sys.exit(ended)
         if not file.exists():
             raise server.failure(f"bench_serving could not measure with {' '.join(flags)}")
         result: dict[str, Any] = json.loads(file.read_text())

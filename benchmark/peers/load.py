@@ -59,15 +59,17 @@ class Load:
     warm_up: tuple[str, ...] | None = None
 
 
-# 36,000 tokens of documents, each computed once before: more than device and host together.
+# 36,000 tokens of documents, each computed once before: more than device and host together. Each question draws one of
+# them; an exponent near 0 makes all as likely. The order shuffle would ask about the first few of them at low rates.
 DOCUMENTS = Load(
     "documents",
     (
         *("--dataset-name", "loogle", "--loogle-num-documents", "24", "--loogle-document-len", "1536"),
         *("--loogle-question-len", "32", "--loogle-output-len", "16"),
+        *("--loogle-order", "zipf", "--loogle-zipf-alpha", "0.01"),
     ),
     (0.25, 0.5, 1.0, 2.0),
-    warm_up=("--num-prompts", "24", "--request-rate", "inf", "--max-concurrency", "2"),
+    warm_up=("--num-prompts", "24", "--loogle-order", "shuffle", "--request-rate", "inf", "--max-concurrency", "2"),
 )
 CONVERSATIONS = Load(
     "conversations",
@@ -122,7 +124,7 @@ _KEPT = ("request_throughput", "completed", "failed", "unfinished", "median_tpot
 
 def measure(server: RunningServer, load: Load, rate: float, seconds: float, seed: int) -> dict[str, Any]:
     """One row. Raises ServerError."""
-    count = max(8, round(rate * seconds))
+    count = max(12, round(rate * seconds))
     limit_s = WAITS * max(seconds, count / rate)
     flags = ("--num-prompts", str(count), "--request-rate", f"{rate:g}", "--benchmark-duration", f"{limit_s:g}")
     result = ask(server, (*load.flags, *flags), CONTEXT, seed)
