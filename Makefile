@@ -133,7 +133,7 @@ bench: setup
 bench-peers: $(PEERS)/.setup-done
 	VLLM_PYTHON=$(PEERS)/bin/python $(PY) -m benchmark.peers
 
-# Time to first token at rising load, tier by tier and of vLLM; half an hour, JSON in bench-out/load.json.
+# Time to first token at rising load, tier by tier and of vLLM; an hour and a quarter, JSON in bench-out/load_*.json.
 bench-load: $(PEERS)/.setup-done
 	VLLM_PYTHON=$(PEERS)/bin/python $(PY) -m benchmark.peers.load
 

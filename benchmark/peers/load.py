@@ -9,7 +9,7 @@ rate. Requests are sent for --seconds, and waited for, for as long again and a h
 count as later than all others. A system that has not answered half of them is overloaded, and is not asked at higher
 rates. The client is `sglang.bench_serving`, on the same cores.
 
-JSON in bench-out/load.json, after every rate.
+JSON in bench-out/load_<workload>.json, after every rate.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from benchmark.peers.servers import (
 )
 from benchmark.peers.signals import stop_on_signals, stop_undisturbed
 
+Row = dict[str, Any]
 DEVICE_TOKENS, HOST_TOKENS = 8192, 16384
 SECONDS = 24.0
 # From the first request to when those without an answer are given up, as a multiple of the seconds of sending.
@@ -59,8 +61,8 @@ class Load:
     warm_up: tuple[str, ...] | None = None
 
 
-# 36,000 tokens of documents, each computed once before: more than device and host together. Each question draws one of
-# them; an exponent near 0 makes all as likely. The order shuffle would ask about the first few of them at low rates.
+# 36,000 tokens of documents, each computed once before: more than device and host together. Each question draws one;
+# an exponent near 0 makes all as likely. The order shuffle would ask about the first few of them at low rates.
 DOCUMENTS = Load(
     "documents",
     (
@@ -122,9 +124,8 @@ SYSTEMS = (
 _KEPT = ("request_throughput", "completed", "failed", "unfinished", "median_tpot_ms", "cached_share")
 
 
-def measure(server: RunningServer, load: Load, rate: float, seconds: float, seed: int) -> dict[str, Any]:
+def measure(server: RunningServer, load: Load, rate: float, count: int, seconds: float, seed: int) -> Row:
     """One row. Raises ServerError."""
-    count = max(12, round(rate * seconds))
     limit_s = WAITS * max(seconds, count / rate)
     flags = ("--num-prompts", str(count), "--request-rate", f"{rate:g}", "--benchmark-duration", f"{limit_s:g}")
     result = ask(server, (*load.flags, *flags), CONTEXT, seed)
@@ -136,24 +137,30 @@ def measure(server: RunningServer, load: Load, rate: float, seconds: float, seed
 
 
 def run(
-    servers: Sequence[RunningServer], loads: Sequence[Load], seconds: float, write: Any, rows: list[dict[str, Any]]
+    servers: Sequence[RunningServer],
+    load: Load,
+    seconds: float,
+    rows: list[Row],
+    write: Callable[[list[Row]], None],
 ) -> None:
-    for load in loads:
-        overloaded: set[str] = set()
-        if load.warm_up is not None:
-            for server in servers:
-                ask(server, (*load.flags, *load.warm_up), CONTEXT, SEED)
-        for number, rate in enumerate(load.rates):
-            # Whoever begins changes, as the machine may.
-            turn = [*servers[number % len(servers) :], *servers[: number % len(servers)]]
-            for server in turn:
-                if server.kind.name in overloaded:
-                    continue
-                row = measure(server, load, rate, seconds, SEED + (0 if load.warm_up else number))
-                rows.append(row)
-                if row["median TTFT s"] is None:
-                    overloaded.add(server.kind.name)
-            write()
+    """Adds a row for each system and rate. write: called with all rows after each rate. Raises ServerError."""
+    overloaded: set[str] = set()
+    if load.warm_up is not None:
+        for server in servers:
+            ask(server, (*load.flags, *load.warm_up), CONTEXT, SEED)
+    for number, rate in enumerate(load.rates):
+        # Another number of requests draws other documents.
+        count = max(12 + number, round(rate * seconds))
+        # Whoever begins changes, as the machine may.
+        turn = [*servers[number % len(servers) :], *servers[: number % len(servers)]]
+        for server in turn:
+            if server.kind.name in overloaded:
+                continue
+            row = measure(server, load, rate, count, seconds, SEED + (0 if load.warm_up else number))
+            rows.append(row)
+            if row["median TTFT s"] is None:
+                overloaded.add(server.kind.name)
+        write(rows)
 
 
 def main() -> int:
@@ -171,21 +178,19 @@ def main() -> int:
     stop_on_signals()
     began = time.monotonic()
     threads = os.cpu_count() or 1
-    rows: list[dict[str, Any]] = []
     settings: dict[str, Any] = {
         "model": "SmolLM2-135M-Instruct, float32",
         "device tokens": DEVICE_TOKENS,
         "host tokens": HOST_TOKENS,
         "threads": threads,
         "seconds of a rate": args.seconds,
-        "loads": {load.name: list(load.flags) for load in loads},
         "vLLM": version or "not installed",
         **compiled_parts(),
     }
 
-    def write(is_whole: bool = False) -> None:
-        settings["seconds"] = round(time.monotonic() - began)
-        write_json("load", settings, rows, complete=is_whole)
+    def write(load: Load, rows: list[Row], is_whole: bool = False) -> None:
+        own = settings | {"flags": list(load.flags), "seconds": round(time.monotonic() - began)}
+        write_json(f"load_{load.name}", own, rows, complete=is_whole)
 
     with tempfile.TemporaryDirectory(prefix="bench-load-") as folder:
         setting = Setting(make_model(), DEVICE_TOKENS + HOST_TOKENS, threads, Path(folder))
@@ -193,14 +198,16 @@ def main() -> int:
         try:
             for server in servers:
                 server.start()
-            run(servers, loads, args.seconds, write, rows)
-            write(is_whole=not parts)
+            for load in loads:
+                rows: list[Row] = []
+                run(servers, load, args.seconds, rows, partial(write, load))
+                write(load, rows, is_whole=kinds == list(SYSTEMS))
+                print_table(f"{load.name}, measured", rows)
         except ServerError as error:
             print(f"{error}\n{error.log}", file=sys.stderr)
             return 1
         finally:
             stop_undisturbed(servers)
-    print_table("measured", rows)
     return 0
 
 

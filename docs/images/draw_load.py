@@ -1,6 +1,6 @@
-"""Draws docs/records/results/load.json, for light and for dark pages: `python docs/images/draw_load.py`.
+"""Draws docs/records/results/load_*.json, for light and for dark pages: `python docs/images/draw_load.py`.
 
-`make bench-load` writes such a file to bench-out/; copy it to docs/records/results to show it.
+`make bench-load` writes such files to bench-out/; copy them to docs/records/results to show them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from draw_peers import COLOURS
 from matplotlib.ticker import FuncFormatter
 
 FOLDER = Path(__file__).parent
-RESULTS = FOLDER.parent / "records" / "results" / "load.json"
+RESULTS = FOLDER.parent / "records" / "results"
+LOADS = ("documents", "conversations", "agents")
 # Lines, in the order of the report.
 STYLES = {
     "no cache": {"color": "#9ca3af", "linestyle": "--"},
@@ -29,18 +30,18 @@ STYLES = {
 }
 
 
-def draw(report: dict[str, Any], colours: dict[str, str], file: Path) -> None:
-    rows, settings = report["rows"], report["settings"]
-    loads = list(dict.fromkeys(row["load"] for row in rows))
+def draw(reports: list[dict[str, Any]], colours: dict[str, str], file: Path) -> None:
+    """A panel for each report."""
+    settings = reports[0]["settings"]
     plt.rcParams.update({"svg.hashsalt": "load", "font.family": "DejaVu Sans", "svg.fonttype": "none"})
-    figure, panels = plt.subplots(1, len(loads), figsize=(9.2, 3.3), sharey=True, layout="constrained")
-    for axes, load in zip(panels, loads):
+    figure, panels = plt.subplots(1, len(reports), figsize=(9.2, 3.3), sharey=True, layout="constrained")
+    for axes, report in zip(panels, reports):
         for system, style in STYLES.items():
-            points = [row for row in rows if row["load"] == load and row["system"] == system]
+            points = [row for row in report["rows"] if row["system"] == system]
             shown = [(row["rate"], row["median TTFT s"]) for row in points if row["median TTFT s"] is not None]
             if shown:
                 axes.plot(*zip(*shown), marker="o", markersize=3.5, label=system, **style)
-        axes.set_title(load, fontsize=10, color=colours["text"])
+        axes.set_title(report["rows"][0]["load"], fontsize=10, color=colours["text"])
         axes.set_xlabel("requests per second, offered", fontsize=9, color=colours["faint"])
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} s"))
@@ -56,7 +57,7 @@ def draw(report: dict[str, Any], colours: dict[str, str], file: Path) -> None:
     figure.suptitle(
         f"{settings['model']}, {settings['threads']} cores, device pool of {settings['device tokens']:,} tokens, "
         f"host tier of {settings['host tokens']:,};\nvLLM {settings['vLLM']} (CPU) has the sum. A line ends where "
-        f"the system is overloaded. Measured on {report['hardware']}, {report['date'][:10]}",
+        f"the system is overloaded. Measured on {reports[0]['hardware']}, {reports[0]['date'][:10]}",
         fontsize=8.5,
         color=colours["faint"],
     )
@@ -65,6 +66,6 @@ def draw(report: dict[str, Any], colours: dict[str, str], file: Path) -> None:
 
 
 if __name__ == "__main__":
-    found = json.loads(RESULTS.read_text())
+    found = [json.loads((RESULTS / f"load_{load}.json").read_text()) for load in LOADS]
     for name, colours in COLOURS.items():
         draw(found, colours, FOLDER / f"load-{name}.svg")

@@ -36,19 +36,21 @@ def test_requests_without_an_answer_are_later_than_all_others(
 def test_what_is_overloaded_is_not_asked_at_higher_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     capacity = {"slow": 0.5, "fast": 2.0}
     asked: list[tuple[str, float]] = []
+    counts: list[int] = []
 
-    def measure(server: Any, load: Load, rate: float, *_: Any) -> dict[str, Any]:
+    def measure(server: Any, load: Load, rate: float, count: int, *_: Any) -> dict[str, Any]:
         asked.append((server.kind.name, rate))
+        counts.append(count)
         return {"median TTFT s": 0.1 if rate <= capacity[server.kind.name] else None}
 
     monkeypatch.setattr(load, "measure", measure)
     servers: Any = [SimpleNamespace(kind=SimpleNamespace(name=name)) for name in capacity]
     rows: list[dict[str, Any]] = []
     written: list[int] = []
-    load.run(servers, [Load("any", (), (0.5, 1.0, 2.0))], 1.0, lambda: written.append(len(rows)), rows)
+    load.run(servers, Load("any", (), (0.5, 1.0, 2.0)), 20.0, rows, lambda rows: written.append(len(rows)))
     # At the second rate the other one begins.
     assert asked == [("slow", 0.5), ("fast", 0.5), ("fast", 1.0), ("slow", 1.0), ("fast", 2.0)]
-    assert written == [2, 4, 5]
+    assert written == [2, 4, 5] and counts == [12, 12, 20, 20, 40]
 
 
 def test_lengths_and_pools_are_divided_by_one_factor(tmp_path: Path) -> None:
