@@ -66,7 +66,7 @@ def test_all_sources_while_each_part_is_killed_stopped_and_slowed(tmp_path: Path
 
 
 def test_a_short_chaos(tmp_path: Path) -> None:
-    run(tmp_path, Config(seed=1, steps=2, mixed=4, router="sglang"))
+    run(tmp_path, Config(seed=1, steps=2, mixed=2, router="sglang"))
 
 
 @pytest.mark.slow

@@ -125,7 +125,7 @@ def runs() -> Runs:
 LONG = ("10", "12", "14", "ours")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "number", [pytest.param(n, marks=pytest.mark.slow if n in LONG else ()) for n in shadowserve.FIGURES]
 )

@@ -173,6 +173,7 @@ def test_where_a_history_comes_from(found: dict[str, ServingOutcome]) -> None:
     assert p99[TODAY] < p99["SGLang (HiCache)"]
 
 
+@pytest.mark.slow
 def test_phases_add_up(found: dict[str, ServingOutcome]) -> None:
     for outcome in found.values():
         total = outcome.queue_s + outcome.stall_s + outcome.execute_s
@@ -181,6 +182,7 @@ def test_phases_add_up(found: dict[str, ServingOutcome]) -> None:
         assert 0 < load_share(outcome) < 100 and 0 <= store_share(outcome) < 100 and 0 <= stall_share(outcome) < 100
 
 
+@pytest.mark.slow
 def test_the_row_of_the_paper_streams_and_stores_at_once(found: dict[str, ServingOutcome]) -> None:
     swift, ours = found["SwiftCache"], found["ours"]
     assert swift.counters["streamed_reqs"] == 12 and "streamed_reqs" not in ours.counters
@@ -225,6 +227,7 @@ def test_what_bursts_of_workers_cost_both() -> None:
     assert replace(home, wall_s=0.0) == replace(simulate(replace(busy, system=ALONE)), wall_s=0.0)
 
 
+@pytest.mark.slow
 def test_a_reduction_by_hand(found: dict[str, ServingOutcome]) -> None:
     one, other = (replace(found["ours"], p99_ttft_s=s) for s in (0.33, 1.0))
     assert reduction((one, other)) == pytest.approx(67)

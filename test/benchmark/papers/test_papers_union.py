@@ -98,6 +98,7 @@ def test_hits_come_from_tiers_that_a_row_has(found: dict[str, UnionOutcome]) -> 
     assert max(found.values(), key=lambda o: o.mean_ttft_s) is found["device"]
 
 
+@pytest.mark.slow
 def test_the_best_part(found: dict[str, UnionOutcome]) -> None:
     named = {(name, 0.5, LIGHT): outcome for name, outcome in found.items()}
     best = best_part(named, 0.5, LIGHT)
