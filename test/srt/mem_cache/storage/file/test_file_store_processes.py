@@ -177,7 +177,7 @@ def run(tmp_path: Path, seed: int, num_workers: int, num_calls: int, num_faults:
     check_folder(config, workers.num_started)
 
 
-@pytest.mark.parametrize(("num_calls", "num_faults"), [(150, 4), pytest.param(600, 12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("num_calls", "num_faults"), [(60, 2), pytest.param(600, 12, marks=pytest.mark.slow)])
 def test_processes_share_a_folder(num_calls: int, num_faults: int, tmp_path: Path) -> None:
     run(tmp_path, seed=1, num_workers=3, num_calls=num_calls, num_faults=num_faults)
 
