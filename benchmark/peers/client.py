@@ -39,7 +39,7 @@ def ask(server: RunningServer, flags: Sequence[str], context_len: int, seed: int
 
 
 def quantile(times: Sequence[float | None], count: int, share: float) -> float | None:
-    """Of count requests, of which those without a time are later than all others. None: it is one of these."""
+    """Of count requests. Those without a time are later than all others. None: the one at this share has none."""
     known = sorted(time for time in times if time is not None)
     at = math.ceil(share * count) - 1
     return known[at] if at < len(known) else None
