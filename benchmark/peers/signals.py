@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from benchmark.peers.servers import STOP_TIMEOUT_S, RunningServer, stop_all
 
@@ -28,6 +29,17 @@ def stop_on_signals() -> None:
 def ignore_signals() -> None:
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+
+
+@contextmanager
+def running(server: RunningServer) -> Iterator[None]:
+    """Started, and in the end stopped, also by a signal. Servers may run one after the other. Raises ServerError."""
+    stop_on_signals()
+    try:
+        server.start()
+        yield
+    finally:
+        stop_undisturbed([server])
 
 
 def stop_undisturbed(servers: Sequence[RunningServer]) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from benchmark.papers.traces_runs import TraceSettings, capacities
-from benchmark.peers import load, traces
+from benchmark.peers import load, signals, traces
 from benchmark.peers.client import quantile
 from benchmark.peers.load import Load
 
@@ -72,10 +73,33 @@ def test_lengths_and_pools_are_divided_by_one_factor(tmp_path: Path) -> None:
     assert plan.factor == 20 / BLOCK and plan.all_tokens == (100 + 3 + 40) * 20 + 10 + 3 * 10
     sizes = capacities(TraceSettings("ours", path))
     assert [plan.device_tokens, plan.host_tokens] == [int(size * 20 / BLOCK) for size in sizes]
+    assert (plan.context, plan.slowdown, plan.num_requests) == (2048, 1.0, 3)
+    # 143 blocks in two seconds. At 1.2 ms a token, 10 tokens a block are too many, 5 are not.
+    plan = traces.plan_of(path, token_s=0.0012)
+    assert (plan.context, plan.factor, plan.slowdown, plan.num_requests) == (512, 5 / BLOCK, 1.0, 3)
+    # 7.15 seconds of computing should be three quarters of 9.53. Two of three requests have come after 5 seconds.
+    plan = traces.plan_of(path, token_s=0.01, limit_s=25.0)
+    assert (plan.factor, plan.slowdown, plan.num_requests) == (5 / BLOCK, 4.78, 2)
+
+
+def test_a_signal_stops_the_second_server_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped: list[Any] = []
+    monkeypatch.setattr(signals, "stop_all", lambda servers, _: stopped.append(list(servers)))
+    server: Any = SimpleNamespace(start=lambda: None)
+    before = {number: signal.getsignal(number) for number in signals.SIGNALS}
+    try:
+        with signals.running(server):
+            pass
+        with pytest.raises(SystemExit) as raised, signals.running(server):
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert raised.value.code == 128 + signal.SIGTERM and stopped == [[server]] * 2
 
 
 def test_every_system_has_a_command_line(tmp_path: Path) -> None:
-    plan = traces.Plan(traces.CASES["agentic_200k"], tmp_path, 0.02, 1000, 2500, 9000)
+    plan = traces.Plan(traces.CASES["agentic_200k"], tmp_path, 4096, 0.02, 1.0, 200, 1000, 2500, 9000)
     setting: Any = SimpleNamespace(model=tmp_path, threads=2)
     commands = {name: traces.server_kind(name, plan).command(setting, 1) for name in traces.SYSTEMS}
     for name, command in commands.items():
