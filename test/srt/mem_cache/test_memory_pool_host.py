@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.memory_pool_host import (
     HostMemoryError,
     MHATokenToKVPoolHost,
     cuda_register,
+    host_pages_that_fit,
     pin_memory,
 )
 from sglang.srt.mem_cache.page_layout import PageLayout
@@ -169,3 +170,16 @@ def test_memory_that_cannot_be_pinned_says_what_to_lower(monkeypatch):
     runtime.cudaHostRegister.assert_called_once_with(4096, 64_000_000_000, 0)
     runtime.cudaHostRegister.return_value = 0
     cuda_register(4096, 8192)
+
+
+@pytest.mark.parametrize(
+    ("is_pinned", "available_gib", "fitting_gib"),
+    [(False, 10, 8), (True, 20, 12), (True, 128, 115.2), (True, 8, 0), (False, 1, 0)],
+)
+def test_the_pool_leaves_the_system_memory(is_pinned: bool, available_gib: float, fitting_gib: float) -> None:
+    page = 1 << 20
+    found, limited = host_pages_that_fit(1 << 20, page, 2.0, 0.0, int(available_gib * 2**30), is_pinned)
+    assert limited and found == int(fitting_gib * 1024)
+    # What fits is not made smaller.
+    if fitting_gib:
+        assert host_pages_that_fit(100, page, 2.0, 0.0, int(available_gib * 2**30), is_pinned) == (200, False)

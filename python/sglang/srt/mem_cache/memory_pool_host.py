@@ -19,8 +19,10 @@ from sglang.srt.mem_cache.memory_pool import DevicePool
 from sglang.srt.mem_cache.page_memory import PageMemory
 from sglang.srt.utils.shared_memory import SharedMemory
 
-# Left for the system when the host pool is sized.
-HOST_MEMORY_RESERVE_BYTES = 2 << 30
+# Left for the system when the host pool is sized. The system cannot take pinned memory back, and a process beside a
+# GPU has more to keep: weights on their way, and buffers of the tiers below.
+_RESERVE_BYTES = 2 << 30
+_RESERVE_BYTES_BESIDE_PINNED = 8 << 30
 
 logger = logging.getLogger(__name__)
 
@@ -166,13 +168,14 @@ def cuda_unregister(address: int) -> None:
 
 
 def host_pages_that_fit(
-    num_device_pages: int, page_bytes: int, ratio: float, size_gb: float, available_bytes: int
+    num_device_pages: int, page_bytes: int, ratio: float, size_gb: float, available_bytes: int, is_pinned: bool
 ) -> tuple[int, bool]:
     """Pages of the host pool, and whether free memory was what limited them.
 
     ratio: host size over device size; size_gb, in 1e9 bytes, wins over it where it is not 0. At most what is
-    available less a reserve.
+    available less a reserve: of a pinned pool the larger of 8 GiB and a tenth.
     """
     wanted = int(size_gb * 1e9) // page_bytes if size_gb else int(num_device_pages * ratio)
-    fitting = max(0, available_bytes - HOST_MEMORY_RESERVE_BYTES) // page_bytes
+    reserve = max(_RESERVE_BYTES_BESIDE_PINNED, available_bytes // 10) if is_pinned else _RESERVE_BYTES
+    fitting = max(0, available_bytes - reserve) // page_bytes
     return min(wanted, fitting), fitting < wanted

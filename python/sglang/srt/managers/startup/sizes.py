@@ -67,8 +67,9 @@ def build_config(
     num_host_pages = 0
     if args.enable_hierarchical_cache:
         # The CPU's "device" is in the same memory.
-        taken = num_pages * page_bytes if device.type == "cpu" else 0
-        num_host_pages = _host_pages(args, num_pages, page_bytes, group.size, taken)
+        is_pinned = device.type != "cpu"
+        taken = 0 if is_pinned else num_pages * page_bytes
+        num_host_pages = _host_pages(args, num_pages, page_bytes, group.size, taken, is_pinned)
     logger.info(
         "KV cache: %d tokens on the device (%.2f GB), page size %d",
         num_pages * args.page_size,
@@ -118,7 +119,9 @@ def build_config(
     )
 
 
-def _host_pages(args: ServerArgs, num_device_pages: int, page_bytes: int, num_ranks: int, taken: int) -> int:
+def _host_pages(
+    args: ServerArgs, num_device_pages: int, page_bytes: int, num_ranks: int, taken: int, is_pinned: bool
+) -> int:
     """taken: bytes of host memory that the device pool is going to take."""
     num_pages, limited = host_pages_that_fit(
         num_device_pages,
@@ -126,6 +129,7 @@ def _host_pages(args: ServerArgs, num_device_pages: int, page_bytes: int, num_ra
         args.hicache_ratio,
         args.hicache_size / num_ranks,
         free_memory(CPU, num_ranks) - taken,
+        is_pinned,
     )
     if num_pages < 1:
         raise StartupError("no host memory is free for --hicache: lower --max-total-tokens or drop --hicache")
