@@ -30,15 +30,23 @@ from sglang.srt.mem_cache.kv_view import KVView, PagedSegments
 
 @dataclass(frozen=True)
 class Batch:
-    """num_reqs requests with num_new tokens each behind a prefix. With one new token it is a decode."""
+    """num_reqs requests with num_new tokens each behind a prefix. With one new token it is a decode. beside: others
+    in the same launch."""
 
     num_reqs: int
     prefix: int
     num_new: int
+    beside: Batch | None = None
 
     @property
-    def length(self) -> int:
-        return self.prefix + self.num_new
+    def name(self) -> str:
+        return f"{self.num_reqs} x {self.prefix} + {self.num_new}"
+
+    @property
+    def lengths(self) -> list[tuple[int, int]]:
+        """Of each request: the tokens before the new ones, and the new ones."""
+        others = self.beside.lengths if self.beside else []
+        return [(self.prefix, self.num_new)] * self.num_reqs + others
 
 
 GPU_BATCHES = (
@@ -46,11 +54,17 @@ GPU_BATCHES = (
     Batch(1, 8192, 2048),
     Batch(1, 65536, 2048),
     Batch(8, 4096, 512),
+    # Few tokens behind a prefix that was found.
+    Batch(1, 12288, 48),
+    Batch(1, 65536, 16),
+    Batch(1, 12288, 48, Batch(32, 4096, 1)),
     Batch(1, 32768, 1),
     Batch(32, 4096, 1),
     Batch(128, 4096, 1),
+    # One long request among short ones.
+    Batch(40, 512, 1, Batch(1, 131072, 1)),
 )
-CPU_BATCHES = (Batch(1, 0, 512), Batch(1, 2048, 256), Batch(8, 1024, 1))
+CPU_BATCHES = (Batch(1, 0, 512), Batch(1, 2048, 256), Batch(8, 1024, 1), Batch(7, 128, 1, Batch(1, 4096, 16)))
 
 
 class Bench:
@@ -61,7 +75,7 @@ class Bench:
         self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
         self.num_layers = 4
         batches = GPU_BATCHES if device == "cuda" else CPU_BATCHES
-        self.num_tokens = max(batch.num_reqs * -(-batch.length // 64) * 64 for batch in batches)
+        self.num_tokens = max(sum(-(-sum(each) // 64) * 64 for each in batch.lengths) for batch in batches)
         shape = (2, self.num_layers, self.num_tokens, kv_heads, head_dim)
         self._memory = torch.empty(shape, dtype=self.dtype, device=device).normal_()
 
@@ -94,17 +108,15 @@ class Bench:
             KVView(*self._memory[:, layer].view(2, -1, page_size, self.kv_heads, self.head_dim))
             for layer in range(self.num_layers)
         ]
-        num_pages = -(-batch.length // page_size)
-        table = torch.randperm(self.num_tokens // page_size)[: batch.num_reqs * num_pages].to(
-            self.device, torch.int32
-        )
-        starts = np.arange(batch.num_reqs) * num_pages
-        kv_lens, q_lens = (np.full(batch.num_reqs, each) for each in (batch.length, batch.num_new))
+        prefixes, q_lens = np.array(batch.lengths, np.int64).T
+        kv_lens = prefixes + q_lens
+        num_pages = -(-kv_lens // page_size)
+        starts = np.cumsum(num_pages) - num_pages
+        table = torch.randperm(self.num_tokens // page_size)[: num_pages.sum()].to(self.device, torch.int32)
         on_device = (torch.from_numpy(starts).to(self.device), torch.from_numpy(kv_lens).to(self.device))
-        segments = PagedSegments(table, page_size, starts, kv_lens, q_lens, *on_device)
-        rows = batch.num_reqs * batch.num_new
-        q = torch.randn(rows, self.heads, self.head_dim, dtype=self.dtype, device=self.device)
-        meta = AttentionMetadata((batch.num_new,) * batch.num_reqs, self.head_dim**-0.5)
+        segments = PagedSegments(table, page_size, starts, kv_lens, q_lens.copy(), *on_device)
+        q = torch.randn(q_lens.sum(), self.heads, self.head_dim, dtype=self.dtype, device=self.device)
+        meta = AttentionMetadata(tuple(q_lens.tolist()), self.head_dim**-0.5)
 
         def layers(backend: AttentionBackend) -> None:
             for view in views:
@@ -113,11 +125,11 @@ class Bench:
         return [each / self.num_layers for each in self.seconds(*(partial(layers, backend) for backend in backends))]
 
     def flops(self, batch: Batch) -> float:
-        pairs = batch.num_new * batch.prefix + batch.num_new * (batch.num_new + 1) // 2
-        return 4.0 * batch.num_reqs * pairs * self.heads * self.head_dim
+        pairs = sum(new * prefix + new * (new + 1) // 2 for prefix, new in batch.lengths)
+        return 4.0 * pairs * self.heads * self.head_dim
 
     def kv_bytes(self, batch: Batch) -> int:
-        return 2 * batch.num_reqs * batch.length * self.kv_heads * self.head_dim * self.dtype.itemsize
+        return 2 * sum(map(sum, batch.lengths)) * self.kv_heads * self.head_dim * self.dtype.itemsize
 
     def _settle(self) -> None:
         if self.device == "cuda":
@@ -154,6 +166,7 @@ def main() -> None:
                     "requests": batch.num_reqs,
                     "prefix": batch.prefix,
                     "new": batch.num_new,
+                    "beside": batch.beside.name if batch.beside else "",
                     "page size": page_size,
                     "ms": seconds * 1e3,
                     "GFLOP/s": bench.flops(batch) / seconds / 1e9,

@@ -185,8 +185,13 @@ def _engine_lines(rows: list[Report]) -> Iterator[Line]:
 def _attention_lines(rows: list[Report]) -> Iterator[Line]:
     row = _find(rows, requests=1, prefix=0, new=8192, page_size=1)
     yield Line("attention, prefill of 8K, of a matrix product", row.get("of a matrix product"))
-    row = _find(rows, requests=128, new=1, page_size=1)
-    yield Line("attention, decode of 128, of a copy", row.get("of a copy"))
+    for what, of in (
+        ("decode of 128", {"requests": 128}),
+        ("48 tokens behind 12K", {"new": 48, "beside": ""}),
+        ("decode of 40, and one of 128K", {"requests": 40}),
+    ):
+        row = _find(rows, **of, page_size=1)
+        yield Line(f"attention, {what}, of a copy", row.get("of a copy"))
 
 
 # In the table's order.

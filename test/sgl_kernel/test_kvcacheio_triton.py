@@ -1,35 +1,16 @@
-"""The Triton kernel: byte for byte under its interpreter, and compiled for sm_90.
-
-The interpreter has to be chosen before Triton is imported, so it runs in a process of its own: this file as a script.
-It checks index arithmetic and masks, not races.
-"""
+"""The Triton kernel: byte for byte under its interpreter, where this file runs as a script; compiled for sm_90."""
 
 from __future__ import annotations
-
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-TRITON = importlib.util.find_spec("triton") is not None
-needs_triton = pytest.mark.skipif(not TRITON, reason="Triton is not installed: pip install '.[gpu]'")
+from support.triton_runs import compile_for_sm_90, needs_triton, run_interpreted
 
 
 @needs_triton
 def test_the_interpreter_copies_every_byte():
-    env = {
-        **os.environ,
-        "TRITON_INTERPRET": "1",
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
-    }
-    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "transfers were exact" in done.stdout
-    print(done.stdout)
+    assert "transfers were exact" in run_interpreted(__file__)
 
 
 @needs_triton
@@ -37,22 +18,14 @@ def test_the_interpreter_copies_every_byte():
 @pytest.mark.parametrize(("pointer", "rows", "cols"), [("*i64", 16, 256), ("*i32", 8, 1024), ("*u8", 1, 32768)])
 def test_it_compiles_for_sm_90(pointer: str, rows: int, cols: int, divisible: bool):
     """In a process without the interpreter. The PTX must pass L1 by on loads and, where it can, move 16 bytes."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from sgl_kernel.kvcacheio.triton_kernels import NUM_WARPS, copy_pages_kernel
 
     names = copy_pages_kernel.arg_names
-    types = {"src_ptr": pointer, "dst_ptr": pointer, "src_pages_ptr": "*i64", "dst_pages_ptr": "*i64"}
-    signature = {name: types.get(name, "i32" if name.startswith("num_") else "i64") for name in names}
-    signature["ROWS"] = signature["COLS"] = "constexpr"
-    constants = {(names.index("ROWS"),): rows, (names.index("COLS"),): cols}
-    aligned = ("src_ptr", "dst_ptr", "run_words", *(n for n in names if n.endswith("stride")))
-    attrs = {(names.index(n),): [["tt.divisibility", 16]] for n in aligned} if divisible else {}
-    source = ASTSource(copy_pages_kernel, signature, constants, attrs)
-    options = {"num_warps": NUM_WARPS}
-    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    pointers = {"src_ptr": pointer, "dst_ptr": pointer, "src_pages_ptr": "*i64", "dst_pages_ptr": "*i64"}
+    types = {name: pointers.get(name, "i32" if name.startswith("num_") else "i64") for name in names}
+    aligned = ("src_ptr", "dst_ptr", "run_words", *(n for n in names if n.endswith("stride"))) if divisible else ()
+    constants = {"ROWS": rows, "COLS": cols}
+    ptx = compile_for_sm_90(copy_pages_kernel, types, constants, aligned, NUM_WARPS).asm["ptx"]
     loads = [line for line in ptx.splitlines() if "ld.global.cg" in line]
     stores = [line for line in ptx.splitlines() if "st.global.cs" in line]
     assert loads and stores, ptx

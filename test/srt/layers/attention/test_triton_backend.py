@@ -1,18 +1,12 @@
-"""The Triton backend: right under Triton's interpreter, and compiled for sm_90; on a GPU, if there is one.
-
-The interpreter has to be chosen before Triton is imported, so it runs in a process of its own: this file as a script.
-It checks index arithmetic and masks, not races, and multiplies no matrices of bfloat16.
-"""
+"""The Triton backend: right under Triton's interpreter, where this file runs as a script, and compiled for sm_90; on
+a GPU, if there is one."""
 
 from __future__ import annotations
 
-import importlib.util
+import itertools
 import math
-import os
 import random
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,9 +27,8 @@ from support.attention_cases import (
     make_view,
     on_gpu,
 )
+from support.triton_runs import compile_for_sm_90, needs_triton, run_interpreted
 
-TRITON = importlib.util.find_spec("triton") is not None
-needs_triton = pytest.mark.skipif(not TRITON, reason="Triton is not installed: pip install '.[gpu]'")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 # KV heads, query heads for each, head size: a size of no tile, more than a tile of heads, and the usual one.
 TORCH_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -47,15 +40,7 @@ INT_TYPES = (torch.int32, torch.int64)
 @needs_triton
 @pytest.mark.parametrize("what", ["paged,capture", "batches,partials", "heads,splits,edges", "engine"])
 def test_under_the_interpreter(what: str):
-    env = {
-        **os.environ,
-        "TRITON_INTERPRET": "1",
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
-    }
-    done = subprocess.run([sys.executable, __file__, what], env=env, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("are right") == what.count(",") + 1
-    print(done.stdout)
+    assert run_interpreted(__file__, what).count("are right") == what.count(",") + 1
 
 
 @needs_triton
@@ -71,26 +56,41 @@ def test_under_the_interpreter(what: str):
 )
 def test_it_compiles_for_sm_90(dtype: str, head_dim: int, page_size: int, table: str):
     """In a process without the interpreter. Products of 16-bit matrices must be Hopper's, loads of keys copies into
-    shared memory that overlap with them, and shared memory must suffice."""
+    shared memory that overlap with them, K and V twice in shared memory, which must suffice."""
     from sglang.srt.layers.attention.triton_backend import Tiles
-    from sglang.srt.layers.attention.triton_kernels import decode_kernel, extend_kernel, merge_splits_kernel
+    from sglang.srt.layers.attention.triton_kernels import (
+        decode_kernel,
+        extend_kernel,
+        merge_decodes_kernel,
+        merge_extends_kernel,
+    )
 
     tiles, block_d = Tiles.of(head_dim, TORCH_TYPES[dtype]), 1 << (head_dim - 1).bit_length()
     shape = {"HEAD_DIM": head_dim, "BLOCK_D": block_d}
-    paged = {**shape, "PAGE_SIZE": page_size, "BY_SLOT": table == "slots"}
+    paged = {**shape, "PAGE_SIZE": page_size, "BY_SLOT": table == "slots", "GROUP": 4}
     of_extend = {**paged, "BLOCK_M": tiles.extend_queries, "BLOCK_N": tiles.extend_keys}
-    of_decode = {**paged, "BLOCK_H": 16, "BLOCK_N": tiles.decode_keys}
+    of_decode = {**paged, "BLOCK_H": 16, "BLOCK_N": tiles.decode_keys, "LEAST": 256, "AT_ONCE": 128}
+    merged = {**shape, "ROWS": 16}
     pages = "i64" if table == "slots" else table
-    ptx = compiled(extend_kernel, dtype, {**of_extend, "lse_ptr": None}, tiles.extend_warps, tiles.num_stages, pages)
+    extend = compiled(
+        extend_kernel, dtype, {**of_extend, "lse_ptr": None}, tiles.extend_warps, tiles.num_stages, pages
+    )
+    ptx, kv_bytes = extend.asm["ptx"], 2 * tiles.extend_keys * block_d * TORCH_TYPES[dtype].itemsize
+    assert extend.metadata.shared > 2 * kv_bytes
     if dtype != "fp32":
         assert "wgmma.mma_async" in ptx and "cp.async.cg.shared.global" in ptx, ptx
+    of_merge = {**merged, "GROUP": 4, "BLOCK_M": tiles.extend_queries, "lse_ptr": None}
+    assert "ex2" in compiled(merge_extends_kernel, dtype, of_merge, 4, 3, pages).asm["ptx"]
     # A batch of decodes, and once those beside extends.
     for reqs in [{"reqs_ptr": None, "row_starts_ptr": None}] + [{}] * (head_dim == 64):
-        ptx = compiled(decode_kernel, dtype, {**of_decode, **reqs}, tiles.decode_warps, tiles.num_stages, pages)
+        decode = compiled(decode_kernel, dtype, {**of_decode, **reqs}, tiles.decode_warps, tiles.num_stages, pages)
+        ptx, kv_bytes = decode.asm["ptx"], 2 * tiles.decode_keys * block_d * TORCH_TYPES[dtype].itemsize
+        assert decode.metadata.shared > 2 * kv_bytes
         if dtype != "fp32":
             assert "mma" in ptx and "cp.async.cg.shared.global" in ptx, ptx
         for lse in ({"lse_ptr": None}, {}):
-            assert "ex2" in compiled(merge_splits_kernel, dtype, {**shape, "BLOCK_S": 8, **reqs, **lse}, 4, 3, pages)
+            of_merge = {**merged, "LEAST": 256, "AT_ONCE": 128, **reqs, **lse}
+            assert "ex2" in compiled(merge_decodes_kernel, dtype, of_merge, 4, 3, pages).asm["ptx"]
 
 
 @needs_triton
@@ -100,11 +100,10 @@ def test_an_extend_with_lse_compiles_for_sm_90():
     from sglang.srt.layers.attention.triton_kernels import extend_kernel
 
     tiles = Tiles.of(128, torch.bfloat16)
-    constants = {"PAGE_SIZE": 16, "BY_SLOT": False, "HEAD_DIM": 128, "BLOCK_D": 128}
+    constants = {"PAGE_SIZE": 16, "BY_SLOT": False, "HEAD_DIM": 128, "BLOCK_D": 128, "GROUP": 4}
     constants |= {"BLOCK_M": tiles.extend_queries, "BLOCK_N": tiles.extend_keys}
-    assert "st.global" in compiled(
-        extend_kernel, "bf16", constants, tiles.extend_warps, tiles.num_stages, "i64", "fp32"
-    )
+    result = compiled(extend_kernel, "bf16", constants, tiles.extend_warps, tiles.num_stages, "i64", "fp32")
+    assert "st.global" in result.asm["ptx"]
 
 
 def compiled(
@@ -115,43 +114,63 @@ def compiled(
     num_stages: int,
     pages: str,
     out: str | None = None,
-) -> str:
-    """PTX, of arguments that are aligned as torch's are. pages: type of the table; starts and kv_lens are int64 where
-    that is int32, as in a `PagedSegments`, and else int32. out: dtype, where it is not q's."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+) -> Any:
+    """As `compile_for_sm_90`, of arguments that are aligned as torch's are. pages: type of the table; starts and
+    kv_lens are int64 where that is int32, as in a `PagedSegments`, and else int32. out: dtype, where it is not
+    q's."""
     names = kernel.arg_names
-    # What a decode's splits leave is float32.
-    of_dtype = {"q_ptr": dtype, "k_ptr": dtype, "v_ptr": dtype, "table_ptr": pages}
-    of_dtype["out_ptr"] = "fp32" if kernel.__name__ == "decode_kernel" else out or dtype
+    of_dtype = {"q_ptr": dtype, "k_ptr": dtype, "v_ptr": dtype, "out_ptr": out or dtype, "table_ptr": pages}
     of_dtype["starts_ptr"] = of_dtype["kv_lens_ptr"] = "i64" if pages == "i32" else "i32"
     aligned = {"q_ptr", "k_ptr", "v_ptr", "out_ptr", "lse_ptr", "parts_ptr", "part_lses_ptr"}
+    aligned |= {name for name in names if name.endswith("stride")}
 
     def type_of(name: str) -> str:
-        if name in constants:
-            return "constexpr"
         if name in of_dtype:
             return f"*{of_dtype[name]}"
         if name.endswith("_ptr"):
             return "*fp32" if name in ("parts_ptr", "part_lses_ptr", "lse_ptr") else "*i32"
         return "fp32" if name == "scale" else "i64" if name.endswith("stride") else "i32"
 
-    source = ASTSource(
-        kernel,
-        {name: type_of(name) for name in names},
-        {(names.index(name),): value for name, value in constants.items()},
-        {
-            (i,): [["tt.divisibility", 16]]
-            for i, name in enumerate(names)
-            if name in aligned or name.endswith("stride")
-        },
-    )
-    options = {"num_warps": num_warps, "num_stages": num_stages}
-    result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    assert result.metadata.shared <= 227 << 10
-    return result.asm["ptx"]
+    types = {name: type_of(name) for name in names}
+    return compile_for_sm_90(kernel, types, constants, aligned, num_warps, num_stages)
+
+
+@needs_triton
+def test_splits_of_extends_cover_each_key_once():
+    from sglang.srt.layers.attention.triton_backend import Heads, Tiles, split_extends
+
+    seed = 26
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    for _ in range(200):
+        num_reqs, num_sms = rng.randint(1, 6), rng.choice((1, 24, 132))
+        heads = Heads(rng.choice((1, 2, 8)), rng.choice((1, 3, 4, 80)))
+        tiles = Tiles(extend_queries=rng.choice((16, 128)), extend_keys=rng.choice((16, 64)))
+        q_lens = np.array([rng.choice((1, 2, 48, 700)) for _ in range(num_reqs)])
+        before = np.array([rng.choice((0, 5, 12_000)) for _ in range(num_reqs)])
+        kv_lens = before + q_lens
+        splits = split_extends(q_lens, kv_lens, before, heads, tiles, num_sms)
+        reqs, firsts, keys, slots, *merges = splits.columns
+        keys_of: dict[tuple[int, int], list[int]] = {}
+        slots_of: dict[tuple[int, int], list[int]] = {}
+        for req, first, key, slot in zip(*(column.tolist() for column in (reqs, firsts, keys, slots)), strict=True):
+            keys_of.setdefault((req, first), []).append(key)
+            slots_of.setdefault((req, first), []).append(slot)
+        rows = tiles.extend_queries
+        wanted = {(i, r) for i, n in enumerate(q_lens) if n > 1 for r in range(0, n * heads.group, rows)}
+        assert keys_of.keys() == wanted
+        for (req, first), starts in keys_of.items():
+            end = before[req] + min((first + rows - 1) // heads.group + 1, q_lens[req])
+            assert starts == list(range(0, end, splits.split_tokens))
+            assert splits.split_tokens % tiles.extend_keys == 0
+        assert len(keys) <= len(wanted) + -(-num_sms // heads.num_kv_heads)
+        of_merges = {
+            (req, first): list(range(slot, slot + count))
+            for req, first, slot, count in zip(*(column.tolist() for column in merges), strict=True)
+        }
+        assert of_merges == {block: each for block, each in slots_of.items() if len(each) > 1}
+        assert all(each == [-1] for each in slots_of.values() if len(each) == 1)
+        assert sorted(itertools.chain(*of_merges.values())) == list(range(splits.num_slots))
 
 
 @needs_triton
@@ -221,7 +240,7 @@ def capture(backend: Any) -> int:
     backend.capturing = True
     captured = backend.forward(case.q, case.view, case.segments, case.meta)
     grid = dict(kernels)
-    assert grid["decode_kernel"][2] > grid_of_plain["decode_kernel"][2], (grid, grid_of_plain)
+    assert grid["decode_kernel"][0] > grid_of_plain["decode_kernel"][0], (grid, grid_of_plain)
     assert (captured - plain).abs().max() < 2e-6 and not captured[1].any()
     for kv_lens in ((3, 70, 0, 0, 90), (0, 0, 0, 0, 0)):
         case.fill(random.Random(1), kv_lens)
@@ -248,7 +267,7 @@ def watch_grids() -> dict[str, tuple[int, ...]]:
             grids[self.name] = grid
             return self.kernel[grid]
 
-    for name in ("decode_kernel", "merge_splits_kernel"):
+    for name in ("extend_kernel", "merge_extends_kernel", "decode_kernel", "merge_decodes_kernel"):
         setattr(triton_backend, name, Watched(name))
     return grids
 
@@ -285,16 +304,28 @@ def heads(backend: Any) -> int:
 
 
 def splits(backend: Any) -> int:
-    """Decodes of very unlike lengths: some splits of the short ones have no keys."""
-    num_splits = []
-    original = backend._num_splits
-    backend._num_splits = lambda *args: num_splits.append(original(*args)) or num_splits[-1]
-    for seed in range(2):
-        case = Case(seed, 3, "layer_first", torch.float32, q_lens=(1,) * 3, max_prefix=(300, 1400)[seed], **SMALL)
-        check_batch(backend, case)
-        check_partials(backend, case)
-    assert max(num_splits) > 3, num_splits
-    return 2
+    """Requests of very unlike lengths, decodes and extends, of which the long ones alone are split."""
+    from sglang.srt.layers.attention import triton_backend
+
+    grids = watch_grids()
+    reqs = ((700, 1), (3, 1), (700, 20), (0, 1), (2, 2))
+    check_batch(backend, PagedCase(1, 3, "layer_first", torch.float32, reqs, **SMALL))
+    assert {"merge_extends_kernel", "merge_decodes_kernel"} <= grids.keys(), grids
+    grids.clear()
+    case = Case(10, 3, "block_major", torch.float32, q_lens=(1, 20, 1), max_prefix=700, **SMALL)
+    check_batch(backend, case)
+    check_partials(backend, case)
+    assert {"merge_extends_kernel", "merge_decodes_kernel"} <= grids.keys(), grids
+    # More decodes than are read at once, some of them long; also beside an extend, in another order than the rows'.
+    one_head: dict[str, Any] = {"kv_heads": 1, "group": 1, "head_dim": 16}
+    original, triton_backend._LENS_AT_ONCE = triton_backend._LENS_AT_ONCE, 4
+    for extra in ((), ((300, 3),)):
+        reqs = (*extra, *((each, 1) for each in (5, 0, 9, 3, 7, 700, 2, 300, 1)))
+        check_batch(backend, PagedCase(1, 16, "layer_first", torch.float32, reqs, **one_head))
+        # 48 programs beside one each: the longest two have 3 and 2, of 256 keys.
+        assert grids["decode_kernel"] == (9 + 48, 1), grids
+    triton_backend._LENS_AT_ONCE = original
+    return 4
 
 
 def edges(backend: Any) -> int:

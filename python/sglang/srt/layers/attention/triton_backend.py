@@ -21,14 +21,26 @@ import torch
 import triton
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata, BatchKey
-from sglang.srt.layers.attention.triton_kernels import decode_kernel, extend_kernel, merge_splits_kernel
+from sglang.srt.layers.attention.triton_kernels import (
+    decode_kernel,
+    extend_kernel,
+    merge_decodes_kernel,
+    merge_extends_kernel,
+)
 from sglang.srt.mem_cache.kv_view import KVSegment, KVView, PagedSegments, segment_slots
 from sglang.srt.utils.device import to_device_together
 
 _LOG2_E = math.log2(math.e)
-# The fewest keys of a decode that are given a program of their own.
-_MIN_SPLIT_TOKENS = 256
-_MAX_SPLITS = 64
+# The fewest keys that are given a program of their own; powers of two, and whole tiles.
+_MIN_DECODE_SPLIT = 256
+_MIN_EXTEND_SPLIT = 512
+# Programs of all requests' splits beyond one each, for each SM. An extend's program fills half an SM or more.
+_MORE_DECODE_PROGRAMS = 2
+_MORE_EXTEND_PROGRAMS = 1
+# Decodes whose lengths a program reads at once.
+_LENS_AT_ONCE = 128
+# Rows that a program merges.
+_MERGED_ROWS = 16
 # The plans of partials that are kept. A request that streams has one for its pieces, one for its last piece, and a
 # few for the tokens on the device.
 _KEPT_PARTIALS = 16
@@ -43,28 +55,41 @@ class Tiles:
     extend_warps: int = 8
     decode_keys: int = 64
     decode_warps: int = 4
-    num_stages: int = 3
+    # The fewest at which Triton holds K and V twice, so that the next keys come while these are multiplied.
+    num_stages: int = 5
 
     @classmethod
     def of(cls, head_dim: int, dtype: torch.dtype) -> Tiles:
         """The largest tiles that fit into an SM's shared memory, 227 KiB on Hopper."""
         if triton.next_power_of_2(head_dim) * dtype.itemsize <= 256:
             return cls()
-        return cls(extend_queries=64, extend_keys=32, decode_keys=32, num_stages=2)
+        return cls(extend_queries=64, extend_keys=32, decode_keys=32)
 
 
 @dataclass(frozen=True)
 class _Extends:
-    """The requests with more than one query; int32 on the queries' device. Per request: rows, q_lens, before, as
-    triton_kernels.py names them. Per program of an extend: block_reqs, block_firsts. decodes: requests of one
-    query."""
+    """The requests with more than one query; int32 on the queries' device, as triton_kernels.py names them. Per
+    request: rows, q_lens, before. blocks, per program: block_reqs, block_firsts, block_keys, block_slots. merges, per
+    block with more than one split: merge_reqs, merge_firsts, merge_slots, merge_counts. decodes: requests of one
+    query. num_slots: of parts."""
 
     rows: torch.Tensor
     q_lens: torch.Tensor
     before: torch.Tensor
-    block_reqs: torch.Tensor
-    block_firsts: torch.Tensor
+    blocks: list[torch.Tensor]
+    merges: list[torch.Tensor]
     decodes: torch.Tensor
+    split_tokens: int
+    num_slots: int
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Of a rank's queries and KV."""
+
+    num_kv_heads: int
+    # Query heads that share a KV head.
+    group: int
 
 
 @dataclass(frozen=True)
@@ -112,11 +137,11 @@ class TritonAttnBackend:
     """See `AttentionBackend`. One instance serves one model; calls do not overlap.
 
     The plan of a batch is made in its first layer and kept until other segments arrive. Segments are immutable, but
-    for the arrays of a `PagedSegments` of one query each, from which a plan takes no more than the number of splits.
+    for the arrays of a `PagedSegments` of one query each, from which a plan takes only whether any is long.
 
-    A CUDA graph of a decode: with `capturing` the grid and the number of splits depend on the batch's size only. Each
-    program finds its keys from starts, kv_lens and table on the device. Where kv_len is 0 it finds none, and the row
-    is zero. A replay therefore needs nothing from the host. Without `capturing`, short batches get fewer splits.
+    A CUDA graph of a decode: with `capturing` the grid depends on the batch's size only. Each program finds its
+    request and its keys from kv_lens, starts and table on the device. Where kv_len is 0 it finds none, and the row is
+    zero. A replay therefore needs nothing from the host. Without `capturing`, short batches have no splits.
 
     tiles, num_sms (the number of programs that run at once): None to derive them from the first queries and their
     GPU.
@@ -136,7 +161,7 @@ class TritonAttnBackend:
         """q: (num_tokens, num_q_heads, head_dim). Returns the same shape and dtype, contiguous."""
         batch = self._batch
         if batch is None or not batch.matches(segments, view.page_size, meta.q_lens):
-            batch = self._batch = self._make_batch(segments, view.page_size, meta.q_lens, q)
+            batch = self._batch = self._make_batch(segments, view, meta.q_lens, q)
         assert sum(meta.q_lens) == q.shape[0], f"{q.shape[0]} rows of q for q_lens {meta.q_lens}"
         out = q.new_empty(q.shape)
         self._attend(q, view, batch.table, batch.plan, meta.scale, out, None)
@@ -157,7 +182,8 @@ class TritonAttnBackend:
         plan = self._partials.get(key)
         if plan is None:
             q_lens, kv_lens, causal = (np.array([each]) for each in key)
-            plan = self._partials[key] = self._make_plan(q_lens, kv_lens, kv_lens - q_lens * causal, q)
+            before = kv_lens - q_lens * causal
+            plan = self._partials[key] = self._make_plan(q_lens, kv_lens, before, q, _heads_of(q, view))
             if len(self._partials) > _KEPT_PARTIALS:
                 self._partials.popitem(last=False)
         self._partials.move_to_end(key)
@@ -169,22 +195,22 @@ class TritonAttnBackend:
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _make_batch(
-        self, segments: Sequence[list[KVSegment]], page_size: int, q_lens: tuple[int, ...], q: torch.Tensor
+        self, segments: Sequence[list[KVSegment]], view: KVView, q_lens: tuple[int, ...], q: torch.Tensor
     ) -> _Batch:
-        queries = np.array(q_lens, np.int64)
+        queries, page_size, heads = np.array(q_lens, np.int64), view.page_size, _heads_of(q, view)
         if isinstance(segments, PagedSegments):
             assert segments.page_size == page_size, f"pages of {segments.page_size} tokens in a pool of {page_size}"
             assert np.array_equal(segments.q_lens, queries), "queries that the segments were not made for"
             kv_lens = segments.kv_lens
             on_device = segments.device_starts, segments.device_kv_lens
-            plan = self._make_plan(queries, kv_lens, kv_lens - queries, q, on_device)
+            plan = self._make_plan(queries, kv_lens, kv_lens - queries, q, heads, on_device)
             return _Batch(segments, q_lens, _Table(segments.table), plan)
         key = BatchKey.of(segments, page_size, q_lens)
         flat = [segment for of_req in segments for segment in of_req if segment.length > 0]
         slots = torch.cat(segment_slots(flat, page_size)) if flat else torch.zeros(0, dtype=torch.int64)
         kv_lens = np.array([sum(segment.length for segment in of_req) for of_req in segments], np.int64)
         is_causal = np.array([bool(of_req) and of_req[-1].causal for of_req in segments], np.bool_)
-        plan = self._make_plan(queries, kv_lens, kv_lens - queries * is_causal, q)
+        plan = self._make_plan(queries, kv_lens, kv_lens - queries * is_causal, q, heads)
         return _Batch(key, q_lens, _Table(slots.to(q.device), by_slot=True), plan)
 
     def _make_plan(
@@ -193,6 +219,7 @@ class TritonAttnBackend:
         kv_lens: np.ndarray,
         before: np.ndarray,
         q: torch.Tensor,
+        heads: Heads,
         on_device: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> _Plan:
         """q_lens, kv_lens, before: (num_reqs,) int64. on_device: starts and kv_lens, where they are on the device;
@@ -202,21 +229,26 @@ class TritonAttnBackend:
         if num_decodes == len(q_lens):
             starts, lens = on_device or to_device_together([np.cumsum(kv_lens) - kv_lens, kv_lens], q.device)
             return _Plan(starts, lens, num_decodes, longest, None)
-        tile = self._tiles_for(q).extend_queries
-        extends = np.flatnonzero(q_lens > 1)
-        # The longest first, so that the last programs to begin are short.
-        extends = extends[np.argsort(-kv_lens[extends], kind="stable")]
-        num_blocks = -(-q_lens[extends] // tile)
-        # The number of each block within its request. Later blocks see more keys.
-        firsts = tile * (np.repeat(np.cumsum(num_blocks), num_blocks) - np.arange(num_blocks.sum()) - 1)
+        splits = split_extends(q_lens, kv_lens, before, heads, self._tiles_for(q), self._sms_of(q.device))
         columns = [
-            *(np.cumsum(q_lens) - q_lens, q_lens, before),
-            *(np.repeat(extends, num_blocks), firsts, np.flatnonzero(is_decode)),
+            *splits.columns,
+            *(np.cumsum(q_lens) - q_lens, q_lens, before, np.flatnonzero(is_decode)),
             *(() if on_device else (np.cumsum(kv_lens) - kv_lens, kv_lens)),
         ]
         tensors = to_device_together([column.astype(np.int32) for column in columns], q.device)
-        starts, lens = on_device or tensors[6:]
-        return _Plan(starts, lens, num_decodes, longest, _Extends(*tensors[:6]))
+        starts, lens = on_device or tensors[-2:]
+        rows, lens_of_queries, tokens_before, decodes = tensors[8:12]
+        extends = _Extends(
+            rows,
+            lens_of_queries,
+            tokens_before,
+            tensors[:4],
+            tensors[4:8],
+            decodes,
+            splits.split_tokens,
+            splits.num_slots,
+        )
+        return _Plan(starts, lens, num_decodes, longest, extends)
 
     def _attend(
         self,
@@ -230,87 +262,158 @@ class TritonAttnBackend:
     ) -> None:
         """Fills out, and lse unless it is None."""
         num_heads, head_dim = q.shape[1:]
-        num_kv_heads = view.k.shape[2]
+        heads, extends = _heads_of(q, view), plan.extends
         assert q.stride(2) == 1, "the values of a head lie side by side"
         assert table.pages.is_contiguous(), "pages lie side by side in their table"
-        tiles, extends = self._tiles_for(q), plan.extends
-        shape = {
-            "PAGE_SIZE": view.page_size,
-            "BY_SLOT": table.by_slot,
-            "HEAD_DIM": head_dim,
-            "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
-        }
+        tiles = self._tiles_for(q)
+        shape = {"HEAD_DIM": head_dim, "BLOCK_D": max(16, triton.next_power_of_2(head_dim))}
+        paged = {**shape, "PAGE_SIZE": view.page_size, "BY_SLOT": table.by_slot, "GROUP": heads.group}
         keys = (table.pages, plan.starts, plan.kv_lens)
         strides = (*q.stride()[:2], *view.k.stride()[:3], *view.v.stride()[:3])
-        numbers = (*strides, scale * _LOG2_E, table.skip, num_heads, num_heads // num_kv_heads)
+        numbers = (*strides, scale * _LOG2_E, table.skip)
         with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
-            if extends is not None and (num_blocks := len(extends.block_reqs)):
-                extend_kernel[(num_blocks, num_heads)](
+            if extends is not None and (num_blocks := len(extends.blocks[0])):
+                parts, part_lses = _parts(q, extends.num_slots, heads.num_kv_heads, tiles.extend_queries)
+                extend_kernel[(num_blocks, heads.num_kv_heads)](
                     q,
                     view.k,
                     view.v,
                     out,
                     lse,
+                    parts,
+                    part_lses,
                     *keys,
-                    extends.block_reqs,
-                    extends.block_firsts,
+                    *extends.blocks,
                     extends.rows,
                     extends.q_lens,
                     extends.before,
                     *numbers,
-                    **shape,
+                    extends.split_tokens,
+                    **paged,
                     BLOCK_M=tiles.extend_queries,
                     BLOCK_N=tiles.extend_keys,
                     num_warps=tiles.extend_warps,
                     num_stages=tiles.num_stages,
                 )
+                if num_merges := len(extends.merges[0]):
+                    chunks = tiles.extend_queries // _MERGED_ROWS
+                    merge_extends_kernel[(num_merges, heads.num_kv_heads, chunks)](
+                        parts,
+                        part_lses,
+                        out,
+                        lse,
+                        *extends.merges,
+                        extends.rows,
+                        extends.q_lens,
+                        **shape,
+                        GROUP=heads.group,
+                        BLOCK_M=tiles.extend_queries,
+                        ROWS=_MERGED_ROWS,
+                    )
             if num_decodes := plan.num_decodes:
-                rows = min(64, max(16, triton.next_power_of_2(num_heads // num_kv_heads)))
-                head_blocks = -(-(num_heads // num_kv_heads) // rows)
-                longest = None if self.capturing else plan.longest_decode
-                num_splits = self._num_splits(num_decodes * num_kv_heads * head_blocks, longest, q.device)
-                parts = q.new_empty((num_decodes, num_heads, num_splits, head_dim), dtype=torch.float32)
-                part_lses = parts.new_empty(parts.shape[:3])
+                rows = min(64, max(16, triton.next_power_of_2(heads.group)))
+                head_blocks = -(-heads.group // rows)
+                num_more = 0
+                if self.capturing or plan.longest_decode > _MIN_DECODE_SPLIT:
+                    programs = _MORE_DECODE_PROGRAMS * self._sms_of(q.device)
+                    num_more = -(-programs // (heads.num_kv_heads * head_blocks))
+                parts, part_lses = _parts(q, num_decodes + num_more if num_more else 0, num_heads, 1)
                 of_decodes = (None, None) if extends is None else (extends.decodes, extends.rows)
-                decode_kernel[(num_decodes, num_kv_heads * head_blocks, num_splits)](
+                decode_kernel[(num_decodes + num_more, heads.num_kv_heads * head_blocks)](
                     q,
                     view.k,
                     view.v,
+                    out,
+                    lse,
                     parts,
                     part_lses,
                     *keys,
                     *of_decodes,
                     *numbers,
+                    num_decodes,
+                    num_more,
                     head_blocks,
-                    num_splits,
-                    **shape,
+                    **paged,
                     BLOCK_H=rows,
                     BLOCK_N=tiles.decode_keys,
+                    LEAST=_MIN_DECODE_SPLIT,
+                    AT_ONCE=_LENS_AT_ONCE,
                     num_warps=tiles.decode_warps,
                     num_stages=tiles.num_stages,
                 )
-                merge_splits_kernel[(num_decodes, num_heads)](
-                    parts,
-                    part_lses,
-                    out,
-                    lse,
-                    *of_decodes,
-                    num_heads,
-                    num_splits,
-                    HEAD_DIM=head_dim,
-                    BLOCK_D=shape["BLOCK_D"],
-                    BLOCK_S=triton.next_power_of_2(num_splits),
-                )
+                if num_more:
+                    merge_decodes_kernel[(num_decodes, -(-num_heads // _MERGED_ROWS))](
+                        parts,
+                        part_lses,
+                        out,
+                        lse,
+                        plan.kv_lens,
+                        *of_decodes,
+                        num_decodes,
+                        num_more,
+                        num_heads,
+                        **shape,
+                        LEAST=_MIN_DECODE_SPLIT,
+                        AT_ONCE=_LENS_AT_ONCE,
+                        ROWS=_MERGED_ROWS,
+                    )
 
     def _tiles_for(self, q: torch.Tensor) -> Tiles:
         if self._tiles is None:
             self._tiles = Tiles.of(q.shape[2], q.dtype)
         return self._tiles
 
-    def _num_splits(self, num_programs: int, longest: int | None, device: torch.device) -> int:
-        """Enough splits that all SMs have work twice over, with enough keys each. longest: None where kv_lens may
-        change."""
+    def _sms_of(self, device: torch.device) -> int:
         if self._num_sms is None:
             self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-        wanted = min(-(-2 * self._num_sms // num_programs), _MAX_SPLITS)
-        return wanted if longest is None else max(1, min(wanted, -(-longest // _MIN_SPLIT_TOKENS)))
+        return self._num_sms
+
+
+@dataclass(frozen=True)
+class ExtendSplits:
+    """columns: int64 arrays, of `_Extends` the blocks and then the merges."""
+
+    columns: tuple[np.ndarray, ...]
+    split_tokens: int
+    num_slots: int
+
+
+def split_extends(
+    q_lens: np.ndarray, kv_lens: np.ndarray, before: np.ndarray, heads: Heads, tiles: Tiles, num_sms: int
+) -> ExtendSplits:
+    """How the requests of more than one query are cut into blocks of rows, and the keys that a block sees into
+    splits. All blocks together have num_sms / num_kv_heads splits beyond one each, of equally many keys, or fewer: 48
+    tokens behind 12 K keys fill a GPU, and a long prompt that fills it anyway is not split."""
+    extends = np.flatnonzero(q_lens > 1)
+    rows = tiles.extend_queries
+    num_blocks = -(-q_lens[extends] * heads.group // rows)
+    reqs = np.repeat(extends, num_blocks)
+    firsts = rows * (np.arange(num_blocks.sum()) - np.repeat(np.cumsum(num_blocks) - num_blocks, num_blocks))
+    last_token = np.minimum((firsts + rows - 1) // heads.group, q_lens[reqs] - 1)
+    ends = np.minimum(kv_lens[reqs], before[reqs] + last_token + 1)
+    # The longest first, so that the last programs to begin are short.
+    order = np.argsort(-ends, kind="stable")
+    reqs, firsts, ends = reqs[order], firsts[order], ends[order]
+    num_more = -(-_MORE_EXTEND_PROGRAMS * num_sms // heads.num_kv_heads)
+    tokens = max(_MIN_EXTEND_SPLIT, -(-int(ends.sum()) // num_more))
+    tokens = -(-tokens // tiles.extend_keys) * tiles.extend_keys
+    counts = np.maximum(-(-ends // tokens), 1)
+    is_split = counts > 1
+    # Blocks that are split have all the slots, and they come first.
+    num_slots = int(counts[is_split].sum())
+    of_block = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    slots = np.arange(counts.sum())
+    slots[num_slots:] = -1
+    merged = (reqs[is_split], firsts[is_split], (np.cumsum(counts) - counts)[is_split], counts[is_split])
+    columns = (np.repeat(reqs, counts), np.repeat(firsts, counts), of_block * tokens, slots, *merged)
+    return ExtendSplits(columns, tokens, num_slots)
+
+
+def _heads_of(q: torch.Tensor, view: KVView) -> Heads:
+    return Heads(view.k.shape[2], q.shape[1] // view.k.shape[2])
+
+
+def _parts(q: torch.Tensor, num_slots: int, num_heads: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What splits leave: (num_slots, num_heads, rows, head_dim) and (num_slots, num_heads, rows), float32."""
+    parts = q.new_empty((num_slots, num_heads, rows, q.shape[2]), dtype=torch.float32)
+    return parts, parts.new_empty(parts.shape[:3])

@@ -1,16 +1,21 @@
-"""Attention over paged KV in Triton: many queries of a request (`extend_kernel`), and one (`decode_kernel`, its keys
-split among programs, whose results `merge_splits_kernel` merges). Flash attention's online softmax, in base 2.
+"""Attention over paged KV in Triton: many queries of a request (`extend_kernel`), and one (`decode_kernel`). Flash
+attention's online softmax, in base 2. Programs may work at a part of a request's keys, a split, each;
+`merge_extends_kernel` and `merge_decodes_kernel` merge what they leave.
 
 Own no memory. Key n of a request is token (skip + n) % PAGE_SIZE of page table[start + (skip + n) // PAGE_SIZE].
 Nothing else of a pool is read, so that other frames may hold NaN. A query sees the keys before its own, or all of
 them according to `num_before`. Exact to rounding under Triton's interpreter, compiled for sm_90 in the tests; have
 not run on a GPU.
 
+The query heads of a KV head, GROUP of them, are packed into one matrix with the tokens: row r of a request is head
+r % GROUP of token r // GROUP. So 48 tokens fill 192 rows at 4 heads, and keys are read once for all of them.
+
 Pointers are to: q, out (num_tokens, num_heads, HEAD_DIM), lse (num_tokens, num_heads) float32 or None; k, v as in
 `KVView`, strides in elements. int32 or int64: table, of pages, or with BY_SLOT of slots (page * PAGE_SIZE + offset),
 one per key; and per request starts, its first entry in the table, and kv_lens. int32, per request: row_starts (its
-first row in q), q_lens, num_before (keys in front of its first query's own; kv_lens where every query sees all).
-scale is the factor on q.k times log2(e).
+first token in q), q_lens, num_before (keys in front of its first query's own; kv_lens where every query sees all).
+scale is the factor on q.k times log2(e). out and lse are contiguous. parts, part_lses: float32, what splits leave,
+part_lses of base 2; where a split has no keys, 0 and -inf.
 """
 
 from __future__ import annotations
@@ -22,9 +27,10 @@ import triton.language as tl
 _LN_2 = tl.constexpr(0.6931471805599453)
 # Arguments that differ from batch to batch, and for which no kernel may be compiled again: numbers, and the alignment
 # of the arrays.
-_NUMBERS = ["skip", "num_splits"]
-_ARRAYS = ["table_ptr", "starts_ptr", "kv_lens_ptr", "block_reqs_ptr", "block_firsts_ptr", "row_starts_ptr"]
-_ARRAYS += ["q_lens_ptr", "num_before_ptr", "reqs_ptr"]
+_NUMBERS = ["skip", "split_tokens", "num_decodes", "num_more"]
+_ARRAYS = ["table_ptr", "starts_ptr", "kv_lens_ptr", "block_reqs_ptr", "block_firsts_ptr", "block_keys_ptr"]
+_ARRAYS += ["block_slots_ptr", "row_starts_ptr", "q_lens_ptr", "num_before_ptr", "reqs_ptr"]
+_ARRAYS += ["merge_reqs_ptr", "merge_firsts_ptr", "merge_slots_ptr", "merge_counts_ptr"]
 
 
 @triton.jit
@@ -112,8 +118,8 @@ def _attend_all(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Keys first..end, of which all queries see those before unmasked_end. Returns out (BLOCK_M, BLOCK_D) and lse
-    (BLOCK_M,) of base 2, float32; 0 and -inf where there are no keys."""
+    """Keys first..end, of which all queries see those before unmasked_end, whole blocks. Returns out (BLOCK_M,
+    BLOCK_D) and lse (BLOCK_M,) of base 2, float32; 0 and -inf where there are no keys."""
     state = (
         tl.zeros((BLOCK_M, BLOCK_D), tl.float32),
         tl.full((BLOCK_M,), -float("inf"), tl.float32),
@@ -129,6 +135,41 @@ def _attend_all(
     return acc / tl.where(total == 0.0, 1.0, total)[:, None], highest + tl.log2(total)
 
 
+@triton.jit
+def _merge(
+    parts_ptr,
+    part_lses_ptr,
+    place,
+    stride,
+    num_splits,
+    mask,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Merges num_splits results of ROWS queries. place (ROWS,): of the first in part_lses; stride: to the next split.
+    Returns out (ROWS, BLOCK_D) and lse (ROWS,) of base 2."""
+    d = tl.arange(0, BLOCK_D)
+    d_mask = (d < HEAD_DIM)[None, :]
+    acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    highest = tl.full((ROWS,), -float("inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    for split in tl.range(0, num_splits):
+        at = place + split * stride
+        lse = tl.load(part_lses_ptr + at, mask=mask, other=-float("inf"))
+        part = tl.load(parts_ptr + at[:, None] * HEAD_DIM + d[None, :], mask=mask[:, None] & d_mask, other=0.0)
+        new_highest = tl.maximum(highest, lse)
+        base = tl.where(new_highest == -float("inf"), 0.0, new_highest)
+        shrink, weight = tl.exp2(highest - base), tl.exp2(lse - base)
+        acc = acc * shrink[:, None] + part * weight[:, None]
+        total = total * shrink + weight
+        highest = new_highest
+    return acc / tl.where(total == 0.0, 1.0, total)[:, None], highest + tl.log2(total)
+
+
+# -- many queries of a request --------------------------------------------------------------------------------------
+
+
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ARRAYS)
 def extend_kernel(
     q_ptr,
@@ -136,11 +177,15 @@ def extend_kernel(
     v_ptr,
     out_ptr,
     lse_ptr,
+    parts_ptr,
+    part_lses_ptr,
     table_ptr,
     starts_ptr,
     kv_lens_ptr,
     block_reqs_ptr,
     block_firsts_ptr,
+    block_keys_ptr,
+    block_slots_ptr,
     row_starts_ptr,
     q_lens_ptr,
     num_before_ptr,
@@ -154,33 +199,40 @@ def extend_kernel(
     v_head_stride,
     scale,
     skip,
-    num_heads,
-    heads_per_kv,
+    split_tokens,
     PAGE_SIZE: tl.constexpr,
     BY_SLOT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    GROUP: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Program (b, h): queries block_firsts[b].. of request block_reqs[b], head h. out and lse are contiguous."""
+    """Program (b, h): rows block_firsts[b].. of request block_reqs[b], of KV head h, and up to split_tokens keys from
+    block_keys[b] on. They are all that its queries see where block_slots[b] is -1; else the result is left in parts
+    (slots, num_kv_heads, BLOCK_M, HEAD_DIM) and part_lses (slots, num_kv_heads, BLOCK_M)."""
     block = tl.program_id(0)
-    head = tl.program_id(1).to(tl.int64)
+    kv_head = tl.program_id(1).to(tl.int64)
+    num_kv_heads = tl.num_programs(1)
     req = tl.load(block_reqs_ptr + block)
-    first = tl.load(block_firsts_ptr + block)
+    first_row = tl.load(block_firsts_ptr + block)
+    first_key = tl.load(block_keys_ptr + block)
+    slot = tl.load(block_slots_ptr + block).to(tl.int64)
     row_start = tl.load(row_starts_ptr + req).to(tl.int64)
     q_len = tl.load(q_lens_ptr + req)
     kv_len = tl.load(kv_lens_ptr + req).to(tl.int32)
     before = tl.load(num_before_ptr + req)
     table = table_ptr + tl.load(starts_ptr + req)
 
-    m = first + tl.arange(0, BLOCK_M)
-    m_mask = m < q_len
+    r = first_row + tl.arange(0, BLOCK_M)
+    m = r // GROUP
+    head = kv_head * GROUP + r % GROUP
+    r_mask = m < q_len
     d = tl.arange(0, BLOCK_D)
-    mask = m_mask[:, None] & (d < HEAD_DIM)[None, :]
-    rows = row_start + m
-    q = tl.load(q_ptr + rows[:, None] * q_row_stride + head * q_head_stride + d[None, :], mask=mask, other=0.0)
-    kv_head = head // heads_per_kv
+    mask = r_mask[:, None] & (d < HEAD_DIM)[None, :]
+    tokens = row_start + m
+    q_places = tokens * q_row_stride + head * q_head_stride
+    q = tl.load(q_ptr + q_places[:, None] + d[None, :], mask=mask, other=0.0)
     keys = (
         table,
         k_ptr + kv_head * k_head_stride,
@@ -192,28 +244,98 @@ def extend_kernel(
         skip,
     )
     visible = before + m + 1
+    end = tl.minimum(kv_len, before + (first_row + BLOCK_M - 1) // GROUP + 1)
+    end = tl.minimum(end, first_key + split_tokens)
     # Whole blocks that all queries of the program see, then the rest.
-    seen_by_all = tl.maximum(tl.minimum(kv_len, before + first + 1), 0) // BLOCK_N * BLOCK_N
-    end = tl.minimum(kv_len, before + first + BLOCK_M)
+    seen_by_all = tl.minimum(end, before + first_row // GROUP + 1) // BLOCK_N * BLOCK_N
+    seen_by_all = tl.maximum(seen_by_all, first_key)
     out, lse = _attend_all(
-        q, keys, visible, 0, seen_by_all, end, scale, PAGE_SIZE, BY_SLOT, HEAD_DIM, BLOCK_M, BLOCK_D, BLOCK_N
+        q, keys, visible, first_key, seen_by_all, end, scale, PAGE_SIZE, BY_SLOT, HEAD_DIM, BLOCK_M, BLOCK_D, BLOCK_N
     )
-    out_rows = (rows * num_heads + head) * HEAD_DIM
-    tl.store(out_ptr + out_rows[:, None] + d[None, :], out, mask=mask)
+    if slot < 0:
+        places = tokens * (num_kv_heads * GROUP) + head
+        tl.store(out_ptr + places[:, None] * HEAD_DIM + d[None, :], out, mask=mask)
+        if lse_ptr is not None:
+            tl.store(lse_ptr + places, lse * _LN_2, mask=r_mask)
+    else:
+        places = (slot * num_kv_heads + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)
+        tl.store(parts_ptr + places[:, None] * HEAD_DIM + d[None, :], out, mask=mask)
+        tl.store(part_lses_ptr + places, lse, mask=r_mask)
+
+
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ARRAYS)
+def merge_extends_kernel(
+    parts_ptr,
+    part_lses_ptr,
+    out_ptr,
+    lse_ptr,
+    merge_reqs_ptr,
+    merge_firsts_ptr,
+    merge_slots_ptr,
+    merge_counts_ptr,
+    row_starts_ptr,
+    q_lens_ptr,
+    HEAD_DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Program (b, h, c): the c-th ROWS of the BLOCK_M rows from merge_firsts[b] of request merge_reqs[b], of KV head
+    h, whose splits lie in merge_counts[b] slots from merge_slots[b] on."""
+    block = tl.program_id(0)
+    kv_head = tl.program_id(1).to(tl.int64)
+    num_kv_heads = tl.num_programs(1)
+    req = tl.load(merge_reqs_ptr + block)
+    of_block = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    r = tl.load(merge_firsts_ptr + block) + of_block
+    mask = r // GROUP < tl.load(q_lens_ptr + req)
+    place = (tl.load(merge_slots_ptr + block).to(tl.int64) * num_kv_heads + kv_head) * BLOCK_M + of_block
+    count = tl.load(merge_counts_ptr + block)
+    out, lse = _merge(parts_ptr, part_lses_ptr, place, num_kv_heads * BLOCK_M, count, mask, HEAD_DIM, BLOCK_D, ROWS)
+    tokens = tl.load(row_starts_ptr + req).to(tl.int64) + r // GROUP
+    places = tokens * (num_kv_heads * GROUP) + kv_head * GROUP + r % GROUP
+    d = tl.arange(0, BLOCK_D)
+    out_mask = mask[:, None] & (d < HEAD_DIM)[None, :]
+    tl.store(out_ptr + places[:, None] * HEAD_DIM + d[None, :], out, mask=out_mask)
     if lse_ptr is not None:
-        tl.store(lse_ptr + rows * num_heads + head, lse * _LN_2, mask=m_mask)
+        tl.store(lse_ptr + places, lse * _LN_2, mask=mask)
+
+
+# -- one query of a request -----------------------------------------------------------------------------------------
+# The host may not know the lengths (a CUDA graph is replayed with others), so the device divides the keys. All
+# decodes together have num_more splits at most beyond one each, of equally many keys. Each program finds its own.
 
 
 @triton.jit
-def _decode_req(index, reqs_ptr, row_starts_ptr):
-    """The decode's request and its row in q: reqs is None where all requests have one query."""
+def _decode_lens(kv_lens_ptr, reqs_ptr, i, mask):
+    """Of decodes i; 0 where masked. reqs is None where all requests have one query."""
     if reqs_ptr is None:
-        req = index
-        row = index
+        req = i
     else:
-        req = tl.load(reqs_ptr + index).to(tl.int64)
-        row = tl.load(row_starts_ptr + req).to(tl.int64)
-    return req, row
+        req = tl.load(reqs_ptr + i, mask=mask, other=0)
+    return tl.load(kv_lens_ptr + req, mask=mask, other=0).to(tl.int32)
+
+
+@triton.jit
+def _decode_split_tokens(kv_lens_ptr, reqs_ptr, num_decodes, num_more, LEAST: tl.constexpr, AT_ONCE: tl.constexpr):
+    """Keys of a split: LEAST, or a multiple of it. The number of splits of n keys is n over it, rounded up, so that
+    those after the first are at most n over it, and of all decodes num_more."""
+    total = tl.zeros((AT_ONCE,), tl.int32)
+    for start in tl.range(0, num_decodes, AT_ONCE):
+        i = start + tl.arange(0, AT_ONCE)
+        total += _decode_lens(kv_lens_ptr, reqs_ptr, i, i < num_decodes)
+    size = tl.cdiv(tl.cdiv(tl.sum(total, 0), tl.maximum(num_more, 1)), LEAST)
+    # Without more, one split has everything.
+    return tl.where(num_more == 0, 1 << 30, tl.maximum(size, 1) * LEAST)
+
+
+@triton.jit
+def _num_splits(kv_lens_ptr, reqs_ptr, i, num_decodes, split_tokens):
+    """Of decodes i; 0 where there is no such decode, else 1 at least, so that its row is written."""
+    mask = i < num_decodes
+    lens = _decode_lens(kv_lens_ptr, reqs_ptr, i, mask)
+    return tl.where(mask, tl.maximum((lens + split_tokens - 1) // split_tokens, 1), 0)
 
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ARRAYS)
@@ -223,6 +345,8 @@ def decode_kernel(
     v_ptr,
     out_ptr,
     lse_ptr,
+    parts_ptr,
+    part_lses_ptr,
     table_ptr,
     starts_ptr,
     kv_lens_ptr,
@@ -238,39 +362,58 @@ def decode_kernel(
     v_head_stride,
     scale,
     skip,
-    num_heads,
-    heads_per_kv,
+    num_decodes,
+    num_more,
     head_blocks,
-    num_splits,
     PAGE_SIZE: tl.constexpr,
     BY_SLOT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    GROUP: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    LEAST: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
-    """Program (i, b, s): the one query of the i-th decode, block b of the query heads, split s of its keys. The
-    kernel computes the borders of the split, because the host may not know kv_len. The heads that share a KV head are
-    rows of one matrix, BLOCK_H at a time, head_blocks per KV head. out (decodes, heads, splits, HEAD_DIM) and lse
-    (decodes, heads, splits), of base 2, float32: -inf where a split has no keys, and out is 0."""
-    index = tl.program_id(0).to(tl.int64)
+    """Program (s, b): split s of all splits of all decodes, in their order, and block b of the query heads, BLOCK_H
+    at a time, head_blocks per KV head. Programs beyond the last split do nothing. A decode with one split is written
+    to out; else splits leave parts (num_decodes + num_more, num_heads, HEAD_DIM) and part_lses. LEAST: keys of a
+    split, a multiple of BLOCK_N. AT_ONCE: decodes whose lengths are read at once."""
+    program = tl.program_id(0)
     head_block = tl.program_id(1)
-    split = tl.program_id(2)
-    req, row = _decode_req(index, reqs_ptr, row_starts_ptr)
+    num_heads = tl.num_programs(1) // head_blocks * GROUP
+    split_tokens = _decode_split_tokens(kv_lens_ptr, reqs_ptr, num_decodes, num_more, LEAST, AT_ONCE)
+    # The decode of this program is the first one whose splits end after it.
+    index = tl.zeros((), tl.int32)
+    first_program = tl.zeros((), tl.int32)
+    before = tl.zeros((), tl.int32)
+    for start in tl.range(0, num_decodes, AT_ONCE):
+        counts = _num_splits(kv_lens_ptr, reqs_ptr, start + tl.arange(0, AT_ONCE), num_decodes, split_tokens)
+        ends = before + tl.cumsum(counts, 0)
+        is_over = (ends <= program) & (counts > 0)
+        index += tl.sum(is_over.to(tl.int32), 0)
+        first_program = tl.maximum(first_program, tl.max(tl.where(is_over, ends, 0), 0))
+        before += tl.sum(counts, 0)
+    # Programs without a split have no keys and store nothing. (After a `return`, loads of the loop would not
+    # overlap.)
+    has_split = index < num_decodes
+    index = tl.minimum(index, num_decodes - 1)
+    if reqs_ptr is None:
+        req = index
+        row = index.to(tl.int64)
+    else:
+        req = tl.load(reqs_ptr + index)
+        row = tl.load(row_starts_ptr + req).to(tl.int64)
     kv_len = tl.load(kv_lens_ptr + req).to(tl.int32)
     table = table_ptr + tl.load(starts_ptr + req)
     kv_head = (head_block // head_blocks).to(tl.int64)
 
     of_group = head_block % head_blocks * BLOCK_H + tl.arange(0, BLOCK_H)
-    h_mask = of_group < heads_per_kv
-    heads = kv_head * heads_per_kv + of_group
+    h_mask = (of_group < GROUP) & has_split
+    heads = kv_head * GROUP + of_group
     d = tl.arange(0, BLOCK_D)
     mask = h_mask[:, None] & (d < HEAD_DIM)[None, :]
     q = tl.load(q_ptr + row * q_row_stride + heads[:, None] * q_head_stride + d[None, :], mask=mask, other=0.0)
-
-    per_split = tl.cdiv(tl.cdiv(kv_len, num_splits), BLOCK_N) * BLOCK_N
-    first = split * per_split
-    end = tl.minimum(kv_len, first + per_split)
     keys = (
         table,
         k_ptr + kv_head * k_head_stride,
@@ -281,49 +424,65 @@ def decode_kernel(
         v_token_stride,
         skip,
     )
+    first = (program - first_program) * split_tokens
+    # Written so that the sum of a first key and the keys of an endless split does not overflow.
+    end = tl.where(has_split, first + tl.minimum(kv_len - first, split_tokens), first)
     visible = tl.zeros((BLOCK_H,), tl.int32) + kv_len
-    whole = tl.maximum(first, first + (end - first) // BLOCK_N * BLOCK_N)
+    whole = first + (end - first) // BLOCK_N * BLOCK_N
     out, lse = _attend_all(
         q, keys, visible, first, whole, end, scale, PAGE_SIZE, BY_SLOT, HEAD_DIM, BLOCK_H, BLOCK_D, BLOCK_N
     )
-    place = (index * num_heads + heads) * num_splits + split
-    tl.store(out_ptr + place[:, None] * HEAD_DIM + d[None, :], out, mask=mask)
-    tl.store(lse_ptr + place, lse, mask=h_mask)
+    if kv_len <= split_tokens:
+        places = row * num_heads + heads
+        tl.store(out_ptr + places[:, None] * HEAD_DIM + d[None, :], out, mask=mask)
+        if lse_ptr is not None:
+            tl.store(lse_ptr + places, lse * _LN_2, mask=h_mask)
+    else:
+        places = program.to(tl.int64) * num_heads + heads
+        tl.store(parts_ptr + places[:, None] * HEAD_DIM + d[None, :], out, mask=mask)
+        tl.store(part_lses_ptr + places, lse, mask=h_mask)
 
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ARRAYS)
-def merge_splits_kernel(
+def merge_decodes_kernel(
     parts_ptr,
     part_lses_ptr,
     out_ptr,
     lse_ptr,
+    kv_lens_ptr,
     reqs_ptr,
     row_starts_ptr,
+    num_decodes,
+    num_more,
     num_heads,
-    num_splits,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    LEAST: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    """Program (i, h): merges the results of `decode_kernel` for the i-th decode and head h into a row of out and lse,
-    which are contiguous. BLOCK_S: num_splits at least."""
-    index = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    _, row = _decode_req(index, reqs_ptr, row_starts_ptr)
-    s = tl.arange(0, BLOCK_S)
-    s_mask = s < num_splits
-    place = (index * num_heads + head) * num_splits + s
-    lse = tl.load(part_lses_ptr + place, mask=s_mask, other=-float("inf"))
-    highest = tl.max(lse, 0)
-    weights = tl.exp2(lse - tl.where(highest == -float("inf"), 0.0, highest))
-    total = tl.sum(weights, 0)
-    if lse_ptr is not None:
-        tl.store(lse_ptr + row * num_heads + head, (highest + tl.log2(total)) * _LN_2)
-    weights = weights / tl.where(total == 0.0, 1.0, total)
+    """Program (i, c): the c-th ROWS of the query heads of the i-th decode, if it has more than one split."""
+    index = tl.program_id(0)
+    split_tokens = _decode_split_tokens(kv_lens_ptr, reqs_ptr, num_decodes, num_more, LEAST, AT_ONCE)
+    count = tl.zeros((), tl.int32)
+    first_program = tl.zeros((), tl.int32)
+    for start in tl.range(0, index + 1, AT_ONCE):
+        i = start + tl.arange(0, AT_ONCE)
+        counts = _num_splits(kv_lens_ptr, reqs_ptr, i, num_decodes, split_tokens)
+        first_program += tl.sum(tl.where(i < index, counts, 0), 0)
+        count += tl.sum(tl.where(i == index, counts, 0), 0)
+    if count == 1:
+        return
+    if reqs_ptr is None:
+        row = index.to(tl.int64)
+    else:
+        row = tl.load(row_starts_ptr + tl.load(reqs_ptr + index)).to(tl.int64)
+    heads = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    mask = heads < num_heads
+    place = first_program.to(tl.int64) * num_heads + heads
+    out, lse = _merge(parts_ptr, part_lses_ptr, place, num_heads, count, mask, HEAD_DIM, BLOCK_D, ROWS)
     d = tl.arange(0, BLOCK_D)
-    d_mask = d < HEAD_DIM
-    parts = tl.load(
-        parts_ptr + place[:, None] * HEAD_DIM + d[None, :], mask=s_mask[:, None] & d_mask[None, :], other=0.0
-    )
-    out = tl.sum(parts * weights[:, None], 0)
-    tl.store(out_ptr + (row * num_heads + head) * HEAD_DIM + d, out, mask=d_mask)
+    places = row * num_heads + heads
+    tl.store(out_ptr + places[:, None] * HEAD_DIM + d[None, :], out, mask=mask[:, None] & (d < HEAD_DIM)[None, :])
+    if lse_ptr is not None:
+        tl.store(lse_ptr + places, lse * _LN_2, mask=mask)

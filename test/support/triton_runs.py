@@ -1,0 +1,66 @@
+"""Triton kernels where there is no GPU: under its interpreter, and compiled for sm_90.
+
+The interpreter has to be chosen before Triton is imported, so it runs in a process of its own: the test's file as a
+script. It checks index arithmetic and masks, not races, and multiplies no matrices of bfloat16.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TRITON = importlib.util.find_spec("triton") is not None
+needs_triton = pytest.mark.skipif(not TRITON, reason="Triton is not installed: pip install '.[gpu]'")
+# Shared memory that a program may use on Hopper.
+_SHARED_BYTES = 227 << 10
+
+
+def run_interpreted(file: str, *args: str) -> str:
+    """Runs the script under the interpreter, and returns what it printed."""
+    env = {
+        **os.environ,
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": os.pathsep.join([str(Path(file).parent), *sys.path]),
+    }
+    done = subprocess.run([sys.executable, file, *args], env=env, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    print(done.stdout)
+    return done.stdout
+
+
+def compile_for_sm_90(
+    kernel: Any,
+    types: Mapping[str, str],
+    constants: Mapping[str, Any],
+    aligned: Collection[str],
+    num_warps: int = 4,
+    num_stages: int = 3,
+) -> Any:
+    """What `triton.compile` returns: `asm["ptx"]`, `metadata.shared`. types: of the arguments that are no constants.
+    aligned: those that are multiples of 16."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    source = ASTSource(
+        kernel,
+        {name: "constexpr" if name in constants else types[name] for name in names},
+        {(names.index(name),): value for name, value in constants.items()},
+        {
+            (names.index(name),): [["tt.divisibility", 16]]
+            for name in names
+            if name in aligned and name not in constants
+        },
+    )
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert result.metadata.shared <= _SHARED_BYTES
+    return result
