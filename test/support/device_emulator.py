@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 import sgl_kernel.kvcacheio as kvcacheio
+from sgl_kernel import elementwise, sampling
 from sgl_kernel.kvcacheio import KVPages, reference
 from sgl_kernel.kvcacheio.layout import check_fit, check_indices
 from sglang.srt.mem_cache import memory_pool_host
@@ -459,6 +460,8 @@ def emulated_device(seed: int = 0) -> Iterator[EmulatedDevice]:
         for name, value in patches.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         stack.enter_context(mock.patch.object(kvcacheio, "copy_pages", _copy_pages))
+        for package in (elementwise, sampling):
+            stack.enter_context(mock.patch.object(package, "_triton_kernels", lambda: None))
         for name in ("cuda_register", "cuda_unregister"):
             stack.enter_context(mock.patch.object(memory_pool_host, name, lambda *args: None))
         stack.enter_context(_Mode())

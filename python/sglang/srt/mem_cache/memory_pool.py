@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from sgl_kernel import elementwise
 from sgl_kernel.cpu.elementwise import store_rows, takes_rows
 from sgl_kernel.cpu.huge_pages import ask_for_huge_pages
 from sgl_kernel.kvcacheio import KVPages
@@ -79,6 +80,9 @@ class MHATokenToKVPool:
     def store(self, layer_id: int, loc: torch.Tensor, *values: torch.Tensor) -> None:
         components = self._slots[layer_id]
         assert len(values) == len(components), f"{len(values)} values for {len(components)} components"
+        if len(values) == 2 and elementwise.has_store_kernel(values[0]):
+            elementwise.store_kv(components[0], components[1], loc, values[0], values[1])
+            return
         for slots, value in zip(components, values):
             if takes_rows(value):
                 store_rows(slots, loc, value)

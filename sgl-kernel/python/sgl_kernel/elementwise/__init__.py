@@ -1,16 +1,18 @@
 """A decoder's work between its matrix products: norms, activation, rotation.
 
 Each function runs flashinfer's fused kernel for float16 and bfloat16 on a GPU, where flashinfer is installed and
-supports the shape, and `sgl_kernel.cpu` for float32 on the CPU, where there is a C compiler. Otherwise it runs torch;
-`reference` defines the result. The kernels round less often in between, so that their results differ from torch's by
-a rounding. Names are SGLang's; the arguments are this package's own.
+supports the shape, else `triton_kernels` there. For float32 on the CPU it runs `sgl_kernel.cpu`, where there is a C
+compiler. Otherwise it runs torch; `reference` defines the result. The kernels round less often in between, so that
+their results differ from torch's by a rounding. Names are SGLang's; the arguments are this package's own.
 
 No function waits for the device or looks at the values of `positions`.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -24,9 +26,11 @@ __all__ = [
     "apply_rope_with_cos_sin_cache_inplace",
     "fused_add_rmsnorm",
     "has_rope_kernel",
+    "has_store_kernel",
     "qk_rmsnorm",
     "rmsnorm",
     "silu_and_mul",
+    "store_kv",
 ]
 
 # Head dimensions for which flashinfer's rotation kernel is always built.
@@ -42,15 +46,29 @@ def _kernel(name: str, x: torch.Tensor) -> Callable[..., Any] | None:
     return flashinfer_function(name, x.device)
 
 
+def _triton(x: torch.Tensor) -> ModuleType | None:
+    """`triton_kernels`, where x is on a GPU and has rows."""
+    return _triton_kernels() if x.is_cuda and x.shape[0] else None
+
+
+@functools.cache
+def _triton_kernels() -> ModuleType | None:
+    try:
+        from sgl_kernel.elementwise import triton_kernels
+    except ImportError:
+        return None
+    return triton_kernels
+
+
 def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension. x: (num_tokens, d); weight: (d,). Returns a new
     tensor."""
     if takes(x) and x.is_contiguous():
         return cpu.rmsnorm(x, None, weight, eps)
     kernel = _kernel("rmsnorm", x)
-    if kernel is None or x.shape[-1] % _VECTOR:
-        return reference.rmsnorm(x, weight, eps)
-    return kernel(x, weight, eps)
+    if kernel is not None and x.shape[-1] % _VECTOR == 0:
+        return kernel(x, weight, eps)
+    return (_triton(x) or reference).rmsnorm(x, weight, eps)
 
 
 def qk_rmsnorm(qk: torch.Tensor, weight: torch.Tensor, num_q_heads: int, eps: float) -> torch.Tensor:
@@ -59,7 +77,8 @@ def qk_rmsnorm(qk: torch.Tensor, weight: torch.Tensor, num_q_heads: int, eps: fl
     Returns a new tensor."""
     kernel = _kernel("rmsnorm", qk)
     if kernel is None or qk.shape[-1] % _VECTOR:
-        return reference.rmsnorm(qk, weight, eps)
+        ours = _triton(qk)
+        return reference.rmsnorm(qk, weight, eps) if ours is None else ours.qk_rmsnorm(qk, weight, eps)
     out = torch.empty(qk.shape, dtype=qk.dtype, device=qk.device)
     for heads in (slice(0, num_q_heads), slice(num_q_heads, None)):
         kernel(qk[:, heads], weight[heads][0], eps, out=out[:, heads])
@@ -75,7 +94,7 @@ def fused_add_rmsnorm(
         return cpu.rmsnorm(residual, x, weight, eps), residual
     kernel = _kernel("fused_add_rmsnorm", x)
     if kernel is None or x.shape[-1] % _VECTOR:
-        return reference.fused_add_rmsnorm(x, residual, weight, eps)
+        return (_triton(x) or reference).fused_add_rmsnorm(x, residual, weight, eps)
     kernel(x, residual, weight, eps)
     return x, residual
 
@@ -83,9 +102,9 @@ def fused_add_rmsnorm(
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """x: (num_tokens, 2 * d), gate and up side by side. Returns silu(gate) * up, (num_tokens, d)."""
     kernel = _kernel("silu_and_mul", x)
-    if kernel is None or x.shape[-1] % (2 * _VECTOR):
-        return reference.silu_and_mul(x)
-    return kernel(x)
+    if kernel is not None and x.shape[-1] % (2 * _VECTOR) == 0:
+        return kernel(x)
+    return (_triton(x) or reference).silu_and_mul(x)
 
 
 def has_rope_kernel(x: torch.Tensor) -> bool:
@@ -93,7 +112,7 @@ def has_rope_kernel(x: torch.Tensor) -> bool:
     looks cosines and sines up, once for all layers, and calls `reference.apply_rope`."""
     if takes(x):
         return x.stride(-1) == 1
-    return x.shape[-1] in _ROPE_HEAD_DIMS and _kernel("apply_rope_with_cos_sin_cache_inplace", x) is not None
+    return _flashinfer_rope(x) is not None or _triton(x) is not None
 
 
 def apply_rope_with_cos_sin_cache_inplace(
@@ -105,7 +124,31 @@ def apply_rope_with_cos_sin_cache_inplace(
     if takes(qk):
         cpu.apply_rope(positions, qk, cos_sin_cache)
         return
-    kernel = _kernel("apply_rope_with_cos_sin_cache_inplace", qk)
-    assert kernel is not None
-    # The kernel takes queries and keys as two tensors, and rotates both alike.
-    kernel(positions, qk[:, :1], qk[:, 1:], qk.shape[-1], cos_sin_cache, is_neox=True)
+    kernel = _flashinfer_rope(qk)
+    if kernel is not None:
+        # It takes queries and keys as two tensors, and rotates both alike.
+        kernel(positions, qk[:, :1], qk[:, 1:], qk.shape[-1], cos_sin_cache, is_neox=True)
+        return
+    ours = _triton(qk)
+    assert ours is not None, "no kernel takes it: ask has_rope_kernel"
+    ours.apply_rope(positions, qk, cos_sin_cache)
+
+
+def _flashinfer_rope(x: torch.Tensor) -> Callable[..., Any] | None:
+    return _kernel("apply_rope_with_cos_sin_cache_inplace", x) if x.shape[-1] in _ROPE_HEAD_DIMS else None
+
+
+def has_store_kernel(x: torch.Tensor) -> bool:
+    """Whether `store_kv` takes x as K."""
+    return _triton(x) is not None
+
+
+def store_kv(
+    k_slots: torch.Tensor, v_slots: torch.Tensor, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> None:
+    """Write tokens into slots loc of both at once. k_slots, v_slots: (num_slots, num_kv_heads, head_dim), contiguous
+    but for the first dimension; loc: (num_tokens,) int64; k, v: (num_tokens, num_kv_heads, head_dim), any strides of
+    tokens and heads. Only where `has_store_kernel`."""
+    ours = _triton(k)
+    assert ours is not None, "no kernel takes it: ask has_store_kernel"
+    ours.store_kv(k_slots, v_slots, loc, k, v)

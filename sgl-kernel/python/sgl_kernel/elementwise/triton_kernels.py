@@ -1,0 +1,214 @@
+"""A decoder's work between its matrix products, in Triton: norms, activation, rotation, and rows into pages.
+
+The functions are those of `sgl_kernel.elementwise`, for float32, float16 and bfloat16 of any size. Each is one
+launch. They compute in float32 and round once. Checked under Triton's interpreter, compiled for sm_90 in the tests;
+have not run on a GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+# Values of an activation that a program computes.
+_ACTIVATION_BLOCK = 1024
+# Values of heads that a program rotates or normalises.
+_HEADS_BLOCK = 2048
+
+
+def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    out = torch.empty_like(x)
+    d = x.shape[1]
+    block = triton.next_power_of_2(d)
+    _rmsnorm_kernel[(x.shape[0],)](x, None, weight, out, x.stride(0), d, eps, BLOCK=block, num_warps=_warps(block))
+    return out
+
+
+def fused_add_rmsnorm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    d = x.shape[1]
+    block = triton.next_power_of_2(d)
+    _rmsnorm_kernel[(x.shape[0],)](x, residual, weight, x, d, d, eps, BLOCK=block, num_warps=_warps(block))
+    return x, residual
+
+
+def qk_rmsnorm(qk: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    num_tokens, num_heads, head_dim = qk.shape
+    out = torch.empty(qk.shape, dtype=qk.dtype, device=qk.device)
+    block_d = triton.next_power_of_2(head_dim)
+    rows = max(1, _HEADS_BLOCK // block_d)
+    _qk_rmsnorm_kernel[(num_tokens, triton.cdiv(num_heads, rows))](
+        qk,
+        weight,
+        out,
+        qk.stride(0),
+        qk.stride(1),
+        weight.stride(0),
+        num_heads,
+        head_dim,
+        eps,
+        ROWS=rows,
+        BLOCK_D=block_d,
+    )
+    return out
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    num_tokens, d = x.shape[0], x.shape[1] // 2
+    out = torch.empty((num_tokens, d), dtype=x.dtype, device=x.device)
+    grid = (num_tokens, triton.cdiv(d, _ACTIVATION_BLOCK))
+    _silu_and_mul_kernel[grid](x, out, x.stride(0), d, BLOCK=_ACTIVATION_BLOCK)
+    return out
+
+
+def apply_rope(positions: torch.Tensor, qk: torch.Tensor, cos_sin_cache: torch.Tensor) -> None:
+    """In place."""
+    num_tokens, num_heads, head_dim = qk.shape
+    half = head_dim // 2
+    block_d = triton.next_power_of_2(half)
+    rows = max(1, _HEADS_BLOCK // 2 // block_d)
+    _rope_kernel[(num_tokens, triton.cdiv(num_heads, rows))](
+        positions, qk, cos_sin_cache, qk.stride(0), qk.stride(1), num_heads, half, ROWS=rows, BLOCK_D=block_d
+    )
+
+
+def store_kv(
+    k_slots: torch.Tensor, v_slots: torch.Tensor, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> None:
+    num_tokens, num_heads, head_dim = k.shape
+    block_d = triton.next_power_of_2(head_dim)
+    rows = max(1, min(triton.next_power_of_2(num_heads), _HEADS_BLOCK // block_d))
+    _store_kv_kernel[(num_tokens, triton.cdiv(num_heads, rows), 2)](
+        k_slots,
+        v_slots,
+        loc,
+        k,
+        v,
+        *(k_slots.stride(0), v_slots.stride(0)),
+        *(k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
+        num_heads,
+        head_dim,
+        ROWS=rows,
+        BLOCK_D=block_d,
+    )
+
+
+def _warps(block: int) -> int:
+    """Eight values for each thread, and 16 warps at most."""
+    return min(16, max(1, block // 256))
+
+
+@triton.jit
+def _rmsnorm_kernel(x_ptr, residual_ptr, weight_ptr, out_ptr, x_stride, d, eps, BLOCK: tl.constexpr):
+    """Program t: row t. residual is None or is added, and then holds the sum. out may be x."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    mask = i < d
+    x = tl.load(x_ptr + row * x_stride + i, mask=mask, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        residual = residual_ptr + row * d + i
+        x += tl.load(residual, mask=mask, other=0.0).to(tl.float32)
+        tl.store(residual, x, mask=mask)
+    factor = tl.rsqrt(tl.sum(x * x, 0) / d + eps)
+    weight = tl.load(weight_ptr + i, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * d + i, x * factor * weight, mask=mask)
+
+
+@triton.jit
+def _qk_rmsnorm_kernel(
+    qk_ptr,
+    weight_ptr,
+    out_ptr,
+    token_stride,
+    head_stride,
+    weight_stride,
+    num_heads,
+    head_dim,
+    eps,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Program (t, b): ROWS heads of token t."""
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    d = tl.arange(0, BLOCK_D)
+    mask = (heads < num_heads)[:, None] & (d < head_dim)[None, :]
+    x = tl.load(qk_ptr + token * token_stride + heads[:, None] * head_stride + d[None, :], mask=mask, other=0.0)
+    x = x.to(tl.float32)
+    factor = tl.rsqrt(tl.sum(x * x, 1) / head_dim + eps)
+    weight = tl.load(weight_ptr + heads[:, None] * weight_stride + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    places = (token * num_heads + heads)[:, None] * head_dim + d[None, :]
+    tl.store(out_ptr + places, x * factor[:, None] * weight, mask=mask)
+
+
+@triton.jit
+def _silu_and_mul_kernel(x_ptr, out_ptr, x_stride, d, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < d
+    gate = tl.load(x_ptr + row * x_stride + i, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * x_stride + d + i, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * d + i, gate / (1.0 + tl.exp(-gate)) * up, mask=mask)
+
+
+@triton.jit
+def _rope_kernel(
+    positions_ptr,
+    qk_ptr,
+    table_ptr,
+    token_stride,
+    head_stride,
+    num_heads,
+    half,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Program (t, b): ROWS heads of token t. table: cosines, then sines, half of each per position."""
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    d = tl.arange(0, BLOCK_D)
+    d_mask = d < half
+    angle = table_ptr + tl.load(positions_ptr + token) * 2 * half + d
+    cos = tl.load(angle, mask=d_mask, other=0.0)[None, :]
+    sin = tl.load(angle + half, mask=d_mask, other=0.0)[None, :]
+    mask = (heads < num_heads)[:, None] & d_mask[None, :]
+    place = qk_ptr + token * token_stride + heads[:, None] * head_stride + d[None, :]
+    first = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(place + half, mask=mask, other=0.0).to(tl.float32)
+    tl.store(place, first * cos - second * sin, mask=mask)
+    tl.store(place + half, second * cos + first * sin, mask=mask)
+
+
+@triton.jit
+def _store_kv_kernel(
+    k_slots_ptr,
+    v_slots_ptr,
+    loc_ptr,
+    k_ptr,
+    v_ptr,
+    k_slot_stride,
+    v_slot_stride,
+    k_token_stride,
+    k_head_stride,
+    v_token_stride,
+    v_head_stride,
+    num_heads,
+    head_dim,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Program (t, b, 0) stores K of ROWS heads of token t, program (t, b, 1) V."""
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    d = tl.arange(0, BLOCK_D)
+    mask = (heads < num_heads)[:, None] & (d < head_dim)[None, :]
+    slot = tl.load(loc_ptr + token)
+    inside = heads[:, None] * head_dim + d[None, :]
+    if tl.program_id(2) == 0:
+        x = tl.load(k_ptr + token * k_token_stride + heads[:, None] * k_head_stride + d[None, :], mask=mask)
+        tl.store(k_slots_ptr + slot * k_slot_stride + inside, x, mask=mask)
+    else:
+        x = tl.load(v_ptr + token * v_token_stride + heads[:, None] * v_head_stride + d[None, :], mask=mask)
+        tl.store(v_slots_ptr + slot * v_slot_stride + inside, x, mask=mask)

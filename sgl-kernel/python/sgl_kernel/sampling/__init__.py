@@ -1,0 +1,58 @@
+"""Cutting probabilities off on a GPU, without sorting them: flashinfer's functions, under its names, and where it is
+not installed `keep_top`, in Triton.
+
+There is no fallback here: a caller asks `has_renorm_kernels` and `has_keep_top`, and sorts where there are none.
+probs: (n, vocab_size) float32, contiguous. Every token that ties with the last kept one is kept. Top-p ends where
+float32 sums of the probabilities reach it; the same input gives the same bits. flashinfer's functions return new
+tensors. In these, probabilities that are cut off become 0, and the rest is scaled to sum 1.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+
+import torch
+
+from sgl_kernel.flashinfer_kernels import flashinfer_function, is_on_gpu
+
+
+def has_renorm_kernels(probs: torch.Tensor) -> bool:
+    names = ("top_k_renorm_probs", "top_p_renorm_probs")
+    return is_on_gpu(probs) and all(flashinfer_function(name, probs.device) is not None for name in names)
+
+
+def top_k_renorm_probs(probs: torch.Tensor, top_ks: torch.Tensor) -> torch.Tensor:
+    """top_ks: (n,) int64, from 1; the vocabulary's size or more keeps all."""
+    kernel = flashinfer_function("top_k_renorm_probs", probs.device)
+    assert kernel is not None
+    return kernel(probs, top_ks.to(torch.int32))
+
+
+def top_p_renorm_probs(probs: torch.Tensor, top_ps: torch.Tensor) -> torch.Tensor:
+    """top_ps: (n,) float32, below 1; 1 may cut off probabilities that float32 sums lose."""
+    kernel = flashinfer_function("top_p_renorm_probs", probs.device)
+    assert kernel is not None
+    # Without `deterministic`, threads would add floats in the order of their arrival.
+    return kernel(probs, top_ps, is_deterministic=True)
+
+
+def has_keep_top(probs: torch.Tensor) -> bool:
+    return probs.is_cuda and _triton_kernels() is not None
+
+
+def keep_top(probs: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor) -> None:
+    """Zero what top-k or top-p cut off, in place, without scaling the rest. top_ks: (n,) int64, from 1; the
+    vocabulary's size or more cuts nothing off. top_ps: (n,) float32; 1 cuts nothing off."""
+    ours = _triton_kernels()
+    assert ours is not None, "no kernel takes it: ask has_keep_top"
+    ours.keep_top(probs, top_ks, top_ps)
+
+
+@functools.cache
+def _triton_kernels() -> ModuleType | None:
+    try:
+        from sgl_kernel.sampling import triton_kernels
+    except ImportError:
+        return None
+    return triton_kernels

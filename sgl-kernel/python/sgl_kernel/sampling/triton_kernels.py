@@ -1,0 +1,54 @@
+"""Top-k and top-p by a search for the least probability that is kept, in Triton.
+
+Positive floats are ordered as their bits are, so that 30 halvings find it among all floats up to 1. Each looks at a
+row once. Checked under Triton's interpreter, compiled for sm_90 in the tests; has not run on a GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+# Probabilities that a program looks at at once.
+_BLOCK = 8192
+
+
+def keep_top(probs: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor) -> None:
+    """See `sgl_kernel.sampling.keep_top`."""
+    _keep_top_kernel[(probs.shape[0],)](
+        probs, top_ks, top_ps, probs.stride(0), probs.shape[1], BLOCK=_BLOCK, num_warps=16
+    )
+
+
+@triton.jit
+def _keep_top_kernel(probs_ptr, top_ks_ptr, top_ps_ptr, stride, vocab_size, BLOCK: tl.constexpr):
+    """Program r: row r. Of both bounds, lower holds and upper does not: at `lower` top_k tokens or more are at least
+    as likely, or their probabilities sum to top_p or more."""
+    row = tl.program_id(0).to(tl.int64)
+    top_k, top_p = tl.load(top_ks_ptr + row), tl.load(top_ps_ptr + row)
+    probs = probs_ptr + row * stride
+    lower_k = tl.zeros((), tl.int32)
+    lower_p = tl.zeros((), tl.int32)
+    # The bits of 1, and one more for each side of the interval.
+    upper_k = tl.full((), 0x3F800001, tl.int32)
+    # A top-p of 1 cuts nothing off; sums in float32 may end below it.
+    upper_p = tl.where(top_p < 1.0, upper_k, 1)
+    for _ in range(30):
+        middle_k, middle_p = (lower_k + upper_k) // 2, (lower_p + upper_p) // 2
+        count = tl.zeros((), tl.int32)
+        total = tl.zeros((), tl.float32)
+        for start in tl.range(0, vocab_size, BLOCK):
+            i = start + tl.arange(0, BLOCK)
+            p = tl.load(probs + i, mask=i < vocab_size, other=-1.0)
+            bits = p.to(tl.int32, bitcast=True)
+            count += tl.sum((bits >= middle_k).to(tl.int32), 0)
+            total += tl.sum(tl.where(bits >= middle_p, p, 0.0), 0)
+        holds_k, holds_p = count >= top_k, total >= top_p
+        lower_k, upper_k = tl.where(holds_k, middle_k, lower_k), tl.where(holds_k, upper_k, middle_k)
+        lower_p, upper_p = tl.where(holds_p, middle_p, lower_p), tl.where(holds_p, upper_p, middle_p)
+    least = tl.maximum(lower_k, lower_p)
+    for start in tl.range(0, vocab_size, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        p = tl.load(probs + i, mask=i < vocab_size, other=0.0)
+        tl.store(probs + i, tl.where(p.to(tl.int32, bitcast=True) >= least, p, 0.0), mask=i < vocab_size)

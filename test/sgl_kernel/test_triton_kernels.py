@@ -1,0 +1,173 @@
+"""The fused kernels of a decoder and of sampling, in Triton: as torch under its interpreter, where this file runs as
+a script, and compiled for sm_90."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from support.triton_runs import compile_for_sm_90, needs_triton, run_interpreted
+
+TORCH_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# Of rows, as large models have them; and of no power of two.
+WIDTHS = (64, 100, 4096)
+CHECKS = ("norms", "heads_of_queries_and_keys", "activations", "rotations", "stores", "cuts")
+
+
+@needs_triton
+def test_under_the_interpreter():
+    assert run_interpreted(__file__, *CHECKS).count("are right") == len(CHECKS)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", TORCH_TYPES)
+def test_they_compile_for_sm_90(dtype: str):
+    """In a process without the interpreter. Aligned rows are moved 16 bytes at a time."""
+    from sgl_kernel.elementwise import triton_kernels as kernels
+    from sgl_kernel.sampling import triton_kernels as of_sampling
+
+    def compiled(kernel: Any, constants: dict[str, Any], num_warps: int = 4) -> str:
+        names = kernel.arg_names
+        pointers = {"positions_ptr": "*i64", "loc_ptr": "*i64", "table_ptr": "*fp32"}
+        pointers |= {"probs_ptr": "*fp32", "top_ks_ptr": "*i64", "top_ps_ptr": "*fp32"}
+        types = {name: pointers.get(name, f"*{dtype}" if name.endswith("_ptr") else "i32") for name in names}
+        types |= {name: "fp32" for name in names if name == "eps"}
+        aligned = {name for name in names if name != "eps" and not name.startswith("num_")}
+        return compile_for_sm_90(kernel, types, constants, aligned, num_warps).asm["ptx"]
+
+    for residual in ({"residual_ptr": None}, {}):
+        ptx = compiled(kernels._rmsnorm_kernel, {"BLOCK": 4096, **residual}, 16)
+        assert "rsqrt" in ptx and "st.global.v4.b32" in ptx, ptx
+    assert "rsqrt" in compiled(kernels._qk_rmsnorm_kernel, {"ROWS": 16, "BLOCK_D": 128})
+    assert "ex2" in compiled(kernels._silu_and_mul_kernel, {"BLOCK": 1024})
+    assert "st.global" in compiled(kernels._rope_kernel, {"ROWS": 16, "BLOCK_D": 64})
+    assert "st.global.v4.b32" in compiled(kernels._store_kv_kernel, {"ROWS": 8, "BLOCK_D": 128})
+    if dtype == "fp32":
+        assert "st.global.v4.b32" in compiled(of_sampling._keep_top_kernel, {"BLOCK": 8192}, 16)
+
+
+# -- under the interpreter -----------------------------------------------------------------------------------------
+
+
+def near(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Torch rounds in between, the kernels once at the end."""
+    assert got.dtype == want.dtype and got.shape == want.shape
+    error = (got.float() - want.float()).abs()
+    bound = 3 * torch.finfo(want.dtype).eps * want.float().abs().clamp(min=0.5)
+    assert bool((error <= bound).all()), f"off by {error.max()}"
+
+
+def numbers(seed: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def norms() -> None:
+    from sgl_kernel.elementwise import reference, triton_kernels
+
+    for dtype in TORCH_TYPES.values():
+        for width in WIDTHS:
+            x, residual = (numbers(seed, 3, width, dtype=dtype) for seed in (1, 2))
+            weight = numbers(3, width, dtype=dtype)
+            # A row's neighbours are not its own.
+            wide = torch.full((3, width + 8), torch.nan, dtype=dtype)
+            wide[:, :width] = x
+            near(triton_kernels.rmsnorm(wide[:, :width], weight, 1e-5), reference.rmsnorm(x.clone(), weight, 1e-5))
+            want = reference.fused_add_rmsnorm(x.clone(), residual.clone(), weight, 1e-5)
+            got = triton_kernels.fused_add_rmsnorm(x, residual, weight, 1e-5)
+            assert got[0] is x and got[1] is residual
+            for a, b in zip(got, want, strict=True):
+                near(a, b)
+
+
+def heads_of_queries_and_keys() -> None:
+    from sgl_kernel.elementwise import reference, triton_kernels
+
+    for dtype, head_dim in ((torch.float16, 128), (torch.float32, 80), (torch.bfloat16, 24)):
+        qkv = numbers(4, 3, 45, head_dim, dtype=dtype)
+        before = qkv.clone()
+        weight = torch.cat(
+            (numbers(5, 1, head_dim, dtype=dtype).expand(30, -1), numbers(6, 9, head_dim, dtype=dtype))
+        )
+        near(triton_kernels.qk_rmsnorm(qkv[:, :39], weight, 1e-5), reference.rmsnorm(qkv[:, :39], weight, 1e-5))
+        assert torch.equal(qkv, before)
+
+
+def activations() -> None:
+    from sgl_kernel.elementwise import reference, triton_kernels
+
+    for dtype in TORCH_TYPES.values():
+        for width in (8, 1500):
+            x = 4 * numbers(7, 3, 2 * width, dtype=dtype)
+            near(triton_kernels.silu_and_mul(x), reference.silu_and_mul(x.clone()))
+
+
+def rotations() -> None:
+    from sgl_kernel.elementwise import reference, triton_kernels
+
+    for dtype, head_dim in ((torch.float16, 128), (torch.float32, 24), (torch.bfloat16, 96)):
+        angles = torch.rand(50, head_dim // 2, generator=torch.Generator().manual_seed(8)) * 6
+        table = torch.cat((angles.cos(), angles.sin()), dim=1).to(dtype).float()
+        positions = torch.tensor([49, 0, 7])
+        qkv = numbers(9, 3, 45, head_dim, dtype=dtype)
+        values = qkv[:, 39:].clone()
+        cos, sin = table[positions].to(dtype)[:, None].chunk(2, dim=-1)
+        want = reference.apply_rope(qkv[:, :39].clone(), torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
+        triton_kernels.apply_rope(positions, qkv[:, :39], table)
+        near(qkv[:, :39], want)
+        assert torch.equal(qkv[:, 39:], values)
+
+
+def stores() -> None:
+    from sgl_kernel.elementwise import triton_kernels
+
+    for dtype, num_heads, head_dim in ((torch.float16, 8, 128), (torch.float32, 3, 24), (torch.bfloat16, 40, 64)):
+        qkv = numbers(10, 4, 3 * num_heads, head_dim, dtype=dtype)
+        k, v = qkv[:, num_heads : 2 * num_heads], qkv[:, 2 * num_heads :]
+        # Slots of a page-first pool lie apart.
+        pools = [torch.zeros(9, 2 * num_heads, head_dim, dtype=dtype) for _ in range(2)]
+        slots = [pool[:, :num_heads] for pool in pools]
+        loc = torch.tensor([8, 0, 3, 5])
+        triton_kernels.store_kv(*slots, loc, k, v)
+        for pool, values in zip(pools, (k, v), strict=True):
+            want = torch.zeros_like(pool)
+            want[loc, :num_heads] = values
+            assert torch.equal(pool, want)
+
+
+def cuts() -> None:
+    from sgl_kernel.sampling import triton_kernels
+    from sglang.srt.layers import sampler
+    from sglang.srt.sampling.sampling_batch_info import SamplingCuts
+
+    def all_limited(deepest_top_k: int) -> SamplingCuts:
+        return SamplingCuts(8, None, deepest_top_k, True, True, False, False)
+
+    seed = 11
+    print(f"seed {seed}")
+    generator = torch.Generator().manual_seed(seed)
+    for vocab_size, flatness in ((5, 1.0), (1000, 0.3), (20_000, 3.0)):
+        probs = (torch.randn(8, vocab_size, generator=generator) * flatness).softmax(-1)
+        # Ties, and a row of one certain token.
+        probs[1] = probs[1].sort().values[torch.arange(vocab_size) // 3 * 3]
+        probs[1] /= probs[1].sum()
+        probs[2] = 0
+        probs[2, vocab_size // 2] = 1
+        top_ks = torch.tensor([1, 2, 3, vocab_size, vocab_size, 40, vocab_size + 7, 3])
+        top_ps = torch.tensor([1.0, 1.0, 0.5, 0.3, 0.7, 0.9, 0.01, 0.999])
+        want, got = probs.clone(), probs.clone()
+        sampler._keep_top(want, top_ks, top_ps, all_limited(vocab_size))
+        triton_kernels.keep_top(got, top_ks, top_ps)
+        assert torch.equal(got, want), (vocab_size, (got != want).nonzero())
+
+
+def main() -> None:
+    for name in sys.argv[1:]:
+        globals()[name]()
+        print(f"{name} are right")
+
+
+if __name__ == "__main__":
+    main()
