@@ -41,8 +41,6 @@ class _Captured:
     inputs: torch.Tensor
     batch: ForwardBatch
     segments: PagedSegments
-    # (batch size, vocab_size) float32, overwritten by each replay.
-    logits: torch.Tensor
     # Of the page table.
     version: int
 
@@ -81,6 +79,9 @@ class CudaGraphRunner:
         self._captured: dict[int, _Captured] = {}
         # Memory that all graphs use in turn.
         self._memory: Any = None
+        # (max_batch_size, vocab_size) float32, of the last replay. Kept by each graph, they would take as much again
+        # for each batch size.
+        self._logits: torch.Tensor | None = None
 
     @property
     def max_batch_size(self) -> int:
@@ -129,7 +130,8 @@ class CudaGraphRunner:
             sample_slots=captured.inputs[3, :n],
             sampling=plan.info(captured.inputs[5, :n]),
         )
-        return captured.logits[:n], batch
+        assert self._logits is not None
+        return self._logits[:n], batch
 
     def _capture(self, size: int) -> _Captured:
         """Capture on the current stream."""
@@ -171,7 +173,10 @@ class CudaGraphRunner:
         try:
             with torch.inference_mode():
                 for _ in range(_WARM_UPS):
-                    forward()
+                    logits = forward()
+                if self._logits is None:
+                    self._logits = logits.new_empty((self.max_batch_size, logits.shape[1]))
+                del logits
                 graph = torch.cuda.CUDAGraph()
                 # Other threads may make CUDA calls meanwhile.
                 with torch.cuda.graph(
@@ -180,9 +185,9 @@ class CudaGraphRunner:
                     stream=torch.cuda.current_stream(),
                     capture_error_mode="thread_local",
                 ):
-                    logits = forward()
+                    self._logits[:size].copy_(forward())
         finally:
             self._attention.capturing = False
         self._memory = graph.pool()
-        captured = self._captured[size] = _Captured(graph, inputs, batch, segments, logits, table.version)
+        captured = self._captured[size] = _Captured(graph, inputs, batch, segments, table.version)
         return captured

@@ -32,6 +32,7 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardMode,
     StreamedRequest,
 )
+from sglang.srt.model_executor.kernel_warm_up import warm_up_kernels
 from sglang.srt.model_executor.launch import NO_TOKEN, Launch, LaunchMode, StreamedPrefix
 from sglang.srt.model_executor.page_table import PageTable
 from sglang.srt.sampling.logprob_types import LaunchFindings, TokenLogprob
@@ -277,14 +278,32 @@ class ModelExecutor:
         self._fences[launch.seq] = LaunchFence(stream.record(), run)
         self._fences.pop(launch.seq - _KEPT_FENCES, None)
 
+    def warm_up(self) -> None:
+        """Compile kernels before the first launch; see `kernel_warm_up`. Returns when that is done."""
+        self._run_to_end(
+            partial(
+                warm_up_kernels,
+                self.model,
+                self.pool,
+                self.scale,
+                self.vocab_size,
+                self.sampler,
+                self._device,
+                self._layer_stream is not None,
+            )
+        )
+
     def capture_graphs(self) -> None:
         """Capture the graphs before the first launch, if decodes are CUDA graphs. Returns when that is done."""
         if self._graphs is not None:
-            done = threading.Event()
-            self.stream.enqueue(self._graphs.capture_all)
-            self.stream.when_done(done.set)
-            while not done.wait(0.05):
-                self.stream.raise_if_dead()
+            self._run_to_end(self._graphs.capture_all)
+
+    def _run_to_end(self, work: Callable[[], None]) -> None:
+        done = threading.Event()
+        self.stream.enqueue(work)
+        self.stream.when_done(done.set)
+        while not done.wait(0.05):
+            self.stream.raise_if_dead()
 
     def _has_graph(self, launch: Launch) -> bool:
         return (

@@ -176,7 +176,7 @@ class EngineBuilder:
         else:
             graph_batch_size = graph_batch_size_for(args, self.model, config, rank.device)
             self.pool = MHATokenToKVPool(
-                config.num_device_pages, layout, rank.device, has_scratch=graph_batch_size > 0
+                config.num_device_pages, layout, rank.device, has_scratch=rank.device.type == "cuda"
             )
         if args.peer_role == "master":
             with without_stopping():
@@ -233,6 +233,9 @@ class EngineBuilder:
             layer_stream,
         )
         settle_memory(rank.device)
+        if rank.device.type == "cuda" and self.pool.scratch_slot is not None:
+            rank.progress.stage("compiling kernels")
+            executor.warm_up()
         if graph_batch_size:
             rank.progress.stage(f"capturing CUDA graphs of up to {graph_batch_size} requests")
         executor.capture_graphs()

@@ -1,0 +1,102 @@
+"""`warm_up_kernels`: each kind of batch once before the first request, which would wait for kernels to be compiled
+otherwise. Kernels of transfers are not among them. Has not run on a GPU."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
+from sglang.srt.mem_cache.kv_view import KVSegment, PagedSegments
+from sglang.srt.mem_cache.memory_pool import DevicePool
+from sglang.srt.model_executor.forward_batch_info import CausalLM, ForwardBatch, ForwardMode, StreamedRequest
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+# Keys that attention divides among programs.
+_LONG = 8192
+# Tokens after a request's last one, and those that are computed. Alone and together, short and long.
+_BATCHES: tuple[tuple[tuple[int, int], ...], ...] = (
+    ((4, 4),),
+    ((_LONG, 4), (_LONG, 1), (4, 4), (5, 1)),
+    ((_LONG, 1), (5, 1)),
+    ((5, 1),),
+)
+_SAMPLINGS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0, sampling_seed=1),
+    SamplingParams(temperature=1.0, sampling_seed=1, top_k=5, top_p=0.9, min_p=0.01),
+)
+
+
+def warm_up_kernels(
+    model: CausalLM,
+    pool: DevicePool,
+    scale: float,
+    vocab_size: int,
+    sampler: Callable[[torch.Tensor, SamplingBatchInfo], torch.Tensor],
+    device: torch.device,
+    is_streaming: bool,
+) -> None:
+    """Computes on the current stream. All keys are read from the page of the pool's scratch slot, which it must have,
+    and all are written to it. is_streaming: prefixes may come through a layer stream cache."""
+    began = time.monotonic()
+    with torch.inference_mode():
+        for reqs in _BATCHES:
+            batch = _batch(reqs, pool, scale, device)
+            state = model.embed(batch)
+            for layer in range(model.num_layers):
+                state = model.forward_layer(layer, state, batch, pool)
+            logits = model.logits(state, batch)
+            for params in _SAMPLINGS:
+                rows = [params] * len(reqs)
+                sampler(logits, SamplingBatchInfo.from_params(rows, vocab_size, batch.sample_rows, device))
+        for q_len in (1, 4) * is_streaming:
+            _stream(model, pool, _batch(((0, q_len),), pool, scale, device), q_len, device)
+    logger.info("warmed kernels up in %.1f s", time.monotonic() - began)
+
+
+def _batch(reqs: Sequence[tuple[int, int]], pool: DevicePool, scale: float, device: torch.device) -> ForwardBatch:
+    assert pool.scratch_slot is not None, "a warm-up writes to a scratch slot"
+    kv_lens, q_lens = (np.array(column, np.int64) for column in zip(*reqs, strict=True))
+    starts, zeros = np.zeros_like(kv_lens), torch.zeros(int(q_lens.sum()), dtype=torch.int64, device=device)
+    table = _scratch_pages(pool, int(kv_lens.max()), device).to(torch.int32)
+    on_device = [torch.from_numpy(column).to(device) for column in (starts, kv_lens)]
+    rows = torch.from_numpy(np.cumsum(q_lens) - 1).to(device)
+    return ForwardBatch(
+        seq=-1,
+        mode=ForwardMode.DECODE if bool((q_lens == 1).all()) else ForwardMode.EXTEND,
+        input_ids=zeros,
+        positions=zeros,
+        out_loc=zeros + pool.scratch_slot,
+        segments=PagedSegments(table, pool.page_size, starts, kv_lens, q_lens, *on_device),
+        attn=AttentionMetadata(tuple(q_lens.tolist()), scale),
+        sample_rows=rows,
+        sample_slots=rows,
+        sampling=SamplingBatchInfo.from_params([], 1, zeros[:0], device),
+    )
+
+
+def _stream(model: CausalLM, pool: DevicePool, batch: ForwardBatch, q_len: int, device: torch.device) -> None:
+    """A request behind a long prefix that is not on the device."""
+    own = KVSegment(_scratch_pages(pool, q_len, device), q_len, q_len > 1)
+    batch.streamed = [StreamedRequest(slice(0, q_len), 0, _LONG, [own])]
+    prefix = KVSegment(_scratch_pages(pool, _LONG, device), _LONG)
+    state = model.embed(batch)
+    for layer in range(model.num_layers):
+        state = model.begin_layer(layer, state, batch, pool)
+        state = model.attend(layer, state, batch, 0, pool.view(layer), prefix)
+        state = model.end_layer(layer, state, batch)
+
+
+def _scratch_pages(pool: DevicePool, num_tokens: int, device: torch.device) -> torch.Tensor:
+    """The page of the scratch slot, as often as num_tokens fill it: int64."""
+    assert pool.scratch_slot is not None
+    count = max(1, -(-num_tokens // pool.page_size))
+    return torch.full((count,), pool.scratch_slot // pool.page_size, dtype=torch.int64, device=device)

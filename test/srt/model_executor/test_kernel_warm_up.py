@@ -1,0 +1,61 @@
+"""What compiles kernels before the first request: it runs on any device, and leaves no trace in the pool."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.sampler import Sampler
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.page_layout import PageLayout
+from sglang.srt.model_executor.kernel_warm_up import warm_up_kernels
+from sglang.srt.model_loader.loader import load_model
+from sglang.srt.utils.device import CPU
+
+
+class WatchedAttention(TorchNativeAttnBackend):
+    """Remembers the number of queries of each request of each batch, and of each segment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forwards: set[tuple[int, ...]] = set()
+        self.partials: set[tuple[int, bool]] = set()
+
+    def forward(self, q, view, segments, meta):
+        self.forwards.add(meta.q_lens)
+        return super().forward(q, view, segments, meta)
+
+    def partial(self, q, view, segment, scale):
+        self.partials.add((q.shape[0], segment.causal))
+        return super().partial(q, view, segment, scale)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("is_streaming", [False, True])
+def test_each_kind_of_batch_runs_and_only_the_scratch_page_is_written(tmp_path, page_size: int, is_streaming: bool):
+    torch.manual_seed(5)
+    shape = LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+    )
+    LlamaForCausalLM(shape).save_pretrained(tmp_path)
+    config = ModelConfig.from_pretrained(str(tmp_path), dtype="float32")
+    attention = WatchedAttention()
+    model = load_model(config, "auto", attention)
+    layout = PageLayout.kv(page_size, 2, 1, 16, torch.float32)
+    pool = MHATokenToKVPool(5, layout, has_scratch=True)
+    pool.poison(torch.arange(5))
+    warm_up_kernels(model, pool, 0.25, 97, Sampler(), CPU, is_streaming)
+    assert {(4,), (4, 1, 4, 1), (1, 1), (1,)} <= attention.forwards
+    assert attention.partials == ({(1, False), (4, False), (4, True)} if is_streaming else set())
+    assert all(math.isnan(x) for x in pool.pages(torch.arange(5)).flatten().tolist())
