@@ -12,6 +12,9 @@ GPU_SITE := build/gpu-site
 GPU_PYTHON = $(or $(wildcard $(PY)),$(PYTHON))
 GPU_PATH = PYTHONPATH="python:sgl-kernel/python:test:$(if $(WHEELS),$(GPU_SITE):)$$PYTHONPATH"
 GPU_PY = $(GPU_PATH) $(GPU_PYTHON)
+GPU_PARALLEL ?= --numprocesses 8 --dist worksteal
+# Of that Python, for which `make wheels` fetches.
+GPU_PYTHON_VERSION ?= 3.12
 # What is tested on the CPU, on an emulated device (test-all) and on a GPU.
 DEVICE_SUITES = $(addprefix test/srt/managers/test_,equality.py exactness.py)
 SEED ?= 1
@@ -41,7 +44,7 @@ HOST ?= 127.0.0.1
 PORT ?= 30000
 MODEL ?= smollm2
 
-.PHONY: setup setup-strict demo demo-peers demo-tiers serve check test test-all test-clients test-gpu memcheck-gpu bench-gpu gpu-site fuzz chaos bench bench-load bench-peers harm docs release clean
+.PHONY: setup setup-strict demo demo-peers demo-tiers serve check test test-all test-clients test-gpu memcheck-gpu wheels bench-gpu gpu-site fuzz chaos bench bench-load bench-peers harm docs release clean
 
 setup: $(STAMP)
 
@@ -98,20 +101,30 @@ $(CLIENTS)/.setup-done: $(STAMP)
 		sglang-router smg
 	touch $@
 
-# Only the files that have such tests: the others' imports may be missing where nothing can be installed. Then equality,
-# tiers and failures with the pools on the GPU.
+# Equality, tiers and failures with the pools on the GPU, which are worth most. Then the kernels: only the files that
+# have such tests, as the others' imports may be missing where nothing can be installed. Triton compiles for minutes,
+# so that several processes pay.
 test-gpu: gpu-site
-	$(GPU_PY) -m pytest -m gpu $$(grep -rlE --include='test_*.py' 'pytest\.mark\.gpu' test)
-	SGLANG_TEST_DEVICE=cuda $(GPU_PY) -m pytest -m 'not slow' $(DEVICE_SUITES)
+	SGLANG_TEST_DEVICE=cuda $(GPU_PY) -m pytest $(GPU_PARALLEL) -m 'not slow' $(DEVICE_SUITES)
+	$(GPU_PY) -m pytest $(GPU_PARALLEL) -m gpu $$(grep -rlE --include='test_*.py' 'pytest\.mark\.gpu' test)
 
-# Our kernels' accesses, by CUDA's memory checker; allocations one by one, so that it knows where each ends.
+# Our kernels' accesses, by CUDA's memory checker; allocations one by one, so that it knows where each ends. A graph
+# cannot be captured with those.
 memcheck-gpu: gpu-site
 	$(GPU_PATH) PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 $(GPU_PYTHON) \
-		-m pytest -m gpu test/sgl_kernel/test_kvcacheio_gpu.py test/srt/layers/attention/test_triton_backend.py
+		-m pytest -m gpu -k 'not graph and not bfloat16' test/sgl_kernel/test_kvcacheio_gpu.py \
+		test/sgl_kernel/test_elementwise.py test/srt/layers/attention/test_triton_backend.py
 
 # Under nine minutes; tables, the shortest last, and JSON in $$OUT or bench-out/.
 bench-gpu: gpu-site
 	$(GPU_PY) -m benchmark.gpu $(if $(BUDGET_S),--budget-s $(BUDGET_S))
+
+# What a machine with a GPU and without a network lacks, 60 MB: make wheels GPU_PYTHON_VERSION=3.12
+wheels: $(STAMP)
+	$(PY) -m pip download --quiet --dest wheels --no-deps --only-binary=:all: --python-version $(GPU_PYTHON_VERSION) \
+		$(addprefix --platform ,manylinux_2_17_x86_64 manylinux_2_28_x86_64 manylinux2014_x86_64) \
+		--constraint constraints.txt --requirement gpu-wheels.txt
+	du -sh wheels
 
 gpu-site:
 ifneq ($(WHEELS),)
@@ -177,4 +190,4 @@ docs: setup
 	$(PY) -m sglang.rebase --table python/sglang/rebase/upstream.json > test/support/upstream_stands.json
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(PEERS) build dist bench-out .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(CLIENTS) $(PEERS) build dist wheels bench-out .pytest_cache .ruff_cache .mypy_cache
