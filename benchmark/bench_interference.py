@@ -94,7 +94,7 @@ def cases_on(device: str) -> list[Case]:
     if device == "cpu":
         cases += [Case(by_name["reference"], page, "scattered") for page in (1, 16)]
         return [*cases, Case(by_name["dma"], 1, "in runs"), Case(by_name["direct"], 16, "scattered")]
-    kernel = "cuda" if "cuda 2" in by_name else "triton"
+    kernel = "cuda" if "cuda 64" in by_name else "triton"
     quotas = [name for name in by_name if name.startswith(f"{kernel} ")]
     cases += [Case(by_name[name], 1, "scattered") for name in quotas]
     if "dma" in by_name:
@@ -102,10 +102,10 @@ def cases_on(device: str) -> list[Case]:
         cases += [Case(by_name["direct"], page, "scattered") for page in (1, 16, 64)]
         cases += [Case(by_name["dma"], page, "scattered") for page in (16, 64)]
         cases += [Case(by_name["staged"], 1, "scattered")]
-    cases += [Case(by_name[f"{kernel} 2"], page, "scattered") for page in (16, 64)]
-    cases += [Case(by_name[f"{kernel} 2"], 1, "scattered", urgent=True)]
-    if kernel == "cuda" and "triton 2" in by_name:
-        cases += [Case(by_name["triton 2"], 1, "scattered")]
+    cases += [Case(by_name[f"{kernel} 64"], page, "scattered") for page in (16, 64)]
+    cases += [Case(by_name[f"{kernel} 64"], 1, "scattered", urgent=True)]
+    if kernel == "cuda" and "triton 64" in by_name:
+        cases += [Case(by_name["triton 64"], 1, "scattered")]
     return cases
 
 

@@ -39,7 +39,8 @@ from sgl_kernel.kvcacheio.pick import available_kernel
 DTYPE = torch.bfloat16
 GPU_PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 CPU_PAGE_SIZES = (1, 16, 64, 256)
-GPU_QUOTAS = {"cuda": (1, 2, 4, 8, 16), "triton": (2, 8)}
+# Of warps.
+GPU_QUOTAS = {"cuda": (16, 32, 64, 128, 256), "triton": (64, 256)}
 SHAPES = {"Llama-8B": (32, 8, 128), "Qwen-14B": (48, 8, 128), "Llama-70B": (80, 8, 128)}
 LAYOUTS = ("page_first", "layer_first")
 ORDERS = ("in runs", "random", "scattered")
@@ -56,7 +57,7 @@ class Variant:
 
     name: str
     backend: str | None = None
-    num_ctas: int = 2
+    num_warps: int = 64
     staged: bool = False
 
     @property
@@ -169,10 +170,10 @@ class Bench:
             _copy_twice(src, dst, of, range(first, first + units) if by_layer else None)
         elif by_layer:
             for layer in range(first, first + units):
-                options: dict[str, Any] = {"backend": variant.backend, "num_ctas": variant.num_ctas}
+                options: dict[str, Any] = {"backend": variant.backend, "num_warps": variant.num_warps}
                 kvcacheio.copy_pages(src.layer(layer), dst.layer(layer), *of, **options)
         else:
-            kvcacheio.copy_pages(src, dst, *of, backend=variant.backend, num_ctas=variant.num_ctas)
+            kvcacheio.copy_pages(src, dst, *of, backend=variant.backend, num_warps=variant.num_warps)
         return units * (len(pages[0]) * pools.page_bytes // self.num_layers if by_layer else pools.page_bytes)
 
     def measure(
@@ -275,7 +276,7 @@ class Run:
                         "host": host_layout,
                         "pages": order,
                         "run bytes": max(pools.host.run_bytes),
-                        "auto": _auto(bench.device, direction, pools, len(pages[0])),
+                        "auto": _auto(bench.device, direction),
                         "memcpy GB/s": limit,
                     }
                     self.rows.append(row)
@@ -302,12 +303,12 @@ class Run:
         row[f"{name} issuing"] = issuing
 
 
-def _auto(device: str, direction: str, pools: Pools, num_pages: int) -> str:
+def _auto(device: str, direction: str) -> str:
     """The variant that `auto` chooses."""
-    chosen = pick_backend("auto", max(pools.host.run_bytes), num_pages, device)
+    chosen = pick_backend("auto", device)
     if chosen != "kernel":
         return chosen
-    quota = kvcacheio.LOAD_CTAS if direction == "load" else kvcacheio.BACKUP_CTAS
+    quota = kvcacheio.LOAD_WARPS if direction == "load" else kvcacheio.BACKUP_WARPS
     return f"{available_kernel(chosen)} {quota}"
 
 

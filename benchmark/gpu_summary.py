@@ -137,7 +137,7 @@ _WORKS = ("prefill", "decode")
 
 
 def kernel_row(rows: Sequence[Report], what: str, quota: int) -> Report:
-    """Page size 1, by the kernel of so many blocks: CUDA's, or Triton's where that is not there."""
+    """Page size 1, by the kernel of so many warps: CUDA's, or Triton's where that is not there."""
     for name in (f"cuda {quota}", f"triton {quota}"):
         if row := _find(rows, what=what, variant=name, page_size=1, stream="normal"):
             return row
@@ -145,12 +145,12 @@ def kernel_row(rows: Sequence[Report], what: str, quota: int) -> Report:
 
 
 def _interference_lines(rows: list[Report]) -> Iterator[Line]:
-    for what, quota in (("load", 2), ("back up", 1)):
+    for what, quota in (("load", 64), ("back up", 32)):
         row = kernel_row(rows, what, quota)
         for work in _WORKS:
             rate = row.get(f"{work} GB/s")
             note = f"(at {rate:.0f} GB/s)" if rate is not None else ""
-            title = f"{work} lost to {what}s, kernel, {quota} block{'s' * (quota > 1)}"
+            title = f"{work} lost to {what}s, kernel, {quota} warps"
             yield Line(title, row.get(f"{work} loss, %"), " %", most=MOST_LOSS, note=note)
     row = _find(rows, what="load", variant="dma", page_size=1, pages="in runs")
     for work in _WORKS:
@@ -240,13 +240,13 @@ def constants(outcomes: Sequence[Outcome], profile: Constants) -> list[dict[str,
     prefill = _find(attention, requests=1, prefix=0, new=8192, page_size=1).get("GFLOP/s")
     decode: Report = next((r for r in _rows(engine) if r.get("part") == "decode" and "batch" in r), {})
     device = engine.get("device", {})
-    two = kernel_row(beside, "load", 2)
+    two = kernel_row(beside, "load", 64)
 
     def share(value: float | None, of: float) -> float | None:
         return value / of if value is not None else None
 
-    def rate(ctas: int) -> float | None:
-        return next((page1[n] for n in (f"cuda {ctas} GB/s", f"triton {ctas} GB/s") if n in page1), None)
+    def rate(num_warps: int) -> float | None:
+        return next((page1[n] for n in (f"cuda {num_warps} GB/s", f"triton {num_warps} GB/s") if n in page1), None)
 
     copy_us = None
     if wire and "direct GB/s" in page32:
@@ -264,10 +264,10 @@ def constants(outcomes: Sequence[Outcome], profile: Constants) -> list[dict[str,
         ),
         ("link, share of the peak, endless", p.usable, share(wire, p.link_bytes_per_s / 1e9)),
         ("an asynchronous copy, µs (page 32)", 1e6 * p.copy_s, copy_us),
-        ("kernel, one block, GB/s", p.kernel_bytes_per_s(1) / 1e9, rate(1)),
-        ("kernel, two blocks, GB/s", p.kernel_bytes_per_s(2) / 1e9, rate(2)),
-        ("loss per block, prefill, %", 100 * p.prefill_per_cta, share(two.get("prefill loss, %"), 2)),
-        ("loss per block, decode, %", 100 * p.decode_per_cta, share(two.get("decode loss, %"), 2)),
+        ("kernel, 32 warps, GB/s", p.kernel_bytes_per_s(1) / 1e9, rate(32)),
+        ("kernel, 64 warps, GB/s", p.kernel_bytes_per_s(2) / 1e9, rate(64)),
+        ("loss per 32 warps, prefill, %", 100 * p.prefill_per_cta, share(two.get("prefill loss, %"), 2)),
+        ("loss per 32 warps, decode, %", 100 * p.decode_per_cta, share(two.get("decode loss, %"), 2)),
         ("a step beside its launch, ms", 1e3 * p.step_s, step_ms),
     )
     return [{"constant": name, "simulator": mine, "measured": value} for name, mine, value in found]

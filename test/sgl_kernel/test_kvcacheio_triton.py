@@ -66,7 +66,7 @@ def main() -> None:
                 dst = Pool(to_layout, 8, 2, page_size, dtype, seed + 1, **shapes)
                 result = expected(src, dst, src_pages, dst_pages)
                 ids = torch.tensor(src_pages), torch.tensor(dst_pages)
-                triton_kernels.copy_pages(src.pages, dst.pages, *ids, num_ctas=1 + seed % 3)
+                triton_kernels.copy_pages(src.pages, dst.pages, *ids, num_warps=8 * (1 + seed % 3))
                 assert np.array_equal(dst.raw(), result), (tile_bytes, page_size, dtype, from_layout, to_layout, what)
                 count += 1
     print(f"{count} transfers were exact")

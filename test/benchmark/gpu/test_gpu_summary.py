@@ -8,7 +8,7 @@ import pytest
 from benchmark.gpu_summary import Constants, Line, Outcome, constants, summary
 
 
-def transfer(what: str, pages: str, page: int = 1, auto: str = "cuda 2", **found: float) -> dict[str, Any]:
+def transfer(what: str, pages: str, page: int = 1, auto: str = "cuda 64", **found: float) -> dict[str, Any]:
     row = {"what": what, "page size": page, "host": "page_first", "pages": pages, "auto": auto, "memcpy GB/s": 50.0}
     for name, ratio in found.items():
         name = name.replace("_", " ")
@@ -62,30 +62,30 @@ def test_transfers_name_the_best_backend_and_where_auto_is_worst() -> None:
     found = table(
         well(
             "kvcacheio",
-            transfer("load", "scattered", cuda_2=0.96, dma=0.05),
-            transfer("load", "in runs", cuda_2=0.90, dma=0.99),
-            transfer("back up", "scattered", auto="cuda 1", cuda_1=0.8),
-            transfer("load", "scattered", page=64, auto="dma", cuda_2=0.97, dma=0.96),
+            transfer("load", "scattered", cuda_64=0.96, dma=0.05),
+            transfer("load", "in runs", cuda_64=0.90, dma=0.99),
+            transfer("back up", "scattered", auto="cuda 32", cuda_32=0.8),
+            transfer("load", "scattered", page=64, auto="dma", cuda_64=0.97, dma=0.96),
         )
     )
-    assert found["load, page 1, scattered, of a memcpy: best"] == ("0.96 (cuda 2)", "yes")
+    assert found["load, page 1, scattered, of a memcpy: best"] == ("0.96 (cuda 64)", "yes")
     assert found["load, page 1, in runs, of a memcpy: best"] == ("0.99 (dma)", "yes")
-    assert found["load, page 1, in runs, of a memcpy: auto"] == ("0.9 (cuda 2)", "no")
-    assert found["back up, page 1, scattered, of a memcpy: auto"] == ("0.8 (cuda 1)", "no")
+    assert found["load, page 1, in runs, of a memcpy: auto"] == ("0.9 (cuda 64)", "no")
+    assert found["back up, page 1, scattered, of a memcpy: auto"] == ("0.8 (cuda 32)", "no")
     assert found["auto, of the best backend: worst case"] == ("0.909 (load, page 1, in runs)", "no")
 
 
 def test_interference_is_that_of_the_quotas_in_use() -> None:
     """Not that of an urgent stream, nor of another quota; Triton's kernel where there is no other."""
     rows = [
-        beside("load", "cuda 1", 0, 0),
-        beside("load", "cuda 2", 9, 9, "urgent"),
-        beside("load", "cuda 2", 2.5, 4),
+        beside("load", "cuda 32", 0, 0),
+        beside("load", "cuda 64", 9, 9, "urgent"),
+        beside("load", "cuda 64", 2.5, 4),
     ]
-    found = table(well("interference", *rows, beside("back up", "triton 1", 1, 1)))
-    assert found["prefill lost to loads, kernel, 2 blocks"] == ("2.5 % (at 45 GB/s)", "yes")
-    assert found["decode lost to loads, kernel, 2 blocks"] == ("4 % (at 45 GB/s)", "no")
-    assert found["decode lost to back ups, kernel, 1 block"] == ("1 % (at 45 GB/s)", "yes")
+    found = table(well("interference", *rows, beside("back up", "triton 32", 1, 1)))
+    assert found["prefill lost to loads, kernel, 64 warps"] == ("2.5 % (at 45 GB/s)", "yes")
+    assert found["decode lost to loads, kernel, 64 warps"] == ("4 % (at 45 GB/s)", "no")
+    assert found["decode lost to back ups, kernel, 32 warps"] == ("1 % (at 45 GB/s)", "yes")
     assert found["prefill lost to loads, dma in runs"] == ("not measured", "?")
 
 
@@ -123,9 +123,9 @@ def test_a_part_that_went_wrong_comes_first(outcome: Outcome, complaint: str) ->
 
 
 def test_what_a_killed_part_had_written_counts() -> None:
-    report = {"complete": False, "rows": [transfer("load", "scattered", cuda_2=0.96)]}
+    report = {"complete": False, "rows": [transfer("load", "scattered", cuda_64=0.96)]}
     found = table(Outcome("kvcacheio", None, 125.0, report))
-    assert found["load, page 1, scattered, of a memcpy: auto"] == ("0.96 (cuda 2)", "yes")
+    assert found["load, page 1, scattered, of a memcpy: auto"] == ("0.96 (cuda 64)", "yes")
     assert found["back up, page 1, scattered, of a memcpy: auto"] == ("not measured", "?")
 
 
@@ -157,8 +157,8 @@ def test_constants_stand_beside_what_was_measured() -> None:
     row = transfer("load", "scattered", page=32, direct=0.25)
     outcomes = [
         well("gpu_engine", device={"matrix_flops": 780e12, "copy_bytes_per_s": 3.6e12}),
-        well("kvcacheio", row, transfer("load", "scattered", cuda_1=0.8)),
-        well("interference", beside("load", "cuda 2", 3, 6)),
+        well("kvcacheio", row, transfer("load", "scattered", cuda_32=0.8)),
+        well("interference", beside("load", "cuda 64", 3, 6)),
     ]
     found = {row["constant"]: (row["simulator"], row["measured"]) for row in constants(outcomes, PROFILE)}
     assert found["matrices, share of the peak"] == (0.65, pytest.approx(0.78))
@@ -166,7 +166,7 @@ def test_constants_stand_beside_what_was_measured() -> None:
     assert found["link, share of the peak, endless"] == (0.875, pytest.approx(50 / 64))
     # 64 KiB at 12.5 GB/s, of which the wire takes a quarter.
     assert found["an asynchronous copy, µs (page 32)"] == (3.5, pytest.approx(1e6 * 65536 / 12.5e9 * 0.75))
-    assert found["kernel, one block, GB/s"] == (pytest.approx(131072 / (0.74e-6 + 131072 / 56e9) / 1e9), 40.0)
-    assert found["kernel, two blocks, GB/s"][1] is None
-    assert found["loss per block, decode, %"] == (5.0, 3.0)
+    assert found["kernel, 32 warps, GB/s"] == (pytest.approx(131072 / (0.74e-6 + 131072 / 56e9) / 1e9), 40.0)
+    assert found["kernel, 64 warps, GB/s"][1] is None
+    assert found["loss per 32 warps, decode, %"] == (5.0, 3.0)
     assert found["a step beside its launch, ms"] == (0.5, None)

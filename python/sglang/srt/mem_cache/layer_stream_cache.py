@@ -169,8 +169,8 @@ class LayerStreamCache:
 
     def _copy(self, layer: int, piece: Piece, buffer: KVPages) -> None:
         if not piece.indices:
-            for tier, *pages in piece.copies:
-                where = index_device(self._io_backend, self._pool(tier), self.kv.device)
+            where = index_device(self._io_backend, self.kv.device)
+            for _, *pages in piece.copies:
                 src, dst = (to_device(each, where) for each in pages)
                 piece.indices.append((src, dst))
         for (tier, _, _), (src, dst) in zip(piece.copies, piece.indices):

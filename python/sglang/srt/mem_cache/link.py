@@ -132,7 +132,7 @@ class CopyLink:
         self.io_backend = options.io_backend
         self.rate_limit = options.rate_limit
         self._index_device = index_device(
-            options.io_backend, host_pool, options.device or device_pool.kv_pages.components[0].device
+            options.io_backend, options.device or device_pool.kv_pages.components[0].device
         )
         self._operations: dict[int, _Operation] = {}
         self._next_seq = 0
@@ -241,7 +241,7 @@ class CopyLink:
         self.notify()
 
 
-def index_device(io_backend: str, host_pool: HasPages, device: torch.device) -> torch.device:
+def index_device(io_backend: str, device: torch.device) -> torch.device:
     """The device on which page numbers must lie: the GPU for a kernel, host memory for the code that plans copies."""
-    chosen = pick_backend(io_backend, max(host_pool.kv_pages.run_bytes), 1, device)
+    chosen = pick_backend(io_backend, device)
     return device if chosen in ("kernel", "cuda", "triton") else torch.device("cpu")

@@ -15,7 +15,8 @@ Contract of every function here:
 - stream: the `torch.cuda.Stream` to run on, by default the current one; on the CPU the copy is done on return. Until
   the stream has passed the copy, the source pages must not be written and the destination pages must not be touched.
   Other pages are neither read nor written.
-- num_ctas: the number of blocks of 1,024 threads that `kernel` may use (Strata 4.2: 2 for loads, 1 for backups).
+- num_warps: the number of warps that `kernel` may use, in blocks of eight. Strata 4.2 has 2 blocks of 1,024 threads
+  for loads, which are 64 warps, and 1 for backups.
 - Bad arguments raise `KVLayoutError` (a ValueError) before a byte has moved.
 """
 
@@ -31,8 +32,8 @@ from sgl_kernel.kvcacheio.pick import BACKENDS, HOST_BACKENDS, available_kernel,
 
 __all__ = [
     "BACKENDS",
-    "BACKUP_CTAS",
-    "LOAD_CTAS",
+    "BACKUP_WARPS",
+    "LOAD_WARPS",
     "KVLayoutError",
     "KVPages",
     "copy_pages",
@@ -45,8 +46,8 @@ __all__ = [
     "why_not",
 ]
 
-LOAD_CTAS = 2
-BACKUP_CTAS = 1
+LOAD_WARPS = 64
+BACKUP_WARPS = 32
 
 
 def copy_pages(
@@ -56,7 +57,7 @@ def copy_pages(
     dst_pages: torch.Tensor,
     *,
     backend: str = "auto",
-    num_ctas: int = LOAD_CTAS,
+    num_warps: int = LOAD_WARPS,
     stream: Any = None,
 ) -> None:
     """dst[layer, dst_pages[i]] = src[layer, src_pages[i]] for all layers and components of src and dst.
@@ -68,7 +69,7 @@ def copy_pages(
     if not len(src_pages) or not src.num_layers:
         return
     device = dst.device if dst.is_cuda else src.device
-    chosen = pick_backend(backend, max(src.run_bytes), len(src_pages), device)
+    chosen = pick_backend(backend, device)
     if chosen in HOST_BACKENDS and device.type != "cpu":
         raise KVLayoutError(f"the {chosen} backend copies in host memory only; use auto, kernel, dma or direct")
     if chosen == "reference":
@@ -84,18 +85,18 @@ def copy_pages(
     elif available_kernel(chosen) == "cuda":
         from sgl_kernel.kvcacheio import cuda_kernels
 
-        cuda_kernels.copy_pages(src, dst, src_pages, dst_pages, num_ctas=num_ctas, stream=stream)
+        cuda_kernels.copy_pages(src, dst, src_pages, dst_pages, num_warps=num_warps, stream=stream)
     else:
         from sgl_kernel.kvcacheio import triton_kernels
 
-        triton_kernels.copy_pages(src, dst, src_pages, dst_pages, num_ctas=num_ctas, stream=stream)
+        triton_kernels.copy_pages(src, dst, src_pages, dst_pages, num_warps=num_warps, stream=stream)
 
 
 class CopyOptions(TypedDict, total=False):
     """See `copy_pages`."""
 
     backend: str
-    num_ctas: int
+    num_warps: int
     stream: Any
 
 
@@ -136,7 +137,7 @@ def transfer_kv_all_layer_lf_pf(
 
     src: the device pool. host: pinned for a GPU; other layouts than page-first will do.
     """
-    options.setdefault("num_ctas", BACKUP_CTAS)
+    options.setdefault("num_warps", BACKUP_WARPS)
     copy_pages(src, host, src_pages, dst_pages, **options)
 
 

@@ -16,15 +16,23 @@ from sgl_kernel.kvcacheio.layout import KVLayoutError, KVPages, addresses
 
 SOURCE = Path(__file__).resolve().parent.parent / "csrc" / "kvcacheio.cu"
 KERNEL = "sgl_kv_copy_pages"
-THREADS = 1024
-# Bytes that a warp copies at a time: enough to make its index arithmetic cheap, few enough to divide a few pages
-# among warps.
-SEGMENT_BYTES = 4096
+# A quarter of a multiprocessor's registers, so that what computes can share it.
+THREADS = 256
+WARPS = THREADS // 32
+# 16 for each lane. A warp copies so many segments at a time.
+SEGMENT_BYTES = 512
+SEGMENTS_AT_ONCE = 8
 _MAX_SEGMENTS = (1 << 31) - 1
 
 
 def copy_pages(
-    src: KVPages, dst: KVPages, src_pages: torch.Tensor, dst_pages: torch.Tensor, *, num_ctas: int, stream: Any = None
+    src: KVPages,
+    dst: KVPages,
+    src_pages: torch.Tensor,
+    dst_pages: torch.Tensor,
+    *,
+    num_warps: int,
+    stream: Any = None,
 ) -> None:
     """See `kvcacheio.copy_pages`. Host memory, on either side, is pinned; the kernel reads it through its mapping."""
     import cupy
@@ -37,7 +45,7 @@ def copy_pages(
         launches = [kernel_arguments(*pair, indices, device_address) for pair in pairs(src, dst)]
         with cupy.cuda.Device(device.index), cupy.cuda.ExternalStream(stream.cuda_stream):
             for arguments in launches:
-                grid = min(num_ctas, -(-int(arguments[-1]) // (THREADS // 32)))
+                grid = min(-(-num_warps // WARPS), -(-int(arguments[-1]) // (WARPS * SEGMENTS_AT_ONCE)))
                 _kernel(device.index)((grid,), (THREADS,), arguments)
 
 

@@ -1,7 +1,6 @@
 """Which backend carries out a transfer. Pure decisions; imports no backend and starts no device.
 
-`auto` has not been measured on a GPU. Its thresholds come from published numbers and stay conservative until the GPU
-benchmark decides them.
+`auto` has not been measured on a GPU: it is the kernel until a measurement speaks against it.
 """
 
 from __future__ import annotations
@@ -18,20 +17,14 @@ from sgl_kernel.kvcacheio.layout import KVLayoutError
 HOST_BACKENDS = ("cpu", "reference")
 # The names that a user may request. cuda and triton are the two implementations of kernel.
 BACKENDS = ("auto", "kernel", "dma", "direct", "cuda", "triton", *HOST_BACKENDS)
-# Copy engines reach the link's bandwidth with pieces of 64 KiB (published: 28 KiB 40-44 GB/s, 64 KiB 51-52) and take
-# no SM from the model. With smaller pieces a kernel is faster.
-DMA_PIECE_BYTES = 64 << 10
 
 
-def pick_backend(requested: str, page_bytes_per_layer: int, num_pages: int, device: torch.device | str) -> str:
-    """The backend that carries out a transfer of num_pages pages: of BACKENDS, but not auto.
+def pick_backend(requested: str, device: torch.device | str) -> str:
+    """The backend that carries out a transfer: of BACKENDS, but not auto.
 
-    page_bytes_per_layer: the largest component of one page and one layer. device: the GPU's, or cpu if no GPU is
-    involved. On the CPU `auto`, `kernel`, `cuda` and `triton` are `cpu`, or the reference where nothing can be
-    compiled; `dma` and `direct` execute their plans in numpy. On a GPU, `auto` is `dma` where single pages are 64 KiB
-    and more and CuPy is installed to issue copies, or where no kernel can be compiled (neither CuPy nor Triton is
-    installed), else `kernel`. num_pages decides nothing yet: adjacent pages would make `dma` faster, but only the
-    plan knows whether they are adjacent.
+    device: the GPU's, or cpu if no GPU is involved. On the CPU `auto`, `kernel`, `cuda` and `triton` are `cpu`, or
+    the reference where nothing can be compiled; `dma` and `direct` execute their plans in numpy. On a GPU, `auto` is
+    `dma` where no kernel can be compiled (neither CuPy nor Triton is installed), else `kernel`.
     """
     if requested not in BACKENDS:
         raise KVLayoutError(f"backend {requested!r} is none of {', '.join(BACKENDS)}")
@@ -41,8 +34,6 @@ def pick_backend(requested: str, page_bytes_per_layer: int, num_pages: int, devi
         return "cpu" if LIBRARY.is_available() else "reference"
     if requested != "auto":
         return requested
-    if num_pages and page_bytes_per_layer >= DMA_PIECE_BYTES and _installed("cupy"):
-        return "dma"
     return "kernel" if _installed("cupy") or _installed("triton") else "dma"
 
 

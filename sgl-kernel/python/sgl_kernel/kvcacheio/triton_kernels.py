@@ -19,9 +19,9 @@ import triton.language as tl
 from sgl_kernel.kvcacheio.layout import KVPages, addresses
 from sgl_kernel.kvcacheio.reference import words
 
-NUM_WARPS = 32
-# Words per tile: two 16-byte accesses per thread of 1,024.
-TILE_BYTES = 32 << 10
+NUM_WARPS = 8
+# Words per tile: four 16-byte accesses per thread of 256.
+TILE_BYTES = 16 << 10
 
 
 @triton.jit
@@ -64,25 +64,31 @@ def copy_pages_kernel(
 
 
 def copy_pages(
-    src: KVPages, dst: KVPages, src_pages: torch.Tensor, dst_pages: torch.Tensor, *, num_ctas: int, stream: Any = None
+    src: KVPages,
+    dst: KVPages,
+    src_pages: torch.Tensor,
+    dst_pages: torch.Tensor,
+    *,
+    num_warps: int,
+    stream: Any = None,
 ) -> None:
     """See `kvcacheio.copy_pages`. Host memory, on either side, is pinned; under the interpreter any will do."""
     addresses(src), addresses(dst)
     if not (src.is_cuda or dst.is_cuda):
-        _launch(src, dst, src_pages.to(torch.int64), dst_pages.to(torch.int64), num_ctas)
+        _launch(src, dst, src_pages.to(torch.int64), dst_pages.to(torch.int64), num_warps)
         return
     device = dst.device if dst.is_cuda else src.device
     with torch.cuda.device(device), torch.cuda.stream(stream or torch.cuda.current_stream(device)):
         indices = [pages.to(device, torch.int64, non_blocking=True).contiguous() for pages in (src_pages, dst_pages)]
-        _launch(src, dst, indices[0], indices[1], num_ctas)
+        _launch(src, dst, indices[0], indices[1], num_warps)
 
 
-def _launch(src: KVPages, dst: KVPages, src_pages: torch.Tensor, dst_pages: torch.Tensor, num_ctas: int) -> None:
+def _launch(src: KVPages, dst: KVPages, src_pages: torch.Tensor, dst_pages: torch.Tensor, num_warps: int) -> None:
     num_rows = len(src_pages) * src.num_layers
     for s, d in zip(src.components, dst.components):
         s, d = words(s, d)
         rows, cols = tile(s.shape[2], s.dtype.itemsize)
-        grid = (min(num_ctas, math.ceil(num_rows / rows)),)
+        grid = (min(math.ceil(num_warps / NUM_WARPS), math.ceil(num_rows / rows)),)
         copy_pages_kernel[grid](
             s,
             d,
