@@ -187,6 +187,7 @@ release:
 docs: setup
 	$(PY) -m sglang.srt.flag_reference docs/reference
 	$(PY) -m benchmark.result_tables
+	$(PY) docs/images/draw_load.py
 	$(PY) -m sglang.rebase --table python/sglang/rebase/upstream.json > test/support/upstream_stands.json
 
 clean:

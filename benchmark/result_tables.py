@@ -9,13 +9,15 @@ A table whose numbers were measured or simulated has a comment above it, which t
 
 columns: by heading, the template of its cells. rows: by a row's first cell, the templates of its other cells, or one
 template for all; they go before columns, and "" leaves a cell to its author. In a template <row> is the row's first
-cell, <column> the heading, both without Markdown and commas in numbers, and <number> counts the rows from 0.
+cell, <column> the heading, both without Markdown and commas in numbers, and <number> counts the rows from 0: then
+another column has a text of the file, so that rows and labels cannot part.
 {path:format} is a value of the file, formatted
 as Python does: names with dots between them, and after a list [field=value & field=value], which picks its one
-element with those values, or [number]. {other/path:format} is a value of the file other.json.
+element with those values, or [number]. {other/path:format} is a value of the file other.json. none: what a cell has
+where one of its values is null.
 
 Cells without a template stay as they are written: what a paper says, what was predicted, remarks. A test compares
-all tables with their files, so that neither changes alone.
+all tables with their files, so that neither changes alone. A comment that is nearly one is refused.
 """
 
 from __future__ import annotations
@@ -30,6 +32,9 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "records" / "results"
 _COMMENT = re.compile(r"^<!-- results: (\{.*?\}) -->\n", re.MULTILINE | re.DOTALL)
+# What an author may have meant as one, in any writing.
+_MEANT = re.compile(r"<!-*\s*results?\b", re.IGNORECASE)
+_KEYS = {"file", "rows", "columns", "none"}
 _PLACE = re.compile(r"\{([^{}]+)\}")
 
 
@@ -46,13 +51,18 @@ def filled(text: str) -> str:
     """A page with the cells as their files have them. Raises ResultError."""
     parts: list[str] = []
     end = 0
+    known = {comment.start() for comment in _COMMENT.finditer(text)}
+    for meant in _MEANT.finditer(text):
+        if meant.start() not in known:
+            line = text.count("\n", 0, meant.start()) + 1
+            raise ResultError(f"line {line}: a comment of results is <!-- results: {{...}} --> alone on its lines")
     for comment in _COMMENT.finditer(text):
         table_end = text.find("\n\n", comment.end())
-        table = text[comment.end() : table_end if table_end >= 0 else len(text)]
+        table = text[comment.end() : table_end if table_end >= 0 else len(text)].rstrip("\n")
         where = f"the table below line {text.count(chr(10), 0, comment.end())}"
         try:
             new = _fill(json.loads(comment[1]), table)
-        except ValueError as error:
+        except (ValueError, LookupError) as error:
             raise ResultError(f"{where}: {error}") from error
         parts += [text[end : comment.end()], new]
         end = comment.end() + len(table)
@@ -61,8 +71,13 @@ def filled(text: str) -> str:
 
 def _fill(binding: dict[str, Any], table: str) -> str:
     lines = table.split("\n")
+    if unknown := binding.keys() - _KEYS:
+        raise ResultError(f"{', '.join(sorted(unknown))} is none of {', '.join(sorted(_KEYS))}")
+    if len(lines) < 3 or not all(line.startswith("|") for line in lines) or set(lines[1]) - set("|-: "):
+        raise ResultError("the table has to follow in the next line, and an empty line has to follow it")
     heads = _cells(lines[0])
     columns, rows = binding.get("columns", {}), binding.get("rows", {})
+    num_filled, has_text = 0, False
     if missing := columns.keys() - set(map(_plain, heads)):
         raise ResultError(f"there is no column {', '.join(sorted(missing))}; there are {', '.join(heads)}")
     labels = {_plain(_cells(line)[0]) for line in lines[2:] if line.startswith("|")}
@@ -80,8 +95,20 @@ def _fill(binding: dict[str, Any], table: str) -> str:
                 template = mine if isinstance(mine, str) else mine[j - 1] if j - 1 < len(mine) else ""
             if template:
                 text = template.replace("<row>", label).replace("<column>", head).replace("<number>", str(i - 2))
-                cells[j] = _PLACE.sub(lambda place: _shown(binding.get("file", ""), place[1]), text)
+                places = _PLACE.findall(text)
+                values = [_value(binding.get("file", ""), place) for place in places]
+                num_filled += len(places)
+                has_text |= any(isinstance(value, str) for value, _ in values)
+                if "none" in binding and any(value is None for value, _ in values):
+                    cells[j] = binding["none"]
+                else:
+                    shown = iter([_shown(*each, place) for each, place in zip(values, places, strict=True)])
+                    cells[j] = _PLACE.sub(lambda _, shown=shown: next(shown), text)  # type: ignore[misc]
         lines[i] = f"| {' | '.join(cells)} |".replace("|  |", "| |")
+    if not num_filled:
+        raise ResultError("no cell has a value of a file")
+    if "<number>" in str(columns) and not has_text:
+        raise ResultError("<number> needs a column with a text of the file, which tells the rows apart")
     return "\n".join(lines)
 
 
@@ -94,17 +121,21 @@ def _plain(cell: str) -> str:
     return re.sub(r"(?<=\d),(?=\d{3})", "", cell.replace("*", "").replace("`", ""))
 
 
-def _shown(file: str, place: str) -> str:
+def _value(file: str, place: str) -> tuple[Any, str]:
+    """What a place of a template names, and the format that it asks for."""
     # What is in brackets may have colons.
     at = place.find(":", place.rfind("]") + 1)
     path, form = (place, "") if at < 0 else (place[:at], place[at + 1 :])
     if (other := re.match(r"([a-z0-9_]+)/(.*)", path)) and (RESULTS / f"{other[1]}.json").exists():
         file, path = other[1], other[2]
-    value = lookup(_loaded(file), path)
+    return lookup(_loaded(file), path), form
+
+
+def _shown(value: Any, form: str, place: str) -> str:
     try:
         return format(value, form)
     except (TypeError, ValueError) as error:
-        raise ResultError(f"{path} is {value!r}, which cannot be shown as {form!r}") from error
+        raise ResultError(f"{place} is {value!r}, which cannot be shown as {form!r}") from error
 
 
 @cache

@@ -43,6 +43,7 @@ from benchmark.papers import (
     union,
     union_runs,
 )
+from sglang.cli.server import CommandError
 
 # By data set, what replaces fields of all settings. A decode step per output token makes ShareGPT slow.
 FULL: dict[str, dict[str, Any]] = {"ShareGPT": {"counts": 0.01}}
@@ -59,7 +60,7 @@ UNION_FIGURES = ("union", "ratio")
 UNION_QUICK: dict[str, dict[str, Any]] = QUICK | {"L-Eval": {"share": 0.25, "turns": 2}}
 SHADOWSERVE_QUICK: dict[str, dict[str, Any]] = {name: {"queries": 20} for name in shadowserve_runs.DATASETS}
 # By paper, the figures whose headlines can be run without their curves.
-HEADLINES: dict[str, dict[str, Callable[[str, Runs], Result]]] = {
+HEADLINES: dict[str, dict[str, Callable[..., Result]]] = {
     "strata": dict.fromkeys(strata_headlines.FIGURES, strata_headlines.headlines_only),
     "shadowserve": {"9": shadowserve.headlines_only},
     "swiftcache": {"7": swiftcache_serving.headlines_only},
@@ -86,7 +87,7 @@ def main() -> None:
     whole = papers.add_parser("traces", help="whole traces of requests, system by system")
     whole.add_argument("--trace", default="all", help="a file, or all of the three that are known")
     whole.add_argument("--trace-folder", type=Path, default=traces.FOLDER, help="where all of them are looked for")
-    whole.add_argument("--first", type=int, help="requests, or sessions of agents; without it the whole trace")
+    whole.add_argument("--first", type=_count, help="requests, or sessions of agents; without it the whole trace")
     whole.add_argument("--systems", type=_systems, default=traces.SYSTEM_NAMES, help="without it all of them")
     for each in (strata, remote, peers, together, whole):
         each.add_argument("--jobs", type=int, default=1, help="processes")
@@ -98,6 +99,8 @@ def main() -> None:
         )
         each.add_argument("--record", action="store_true", help="write docs/records/results/, too, without points")
     args = parser.parse_args()
+    if args.record and args.quick:
+        parser.error("--record is for whole runs: leave --quick out")
     figures: Mapping[str, Callable[[Runs], Result]]
     if args.paper == "strata":
         scale, notes = QUICK if args.quick else FULL, notes_of(SYSTEMS)
@@ -117,7 +120,11 @@ def main() -> None:
         functions = (partial(union.figure, sizes=sizes), load_ratio.figure)
         figures = dict(zip(UNION_FIGURES, functions, strict=True))
     elif args.paper == "traces":
+        if args.record and args.systems != traces.SYSTEM_NAMES and args.first is None:
+            parser.error("--record is for all systems of a whole trace: leave --systems out, or give --first")
         paths = {traces_runs.trace_name(path): path for path in traces.paths_of(args.trace, args.trace_folder)}
+        if not paths:
+            parser.error("there is no trace to run")
         scale = dict.fromkeys(paths, traces.QUICK) if args.quick else {}
         notes = notes_of({name: traces_runs.system_of(name) for name in args.systems})
         runs = Runs(args.jobs, scale, run=traces_runs.simulate)
@@ -133,7 +140,9 @@ def main() -> None:
         runs = Runs(args.jobs, scale, run=swiftcache.run)
         figures = swiftcache.FIGURES
     if args.headlines:
-        figures = {number: partial(only, number) for number, only in HEADLINES[args.paper].items()}
+        # Strata's have a table of their runs, of which only these are wanted.
+        only = {"only": args.only} if args.paper == "strata" else {}
+        figures = {number: partial(run, number, **only) for number, run in HEADLINES[args.paper].items()}
     print("Systems:")
     for name, said in notes.items():
         print(f"  {name}: {said['modelled']} Not modelled: {said['not modelled']}")
@@ -143,9 +152,19 @@ def main() -> None:
     for number in numbers:
         begin = time.perf_counter()
         settings = {"quick": args.quick, "scale": scale, "only": args.only, "systems": notes}
-        result = figures[number](runs).with_only(args.only)
+        try:
+            result = figures[number](runs).with_only(args.only)
+        except CommandError as error:
+            parser.error(str(error))
         report(result, runs, settings, not args.no_sensitivity, args.record)
         print(f"figure {number}: {time.perf_counter() - begin:.0f} s of wall, {len(runs.outcomes)} runs so far")
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not 1 or more")
+    return number
 
 
 def _systems(text: str) -> tuple[str, ...]:

@@ -6,15 +6,19 @@ Owns the files bench-out/papers_*.json and .png, and the records of them in docs
 from __future__ import annotations
 
 import json
+import platform
+import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from benchmark.common import OUT, print_table, write_json
 from benchmark.papers.plots import Panel, draw
 from benchmark.papers.runs import Runs
-from benchmark.papers.sensitivity import CHANGES, Fragile, Headline, over_seeds, ranges, sensitivity
+from benchmark.papers.sensitivity import CHANGES, SEEDS, Fragile, Headline, over_seeds, ranges, sensitivity
 
 RECORDS = Path(__file__).resolve().parents[2] / "docs" / "records" / "results"
 # Of a number in a record.
@@ -82,16 +86,52 @@ def report(
     shown = {"kind": result.kind, "title": heading, "notes": result.notes}
     write_json(result.name, settings | shown, [everything | {"points": list(result.points)}])
     if with_record:
-        _record(result.name, {k: v for k, v in settings.items() if k != "systems"} | shown, everything)
+        record(result.name, {k: v for k, v in settings.items() if k != "systems"} | shown, everything)
     if result.panels:
         draw(OUT / f"{result.name}.png", heading, result.panels)
     return claims
 
 
-def _record(name: str, settings: dict[str, Any], everything: dict[str, Any]) -> None:
-    record = {"benchmark": name, "settings": settings, **everything}
+def record(name: str, settings: dict[str, Any], everything: dict[str, list[dict[str, Any]]]) -> None:
+    """Write docs/records/results/<name>.json, with when and of which commit. Of a run with --only, whose words are in
+    settings, the rows replace their namesakes in the file, and the others stay."""
+    file = RECORDS / f"{name}.json"
+    made = {
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "commit": _commit(),
+        "only": settings["only"],
+        "seeds": list(SEEDS),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+    }
+    runs = [made]
+    rows = _rounded(everything)
+    if settings["only"] and file.exists():
+        before = json.loads(file.read_text())
+        runs = [*before.get("runs", []), made]
+        rows = {each: _replaced(before.get(each, []), new) for each, new in rows.items()}
+    settings = {key: value for key, value in settings.items() if key != "only"}
     RECORDS.mkdir(parents=True, exist_ok=True)
-    (RECORDS / f"{name}.json").write_text(json.dumps(_rounded(record), indent=1, ensure_ascii=False) + "\n")
+    content = {"benchmark": name, "runs": runs, "settings": settings, **rows}
+    file.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+
+def _replaced(rows: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows are namesakes if all that they have of these words is the same."""
+
+    def name(row: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple((key, value) for key, value in row.items() if isinstance(value, str | bool))
+
+    of_name = {name(row): row for row in new}
+    kept = [of_name.pop(name(row), row) for row in rows]
+    return [*kept, *of_name.values()]
+
+
+def _commit() -> str:
+    """With a + behind it where files differ."""
+    described = ["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
+    found = subprocess.run(described, cwd=RECORDS.parents[2], capture_output=True, text=True)
+    return found.stdout.strip() if found.returncode == 0 else "unknown"
 
 
 def _rounded(value: Any) -> Any:

@@ -180,11 +180,12 @@ _HEADLINES: dict[str, tuple[str, Callable[[], list[Headline]], Callable[[], list
 FIGURES = tuple(_HEADLINES)
 
 
-def headlines_only(number: str, runs: Runs) -> Result:
-    """Of a figure, without its curves. Its table has the runs of the headlines with the first seed."""
+def headlines_only(number: str, runs: Runs, only: str = "") -> Result:
+    """Of a figure, without its curves. Its table has the runs of the headlines with the first seed. only: words that
+    a headline's name must have, or it is not run."""
     title, headlines, fragile = _HEADLINES[number]
     name = f"papers_strata_fig{number}_headlines"
-    peaks = [headline for headline in headlines() if not headline.is_of_curves]
+    peaks = [headline for headline in headlines() if not headline.is_of_curves and only in headline.name]
     settings = list(dict.fromkeys(s for headline in peaks for s in headline.settings))
     outcomes = runs(settings)
     table = [s.describe() | peak_row(o) for s, o in zip(settings, outcomes, strict=True)]

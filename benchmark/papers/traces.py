@@ -7,6 +7,7 @@ size that evicts the least recently used blocks can find.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from benchmark.papers.traces_runs import (
 
 from sglang.cli.reference_sources import read_trace
 from sglang.cli.reuse import HitCurve
+from sglang.cli.server import CommandError
 
 # Beside the checkout. The files are not in the repository.
 FOLDER = Path(__file__).parents[2] / ".." / "shared" / "traces"
@@ -50,17 +52,18 @@ def paths_of(trace: str, folder: Path) -> list[Path]:
 
 def figure(runs: Runs, path: Path, systems: Sequence[str] = SYSTEM_NAMES, first: int | None = None) -> Result:
     """first: requests or sessions; None: the whole trace."""
+    """Raises CommandError, before anything is run, where the file is no trace."""
     settings = [TraceSettings(name, path, first=first, dataset=trace_name(path)) for name in systems]
-    outcomes = runs(settings)
     ran = runs.scaled(settings[0])
-    found = dict(zip(systems, outcomes, strict=True))
     curve = curve_of(ran)
+    outcomes = runs(settings)
+    found = dict(zip(systems, outcomes, strict=True))
     name = trace_name(path)
     known = TRACES.get(name)
     about = f"{known.kind}: {known.what}" if known else "not one of the three that docs/records/papers.md describes"
     part = "whole trace" if first is None else f"the first {first} of trace"
     return Result(
-        f"papers_traces_{name}",
+        f"papers_traces_{name}" if first is None else f"papers_traces_{name}_first_{first}",
         f"{part} {name} ({about}), {MODEL} on {ran.tp} {ran.machine.upper()}",
         "simulated",
         _claims(found, curve, ran),
@@ -74,6 +77,9 @@ def figure(runs: Runs, path: Path, systems: Sequence[str] = SYSTEM_NAMES, first:
 
 def curve_of(settings: TraceSettings) -> HitCurve:
     """By the trace alone, of as much of it as is run."""
+    # All of it, since the simulator's own reader expects a trace.
+    if not read_trace(settings.path, sys.maxsize)[0].num_requests:
+        raise CommandError(f"{settings.path} has no requests")
     log, _ = read_trace(settings.path, workload_of(settings).stats().num_queries)
     return log.curve()
 

@@ -1,10 +1,11 @@
 """Draws docs/records/results/load_*.json, for light and for dark pages: `python docs/images/draw_load.py`.
 
-`make bench-load` writes such files to bench-out/; copy them to docs/records/results to show them.
+`make bench-load` writes such files to bench-out/; copy them to docs/records/results and run `make docs` to show them.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,8 @@ STYLES = {
 }
 
 
-def draw(reports: list[dict[str, Any]], colours: dict[str, str], file: Path) -> None:
-    """A panel for each report."""
+def draw(reports: list[dict[str, Any]], colours: dict[str, str], file: Path, digest: str) -> None:
+    """A panel for each report. digest: of their files; a test looks for it in the drawing."""
     settings = reports[0]["settings"]
     plt.rcParams.update({"svg.hashsalt": "load", "font.family": "DejaVu Sans", "svg.fonttype": "none"})
     figure, panels = plt.subplots(1, len(reports), figsize=(9.2, 3.3), sharey=True, layout="constrained")
@@ -61,11 +62,18 @@ def draw(reports: list[dict[str, Any]], colours: dict[str, str], file: Path) -> 
         fontsize=8.5,
         color=colours["faint"],
     )
-    figure.savefig(file, transparent=True, bbox_inches="tight", metadata={"Date": None})
+    figure.savefig(
+        file,
+        transparent=True,
+        bbox_inches="tight",
+        metadata={"Date": None, "Description": f"sha256 of the results: {digest}"},
+    )
     plt.close(figure)
 
 
 if __name__ == "__main__":
-    found = [json.loads((RESULTS / f"load_{load}.json").read_text()) for load in LOADS]
+    contents = [(RESULTS / f"load_{load}.json").read_bytes() for load in LOADS]
+    reports = [json.loads(content) for content in contents]
+    assert all(report["complete"] for report in reports), "a run that was broken off is not shown"
     for name, colours in COLOURS.items():
-        draw(found, colours, FOLDER / f"load-{name}.svg")
+        draw(reports, colours, FOLDER / f"load-{name}.svg", hashlib.sha256(b"".join(contents)).hexdigest())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import signal
 from pathlib import Path
@@ -80,6 +81,15 @@ def test_lengths_and_pools_are_divided_by_one_factor(tmp_path: Path) -> None:
     # 7.15 seconds of computing should be three quarters of 9.53. Two of three requests have come after 5 seconds.
     plan = traces.plan_of(path, token_s=0.01, limit_s=25.0)
     assert (plan.factor, plan.slowdown, plan.num_requests) == (5 / BLOCK, 4.78, 2)
+
+
+@pytest.mark.parametrize("shade", ["light", "dark"])
+def test_the_plot_is_of_the_results(shade: str) -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    loads = ("documents", "conversations", "agents")
+    content = b"".join((docs / "records" / "results" / f"load_{load}.json").read_bytes() for load in loads)
+    drawn = (docs / "images" / f"load-{shade}.svg").read_text()
+    assert hashlib.sha256(content).hexdigest() in drawn, "run: make docs"
 
 
 def test_a_signal_stops_the_second_server_too(monkeypatch: pytest.MonkeyPatch) -> None:

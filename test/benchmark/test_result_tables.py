@@ -17,6 +17,8 @@ POINTS = [
     {"system": "a", "rate": 1000, "requests/s": 9.0, "stall %": 1.0},
 ]
 CLAIMS = [{"what": "a, or: b", "ours": 2.214}, {"what": "hits at 1.5", "ours": "12 / 13"}]
+# On each page, of tables that come from results.
+NUM_TABLES = {"evidence.md": 4, "experiments.md": 3, "measurements.md": 3, "papers.md": 17}
 TABLE = """
 # A page
 
@@ -31,7 +33,7 @@ TABLE = """
 @pytest.fixture(autouse=True)
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "one.json").write_text(json.dumps({"claims": CLAIMS, "points": POINTS}))
-    (tmp_path / "other.json").write_text(json.dumps({"rows": [{"n": 12345}]}))
+    (tmp_path / "other.json").write_text(json.dumps({"rows": [{"n": 12345}], "nulls": [{"a": None, "b": 1.5}]}))
     monkeypatch.setattr(result_tables, "ROOT", tmp_path)
     monkeypatch.setattr(result_tables, "RESULTS", tmp_path)
     result_tables._loaded.cache_clear()
@@ -52,9 +54,45 @@ def test_a_column_by_row() -> None:
 
 
 def test_a_column_by_the_number_of_the_row() -> None:
-    binding = {"file": "one", "columns": {"rate": "{points[<number>].rate:.0f}"}}
-    rows = fill(binding, "| | | rate |", "|---|---|--:|", "| a | x | |", "| | y | 7 |")
-    assert rows == ["| a | x | 1 |", "| | y | 2 |"]
+    rate = "{points[<number>].rate:.0f}"
+    binding = {"file": "one", "columns": {"system": "{points[<number>].system}", "rate": rate}}
+    rows = fill(binding, "| | system | rate |", "|---|---|--:|", "| x | b | |", "| | a | 7 |", "| | a | |")
+    assert rows == ["| x | a | 1 |", "| | a | 2 |", "| | b | 1 |"]
+    with pytest.raises(ResultError, match="which tells the rows apart"):
+        fill({"file": "one", "columns": {"rate": rate}}, "| | rate |", "|---|--:|", "| b | 1 |")
+
+
+def test_a_value_that_is_null_is_what_the_author_calls_it() -> None:
+    binding = {"file": "other", "none": "overloaded", "rows": {"x": "{nulls[0].<column>:.2f} s"}}
+    assert fill(binding, "| | a | b |", "|--|--|--|", "| x | 7 | |") == ["| x | overloaded | 1.50 s |"]
+    del binding["none"]
+    with pytest.raises(ResultError, match=r"nulls\[0\]\.a:\.2f is None"):
+        fill(binding, "| | a | b |", "|--|--|--|", "| x | 7 | |")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("}} -->", "}} --> "),
+        ("}} -->", "}}-->"),
+        ("<!-- results", "  <!-- results"),
+        ("<!-- results", "<!--  results"),
+        ("<!-- results", "<!-- Results"),
+        ("<!-- results:", "<!-- result:"),
+        ("-->\n", "-->\n\n"),
+        ("-->\n", "-->\ntext\n"),
+        ('"columns"', '"column"'),
+        ("{claims[what=<row>].ours}", "12 / 13"),
+        ("{claims[what=<row>].ours}", "{claims[7].ours}"),
+        ("\n|---|--:|--:|---|", "\n\n|---|--:|--:|---|"),
+        ("| | paper", " | | paper"),
+    ],
+)
+def test_a_comment_that_would_fill_nothing_is_refused(old: str, new: str) -> None:
+    filled(TABLE)
+    assert old in TABLE
+    with pytest.raises(ResultError, match="line"):
+        filled(TABLE.replace(old, new))
 
 
 def test_a_row_by_column_and_one_by_cell() -> None:
@@ -117,3 +155,6 @@ def test_tables_of_the_docs_are_as_their_results_are(monkeypatch: pytest.MonkeyP
     monkeypatch.undo()
     result_tables._loaded.cache_clear()
     assert stale(pages()) == [], "run: make docs"
+    # A comment that is removed leaves numbers without a source.
+    counts = {path.name: path.read_text().count("<!-- results: ") for path in pages()}
+    assert {name: count for name, count in counts.items() if count} == NUM_TABLES

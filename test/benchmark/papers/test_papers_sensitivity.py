@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -72,7 +73,7 @@ def test_a_record_has_all_numbers_but_those_of_single_runs(tmp_path: Path, monke
     fragile = [Fragile("factor", (SEEDED,), setting, setting, setting)]
     claims = [Claim("what", "-", 1.23456789, "")]
     result = Result("papers_x", "x", "simulated", claims, [{"a": 1}], (), (), [SEEDED], (), fragile)
-    report(result, make_runs(), {"systems": {}}, with_record=True)
+    report(result, make_runs(), {"systems": {}, "only": ""}, with_record=True)
     record = json.loads((tmp_path / "records" / "papers_x.json").read_text())
     assert record["claims"][0]["ours"] == 1.235 and record["headlines"][0]["highest"] == 6.0
     assert record["fragile"][0]["at low"] == 2.0 and "points" not in record and "systems" not in record["settings"]
@@ -105,7 +106,10 @@ def test_headlines_without_curves(number: str, tmp_path: Path, monkeypatch: pyte
 
 
 def test_only_some_headlines() -> None:
-    result = HEADLINES["strata"]["8"]("8", Runs(quiet=True, run=outcome_of)).with_only("LooGLE, 70B")
+    """What is left out does not run."""
+    runs = Runs(quiet=True, run=outcome_of)
+    result = HEADLINES["strata"]["8"]("8", runs, only="LooGLE, 70B").with_only("LooGLE, 70B")
+    assert {settings.model for settings in runs.outcomes} == {"Llama-3.1-70B"}
     assert [h.name for h in result.headlines if "70B" not in h.name] == [] != result.headlines
     assert [h.name for h in result.fragile[0].headlines] == ["LooGLE, 70B: Strata / SGLang-HiCache, peak"]
 
@@ -125,3 +129,53 @@ def test_a_figure_without_headlines_of_its_own_is_refused(
     with pytest.raises(SystemExit):
         main()
     assert "figure 14 has no headlines by itself: 8, 9, 11, 13 have" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (("strata", "--figure", "14", "--quick", "--record"), "--record is for whole runs"),
+        (("traces", "--systems", "ours", "--record"), "--record is for all systems of a whole trace"),
+        (("traces", "--trace", "nothing.jsonl"), "there is no trace to run"),
+        (("traces", "--first", "0"), "0 is not 1 or more"),
+    ],
+)
+def test_what_would_not_be_a_result_is_refused(
+    arguments: tuple[str, ...], error: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["papers", *arguments])
+    with pytest.raises(SystemExit) as raised:
+        main()
+    assert raised.value.code == 2 and error in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [
+        ("", "has no requests"),
+        ("not JSON\n", "(line 1:"),
+        ('{"timestamp": -5, "input_length": 3, "output_length": 1, "hash_ids": [1]}\n', "trace.jsonl:1"),
+    ],
+)
+def test_a_file_that_is_no_trace_is_refused_before_anything_runs(
+    content: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "trace.jsonl").write_text(content)
+    monkeypatch.setattr("sys.argv", ["papers", "traces", "--trace", str(tmp_path / "trace.jsonl")])
+    with pytest.raises(SystemExit) as raised:
+        main()
+    assert raised.value.code == 2 and error in capsys.readouterr().err
+
+
+def test_a_record_of_some_headlines_keeps_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures, "RECORDS", tmp_path)
+
+    def rows(**means: float) -> dict[str, list[dict[str, Any]]]:
+        return {"headlines": [{"headline": name, "mean": mean, "by seed": [mean]} for name, mean in means.items()]}
+
+    figures.record("x", {"only": "", "quick": False}, rows(a=1.0, b=2.0))
+    figures.record("x", {"only": "b", "quick": False}, rows(b=3.0, c=4.0))
+    record = json.loads((tmp_path / "x.json").read_text())
+    assert {row["headline"]: row["mean"] for row in record["headlines"]} == {"a": 1.0, "b": 3.0, "c": 4.0}
+    assert [run["only"] for run in record["runs"]] == ["", "b"] and record["settings"] == {"quick": False}
+    assert all(run["seeds"] == [1, 2, 3] and run["commit"] and run["date"] for run in record["runs"])
