@@ -37,12 +37,11 @@ NOT_RUN = {
     "needs a model of your own": 2,
     "needs another machine": 3,
     "needs root": 1,
-    "takes minutes": 1,
 }
 API = DOCS / "reference" / "api.md"
 # When the commands of a page run, if not in `make test-all`: those of one short page in `make test`.
 WHEN_RUN: dict[Path, Any] = {DOCS / "reference" / "state.md": (), DOCS / "guides" / "clients.md": pytest.mark.clients}
-MAX_USER_WORDS = 31_500
+MAX_USER_WORDS = 31_600
 MAX_CONTRIBUTOR_WORDS = 17_000
 
 
