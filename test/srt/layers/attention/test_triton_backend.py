@@ -176,9 +176,13 @@ def test_splits_of_extends_cover_each_key_once():
 @needs_triton
 @needs_gpu
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("page_size", [1, 3, 16, 64])
+@pytest.mark.parametrize(
+    ("page_size", "dtype"),
+    [(3, torch.float32), (16, torch.float16), (1, torch.bfloat16), (16, torch.bfloat16), (64, torch.bfloat16)],
+    ids=str,
+)
 def test_on_a_gpu(page_size: int, dtype: torch.dtype):
+    """Each pair compiles some 30 kernels, so that there are few."""
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
     backend = TritonAttnBackend()
