@@ -80,7 +80,7 @@ class MHATokenToKVPool:
     def store(self, layer_id: int, loc: torch.Tensor, *values: torch.Tensor) -> None:
         components = self._slots[layer_id]
         assert len(values) == len(components), f"{len(values)} values for {len(components)} components"
-        if len(values) == 2 and elementwise.has_store_kernel(values[0]):
+        if len(values) == 2 and elementwise.has_store_kernel(values[0], values[1]):
             elementwise.store_kv(components[0], components[1], loc, values[0], values[1])
             return
         for slots, value in zip(components, values):

@@ -138,9 +138,9 @@ def _flashinfer_rope(x: torch.Tensor) -> Callable[..., Any] | None:
     return _kernel("apply_rope_with_cos_sin_cache_inplace", x) if x.shape[-1] in _ROPE_HEAD_DIMS else None
 
 
-def has_store_kernel(x: torch.Tensor) -> bool:
-    """Whether `store_kv` takes x as K."""
-    return _triton(x) is not None
+def has_store_kernel(k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether `store_kv` takes these: on a GPU, and of one shape with three dimensions."""
+    return k.dim() == 3 and k.shape == v.shape and k.stride(2) == v.stride(2) == 1 and _triton(k) is not None
 
 
 def store_kv(
