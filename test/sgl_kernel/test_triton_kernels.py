@@ -156,7 +156,7 @@ def cuts() -> None:
         probs[2] = 0
         probs[2, vocab_size // 2] = 1
         top_ks = torch.tensor([1, 2, 3, vocab_size, vocab_size, 40, vocab_size + 7, 3])
-        top_ps = torch.tensor([1.0, 1.0, 0.5, 0.3, 0.7, 0.9, 0.01, 0.999])
+        top_ps = torch.tensor([1.0, 1.0, 0.5, 0.3, 0.7, 0.9, 1e-50, 0.999])
         want, got = probs.clone(), probs.clone()
         sampler._keep_top(want, top_ks, top_ps, all_limited(vocab_size))
         triton_kernels.keep_top(got, top_ks, top_ps)

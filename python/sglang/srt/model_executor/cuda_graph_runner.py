@@ -176,6 +176,8 @@ class CudaGraphRunner:
                     logits = forward()
                 if self._logits is None:
                     self._logits = logits.new_empty((self.max_batch_size, logits.shape[1]))
+                # Warmed up too.
+                self._logits[:size].copy_(logits)
                 del logits
                 graph = torch.cuda.CUDAGraph()
                 # Other threads may make CUDA calls meanwhile.

@@ -85,7 +85,8 @@ def _batch(reqs: Sequence[tuple[int, int]], pool: DevicePool, scale: float, devi
 
 def _stream(model: CausalLM, pool: DevicePool, batch: ForwardBatch, q_len: int, device: torch.device) -> None:
     """A request behind a long prefix that is not on the device."""
-    own = KVSegment(_scratch_pages(pool, q_len, device), q_len, q_len > 1)
+    # The executor's own table has int32, the layer stream cache's pages int64.
+    own = KVSegment(_scratch_pages(pool, q_len, device).to(torch.int32), q_len, q_len > 1)
     batch.streamed = [StreamedRequest(slice(0, q_len), 0, _LONG, [own])]
     prefix = KVSegment(_scratch_pages(pool, _LONG, device), _LONG)
     state = model.embed(batch)

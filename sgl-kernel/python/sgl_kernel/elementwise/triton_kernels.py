@@ -153,7 +153,7 @@ def _silu_and_mul_kernel(x_ptr, out_ptr, x_stride, d, BLOCK: tl.constexpr):
     tl.store(out_ptr + row * d + i, gate / (1.0 + tl.exp(-gate)) * up, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions_ptr"])
 def _rope_kernel(
     positions_ptr,
     qk_ptr,
@@ -181,7 +181,7 @@ def _rope_kernel(
     tl.store(place + half, second * cos + first * sin, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["loc_ptr"])
 def _store_kv_kernel(
     k_slots_ptr,
     v_slots_ptr,

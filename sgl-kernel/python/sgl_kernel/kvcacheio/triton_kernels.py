@@ -24,7 +24,8 @@ NUM_WARPS = 8
 TILE_BYTES = 16 << 10
 
 
-@triton.jit
+# Not compiled again for other numbers of pages.
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["src_pages_ptr", "dst_pages_ptr"])
 def copy_pages_kernel(
     src_ptr,
     dst_ptr,

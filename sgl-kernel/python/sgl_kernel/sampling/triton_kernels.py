@@ -26,7 +26,8 @@ def _keep_top_kernel(probs_ptr, top_ks_ptr, top_ps_ptr, stride, vocab_size, BLOC
     """Program r: row r. Of both bounds, lower holds and upper does not: at `lower` top_k tokens or more are at least
     as likely, or their probabilities sum to top_p or more."""
     row = tl.program_id(0).to(tl.int64)
-    top_k, top_p = tl.load(top_ks_ptr + row), tl.load(top_ps_ptr + row)
+    # A top-p that rounds to 0 still keeps the likeliest token.
+    top_k, top_p = tl.load(top_ks_ptr + row), tl.maximum(tl.load(top_ps_ptr + row), 1e-20)
     probs = probs_ptr + row * stride
     lower_k = tl.zeros((), tl.int32)
     lower_p = tl.zeros((), tl.int32)
@@ -36,15 +37,16 @@ def _keep_top_kernel(probs_ptr, top_ks_ptr, top_ps_ptr, stride, vocab_size, BLOC
     upper_p = tl.where(top_p < 1.0, upper_k, 1)
     for _ in range(30):
         middle_k, middle_p = (lower_k + upper_k) // 2, (lower_p + upper_p) // 2
-        count = tl.zeros((), tl.int32)
-        total = tl.zeros((), tl.float32)
+        # Summed up once per search step, because that takes all threads of the block.
+        counts = tl.zeros((BLOCK,), tl.int32)
+        sums = tl.zeros((BLOCK,), tl.float32)
         for start in tl.range(0, vocab_size, BLOCK):
             i = start + tl.arange(0, BLOCK)
             p = tl.load(probs + i, mask=i < vocab_size, other=-1.0)
             bits = p.to(tl.int32, bitcast=True)
-            count += tl.sum((bits >= middle_k).to(tl.int32), 0)
-            total += tl.sum(tl.where(bits >= middle_p, p, 0.0), 0)
-        holds_k, holds_p = count >= top_k, total >= top_p
+            counts += (bits >= middle_k).to(tl.int32)
+            sums += tl.where(bits >= middle_p, p, 0.0)
+        holds_k, holds_p = tl.sum(counts, 0) >= top_k, tl.sum(sums, 0) >= top_p
         lower_k, upper_k = tl.where(holds_k, middle_k, lower_k), tl.where(holds_k, upper_k, middle_k)
         lower_p, upper_p = tl.where(holds_p, middle_p, lower_p), tl.where(holds_p, upper_p, middle_p)
     least = tl.maximum(lower_k, lower_p)

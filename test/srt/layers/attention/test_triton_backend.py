@@ -94,16 +94,23 @@ def test_it_compiles_for_sm_90(dtype: str, head_dim: int, page_size: int, table:
 
 
 @needs_triton
-def test_an_extend_with_lse_compiles_for_sm_90():
-    """As a partial calls it: float32 out."""
+@pytest.mark.parametrize("pages", ["i64", "i32"])
+def test_partials_compile_for_sm_90(pages: str):
+    """float32 out, and lse; of the pages of a buffer, and of the executor's table."""
     from sglang.srt.layers.attention.triton_backend import Tiles
-    from sglang.srt.layers.attention.triton_kernels import extend_kernel
+    from sglang.srt.layers.attention.triton_kernels import decode_kernel, extend_kernel
 
     tiles = Tiles.of(128, torch.bfloat16)
     constants = {"PAGE_SIZE": 16, "BY_SLOT": False, "HEAD_DIM": 128, "BLOCK_D": 128, "GROUP": 4}
-    constants |= {"BLOCK_M": tiles.extend_queries, "BLOCK_N": tiles.extend_keys}
-    result = compiled(extend_kernel, "bf16", constants, tiles.extend_warps, tiles.num_stages, "i64", "fp32")
-    assert "st.global" in result.asm["ptx"]
+    of_extend = constants | {"BLOCK_M": tiles.extend_queries, "BLOCK_N": tiles.extend_keys}
+    of_decode = constants | {"BLOCK_H": 16, "BLOCK_N": tiles.decode_keys, "LEAST": 256, "AT_ONCE": 128}
+    of_decode |= {"reqs_ptr": None, "row_starts_ptr": None}
+    for kernel, given, num_warps in (
+        (extend_kernel, of_extend, tiles.extend_warps),
+        (decode_kernel, of_decode, tiles.decode_warps),
+    ):
+        result = compiled(kernel, "bf16", given, num_warps, tiles.num_stages, pages, "fp32", starts="i32")
+        assert "st.global" in result.asm["ptx"]
 
 
 def compiled(
@@ -114,13 +121,14 @@ def compiled(
     num_stages: int,
     pages: str,
     out: str | None = None,
+    starts: str | None = None,
 ) -> Any:
-    """As `compile_for_sm_90`, of arguments that are aligned as torch's are. pages: type of the table; starts and
-    kv_lens are int64 where that is int32, as in a `PagedSegments`, and else int32. out: dtype, where it is not
-    q's."""
+    """As `compile_for_sm_90`, of arguments that are aligned as torch's are. pages: type of the table. starts: of
+    starts and kv_lens; by default int64 where pages is int32, as in a `PagedSegments`, and else int32. out: dtype,
+    where it is not q's."""
     names = kernel.arg_names
     of_dtype = {"q_ptr": dtype, "k_ptr": dtype, "v_ptr": dtype, "out_ptr": out or dtype, "table_ptr": pages}
-    of_dtype["starts_ptr"] = of_dtype["kv_lens_ptr"] = "i64" if pages == "i32" else "i32"
+    of_dtype["starts_ptr"] = of_dtype["kv_lens_ptr"] = starts or ("i64" if pages == "i32" else "i32")
     aligned = {"q_ptr", "k_ptr", "v_ptr", "out_ptr", "lse_ptr", "parts_ptr", "part_lses_ptr"}
     aligned |= {name for name in names if name.endswith("stride")}
 
