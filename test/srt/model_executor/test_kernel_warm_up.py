@@ -35,8 +35,7 @@ class WatchedAttention(TorchNativeAttnBackend):
         return super().partial(q, view, segment, scale)
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("is_streaming", [False, True])
+@pytest.mark.parametrize(("page_size", "is_streaming"), [(1, True), (16, False)])
 def test_each_kind_of_batch_runs_and_only_the_scratch_page_is_written(tmp_path, page_size: int, is_streaming: bool):
     torch.manual_seed(5)
     shape = LlamaConfig(
