@@ -461,7 +461,7 @@ def emulated_device(seed: int = 0) -> Iterator[EmulatedDevice]:
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         stack.enter_context(mock.patch.object(kvcacheio, "copy_pages", _copy_pages))
         for package in (elementwise, sampling):
-            stack.enter_context(mock.patch.object(package, "_triton_kernels", lambda: None))
+            stack.enter_context(mock.patch.object(package, "triton_module", lambda name: None))
         for name in ("cuda_register", "cuda_unregister"):
             stack.enter_context(mock.patch.object(memory_pool_host, name, lambda *args: None))
         stack.enter_context(_Mode())

@@ -10,7 +10,6 @@ No function waits for the device or looks at the values of `positions`.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -21,6 +20,7 @@ from sgl_kernel.cpu import elementwise as cpu
 from sgl_kernel.cpu.library import takes
 from sgl_kernel.elementwise import reference
 from sgl_kernel.flashinfer_kernels import flashinfer_function, is_on_gpu
+from sgl_kernel.triton_modules import triton_module
 
 __all__ = [
     "apply_rope_with_cos_sin_cache_inplace",
@@ -48,16 +48,7 @@ def _kernel(name: str, x: torch.Tensor) -> Callable[..., Any] | None:
 
 def _triton(x: torch.Tensor) -> ModuleType | None:
     """`triton_kernels`, where x is on a GPU and has rows."""
-    return _triton_kernels() if x.is_cuda and x.shape[0] else None
-
-
-@functools.cache
-def _triton_kernels() -> ModuleType | None:
-    try:
-        from sgl_kernel.elementwise import triton_kernels
-    except ImportError:
-        return None
-    return triton_kernels
+    return triton_module(f"{__name__}.triton_kernels") if x.is_cuda and x.shape[0] else None
 
 
 def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -9,12 +9,12 @@ tensors. In these, probabilities that are cut off become 0, and the rest is scal
 
 from __future__ import annotations
 
-import functools
 from types import ModuleType
 
 import torch
 
 from sgl_kernel.flashinfer_kernels import flashinfer_function, is_on_gpu
+from sgl_kernel.triton_modules import triton_module
 
 
 def has_renorm_kernels(probs: torch.Tensor) -> bool:
@@ -38,21 +38,16 @@ def top_p_renorm_probs(probs: torch.Tensor, top_ps: torch.Tensor) -> torch.Tenso
 
 
 def has_keep_top(probs: torch.Tensor) -> bool:
-    return probs.is_cuda and _triton_kernels() is not None
+    return probs.is_cuda and _triton() is not None
 
 
 def keep_top(probs: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor) -> None:
     """Zero what top-k or top-p cut off, in place, without scaling the rest. top_ks: (n,) int64, from 1; the
     vocabulary's size or more cuts nothing off. top_ps: (n,) float32; 1 cuts nothing off."""
-    ours = _triton_kernels()
+    ours = _triton()
     assert ours is not None, "no kernel takes it: ask has_keep_top"
     ours.keep_top(probs, top_ks, top_ps)
 
 
-@functools.cache
-def _triton_kernels() -> ModuleType | None:
-    try:
-        from sgl_kernel.sampling import triton_kernels
-    except ImportError:
-        return None
-    return triton_kernels
+def _triton() -> ModuleType | None:
+    return triton_module(f"{__name__}.triton_kernels")
