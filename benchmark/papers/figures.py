@@ -94,7 +94,7 @@ def report(
 
 def record(name: str, settings: dict[str, Any], everything: dict[str, list[dict[str, Any]]]) -> None:
     """Write docs/records/results/<name>.json, with when and of which commit. Of a run with --only, whose words are in
-    settings, the rows replace their namesakes in the file, and the others stay."""
+    settings, headlines, ranges and runs replace their namesakes in the file, and what it has besides stays."""
     file = RECORDS / f"{name}.json"
     made = {
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
@@ -109,7 +109,10 @@ def record(name: str, settings: dict[str, Any], everything: dict[str, list[dict[
     if settings["only"] and file.exists():
         before = json.loads(file.read_text())
         runs = [*before.get("runs", []), made]
-        rows = {each: _replaced(before.get(each, []), new) for each, new in rows.items()}
+        of_headlines = ("headlines", "fragile", "table")
+        for each, new in rows.items():
+            old = before.get(each, [])
+            rows[each] = _replaced(old, new) if each in of_headlines else new or old
     settings = {key: value for key, value in settings.items() if key != "only"}
     RECORDS.mkdir(parents=True, exist_ok=True)
     content = {"benchmark": name, "runs": runs, "settings": settings, **rows}
@@ -117,12 +120,15 @@ def record(name: str, settings: dict[str, Any], everything: dict[str, list[dict[
 
 
 def _replaced(rows: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows are namesakes if all that they have of these words is the same."""
+    """Rows are namesakes if all their texts are the same. Where texts do not tell rows apart, they are the table of
+    whole curves, which replaces the old one."""
 
     def name(row: dict[str, Any]) -> tuple[Any, ...]:
         return tuple((key, value) for key, value in row.items() if isinstance(value, str | bool))
 
     of_name = {name(row): row for row in new}
+    if len(of_name) < len(new):
+        return new
     kept = [of_name.pop(name(row), row) for row in rows]
     return [*kept, *of_name.values()]
 

@@ -178,4 +178,7 @@ def test_a_record_of_some_headlines_keeps_the_others(tmp_path: Path, monkeypatch
     record = json.loads((tmp_path / "x.json").read_text())
     assert {row["headline"]: row["mean"] for row in record["headlines"]} == {"a": 1.0, "b": 3.0, "c": 4.0}
     assert [run["only"] for run in record["runs"]] == ["", "b"] and record["settings"] == {"quick": False}
+    # Of a curve, whose rows no text tells apart, all are replaced.
+    figures.record("x", {"only": "c", "quick": False}, rows(c=5.0) | {"table": [{"rate": 1.0}, {"rate": 2.0}]})
+    assert json.loads((tmp_path / "x.json").read_text())["table"] == [{"rate": 1.0}, {"rate": 2.0}]
     assert all(run["seeds"] == [1, 2, 3] and run["commit"] and run["date"] for run in record["runs"])

@@ -6,9 +6,7 @@ import math
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
@@ -16,6 +14,7 @@ from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.model_executor.kernel_warm_up import warm_up_kernels
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.utils.device import CPU
+from support.tiny_model import tiny_llama
 
 
 class WatchedAttention(TorchNativeAttnBackend):
@@ -37,21 +36,10 @@ class WatchedAttention(TorchNativeAttnBackend):
 
 @pytest.mark.parametrize(("page_size", "is_streaming"), [(1, True), (16, False)])
 def test_each_kind_of_batch_runs_and_only_the_scratch_page_is_written(tmp_path, page_size: int, is_streaming: bool):
-    torch.manual_seed(5)
-    shape = LlamaConfig(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-    )
-    LlamaForCausalLM(shape).save_pretrained(tmp_path)
-    config = ModelConfig.from_pretrained(str(tmp_path), dtype="float32")
+    config = tiny_llama(tmp_path)
     attention = WatchedAttention()
     model = load_model(config, "auto", attention)
-    layout = PageLayout.kv(page_size, 2, 1, 16, torch.float32)
+    layout = PageLayout.kv(page_size, 3, 2, 8, torch.float32)
     pool = MHATokenToKVPool(5, layout, has_scratch=True)
     pool.poison(torch.arange(5))
     warm_up_kernels(model, pool, 0.25, 97, Sampler(), CPU, is_streaming)

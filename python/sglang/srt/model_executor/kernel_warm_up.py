@@ -57,7 +57,7 @@ def warm_up_kernels(
             for params in _SAMPLINGS:
                 rows = [params] * len(reqs)
                 sampler(logits, SamplingBatchInfo.from_params(rows, vocab_size, batch.sample_rows, device))
-        for q_len in (1, 4) * is_streaming:
+        for q_len in (1, 4) if is_streaming else ():
             _stream(model, pool, _batch(((0, q_len),), pool, scale, device), q_len, device)
     logger.info("warmed kernels up in %.1f s", time.monotonic() - began)
 

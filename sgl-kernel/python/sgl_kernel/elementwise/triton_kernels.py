@@ -117,6 +117,14 @@ def _rmsnorm_kernel(x_ptr, residual_ptr, weight_ptr, out_ptr, x_stride, d, eps, 
 
 
 @triton.jit
+def _tile(num_heads, head_dim, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The heads of program (t, b), the places in them, and a mask of those that exist."""
+    heads = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    d = tl.arange(0, BLOCK_D)
+    return heads, d, (heads < num_heads)[:, None] & (d < head_dim)[None, :]
+
+
+@triton.jit
 def _qk_rmsnorm_kernel(
     qk_ptr,
     weight_ptr,
@@ -132,9 +140,7 @@ def _qk_rmsnorm_kernel(
 ):
     """Program (t, b): ROWS heads of token t."""
     token = tl.program_id(0).to(tl.int64)
-    heads = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    d = tl.arange(0, BLOCK_D)
-    mask = (heads < num_heads)[:, None] & (d < head_dim)[None, :]
+    heads, d, mask = _tile(num_heads, head_dim, ROWS, BLOCK_D)
     x = tl.load(qk_ptr + token * token_stride + heads[:, None] * head_stride + d[None, :], mask=mask, other=0.0)
     x = x.to(tl.float32)
     factor = tl.rsqrt(tl.sum(x * x, 1) / head_dim + eps)
@@ -167,13 +173,11 @@ def _rope_kernel(
 ):
     """Program (t, b): ROWS heads of token t. table: cosines, then sines, half of each per position."""
     token = tl.program_id(0).to(tl.int64)
-    heads = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    d = tl.arange(0, BLOCK_D)
+    heads, d, mask = _tile(num_heads, half, ROWS, BLOCK_D)
     d_mask = d < half
     angle = table_ptr + tl.load(positions_ptr + token) * 2 * half + d
     cos = tl.load(angle, mask=d_mask, other=0.0)[None, :]
     sin = tl.load(angle + half, mask=d_mask, other=0.0)[None, :]
-    mask = (heads < num_heads)[:, None] & d_mask[None, :]
     place = qk_ptr + token * token_stride + heads[:, None] * head_stride + d[None, :]
     first = tl.load(place, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(place + half, mask=mask, other=0.0).to(tl.float32)
@@ -201,9 +205,7 @@ def _store_kv_kernel(
 ):
     """Program (t, b, 0) stores K of ROWS heads of token t, program (t, b, 1) V."""
     token = tl.program_id(0).to(tl.int64)
-    heads = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    d = tl.arange(0, BLOCK_D)
-    mask = (heads < num_heads)[:, None] & (d < head_dim)[None, :]
+    heads, d, mask = _tile(num_heads, head_dim, ROWS, BLOCK_D)
     slot = tl.load(loc_ptr + token)
     inside = heads[:, None] * head_dim + d[None, :]
     if tl.program_id(2) == 0:
