@@ -97,6 +97,7 @@ FRAGILE = (
     ),
     Fragile(
         "a chunk of ShadowServe",
+        # No source has less than the paper's own.
         HEADLINES,
         Setting("6 MB (6.3)", {}),
         Setting("6 MB (6.3)", {}),
