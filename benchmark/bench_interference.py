@@ -95,7 +95,7 @@ def cases_on(device: str) -> list[Case]:
         cases += [Case(by_name["reference"], page, "scattered") for page in (1, 16)]
         return [*cases, Case(by_name["dma"], 1, "in runs"), Case(by_name["direct"], 16, "scattered")]
     kernel = "cuda" if "cuda 64" in by_name else "triton"
-    quotas = [name for name in by_name if name.startswith(f"{kernel} ")]
+    quotas = [name for name in by_name if name.startswith((f"{kernel} ", "bulk "))]
     cases += [Case(by_name[name], 1, "scattered") for name in quotas]
     if "dma" in by_name:
         cases += [Case(by_name["dma"], page, "in runs") for page in (1, 16, 64)]

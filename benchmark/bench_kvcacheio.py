@@ -33,14 +33,14 @@ from common import percentiles, print_table, write_json
 from yardsticks import median_seconds, seconds_of, settle
 
 from sgl_kernel import kvcacheio
-from sgl_kernel.kvcacheio import KVPages, dma, pick_backend
+from sgl_kernel.kvcacheio import KVPages, dma, pick_backend, why_not
 from sgl_kernel.kvcacheio.pick import available_kernel
 
 DTYPE = torch.bfloat16
 GPU_PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 CPU_PAGE_SIZES = (1, 16, 64, 256)
 # Of warps.
-GPU_QUOTAS = {"cuda": (16, 32, 64, 128, 256), "triton": (64, 256)}
+GPU_QUOTAS = {"cuda": (16, 32, 64, 128, 256), "bulk": (32, 64, 128), "triton": (64, 256)}
 SHAPES = {"Llama-8B": (32, 8, 128), "Qwen-14B": (48, 8, 128), "Llama-70B": (80, 8, 128)}
 LAYOUTS = ("page_first", "layer_first")
 ORDERS = ("in runs", "random", "scattered")
@@ -62,7 +62,7 @@ class Variant:
 
     @property
     def is_kernel(self) -> bool:
-        return self.backend in ("cuda", "triton")
+        return self.backend in GPU_QUOTAS
 
     def can(self, direction: str, host_layout: str) -> bool:
         return not self.staged or (direction == "load" and host_layout == "page_first")
@@ -74,9 +74,9 @@ def variants_on(device: str) -> list[Variant]:
         plain = [Variant(name, name) for name in ("cpu", "reference", "dma", "direct")]
         return [plain[0], Variant("copied twice"), *plain[1:], staged]
     found = []
-    for name, package in (("cuda", "cupy"), ("triton", "triton")):
-        if importlib.util.find_spec(package) is not None:
-            found += [Variant(f"{name} {quota}", name, quota) for quota in GPU_QUOTAS[name]]
+    for name, quotas in GPU_QUOTAS.items():
+        if why_not(name, "cuda") is None:
+            found += [Variant(f"{name} {quota}", name, quota) for quota in quotas]
     if importlib.util.find_spec("cupy") is not None:
         found += [Variant("dma", "dma"), Variant("direct", "direct"), staged]
     return found

@@ -267,11 +267,11 @@ def test_picking_a_backend(monkeypatch: pytest.MonkeyPatch):
     pick = kvcacheio.pick_backend
     for has_library, chosen in ((True, "cpu"), (False, "reference")):
         monkeypatch.setattr(kvcacheio.pick.LIBRARY, "is_available", lambda has_library=has_library: has_library)
-        for requested in ("auto", "kernel", "cuda", "triton"):
+        for requested in ("auto", "kernel", "cuda", "triton", "bulk"):
             assert pick(requested, "cpu") == chosen
         assert pick("reference", "cpu") == "reference"
     assert pick("dma", "cpu") == "dma" and pick("direct", "cpu") == "direct"
-    for requested in ("kernel", "cuda", "triton", "dma", "direct", "reference"):
+    for requested in ("kernel", "cuda", "triton", "bulk", "dma", "direct", "reference"):
         assert pick(requested, "cuda:0") == requested
     installed = {"cupy": True, "triton": True}
     monkeypatch.setattr(kvcacheio.pick, "_installed", installed.get)
@@ -290,7 +290,7 @@ def test_what_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch):
     why_not = kvcacheio.why_not
     for requested in ("auto", "dma", "direct", "reference"):
         assert why_not(requested, "cpu") is None
-    for requested in ("kernel", "cuda", "triton"):
+    for requested in ("kernel", "cuda", "triton", "bulk"):
         assert why_not(requested, "cpu") == "it needs a GPU; on the CPU use auto, dma or direct"
     assert "none of auto" in str(why_not("rdma", "cpu"))
     installed = {"cupy": True, "triton": False}
@@ -299,10 +299,13 @@ def test_what_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch):
         assert why_not(requested, "cuda") is None
     assert "host memory only" in str(why_not("reference", "cuda"))
     assert "needs Triton" in str(why_not("triton", "cuda"))
+    for capability, reason in (((8, 9), "it needs a GPU of compute capability 9.0 or more"), ((9, 0), None)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert why_not("bulk", "cuda") == reason
     installed.update(cupy=False, triton=True)
     for requested in ("auto", "kernel", "triton"):
         assert why_not(requested, "cuda") is None
-    for requested in ("cuda", "dma", "direct"):
+    for requested in ("cuda", "bulk", "dma", "direct"):
         assert "needs CuPy" in str(why_not(requested, "cuda"))
     installed["triton"] = False
     for requested in ("auto", "kernel"):

@@ -6,14 +6,27 @@ import importlib.util
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from sgl_kernel.kvcacheio import KVLayoutError, KVPages, cuda_kernels
-from sgl_kernel.kvcacheio.cuda_kernels import KERNEL, SEGMENT_BYTES, SEGMENTS_AT_ONCE, SOURCE, THREADS
+from sgl_kernel.kvcacheio.cuda_kernels import (
+    BULK_BYTES,
+    BULK_KERNEL,
+    BULK_SHARED_BYTES,
+    BULK_SLOTS,
+    KERNEL,
+    SEGMENT_BYTES,
+    SEGMENTS_AT_ONCE,
+    SOURCE,
+    THREADS,
+    Launch,
+)
 from support.kv_model import DTYPES, ROUTES, Pool, expected, index_patterns, random_bytes
 
 TRITON = importlib.util.find_spec("triton")
@@ -24,7 +37,8 @@ NVRTC = importlib.util.find_spec("cuda") is not None and importlib.util.find_spe
 
 
 def check_ptx(ptx: str) -> None:
-    assert f".entry {KERNEL}" in ptx
+    assert f".entry {KERNEL}" in ptx and f".entry {BULK_KERNEL}" in ptx
+    assert "cp.async.bulk.shared::cluster.global.mbarrier" in ptx and "cp.async.bulk.global.shared::cta" in ptx
     assert ptx.count("ld.global.nc.L1::no_allocate.v4.u32") > SEGMENTS_AT_ONCE
     assert ptx.count("st.global.cs.v4.u32") > SEGMENTS_AT_ONCE
 
@@ -41,9 +55,12 @@ def check_sass(cubin: bytes, folder: Path) -> None:
     )
     wide = "".join("l" if load else "s" for load, _ in re.findall(r"(LDG\S*\.128)|(STG\S*\.128)", sass))
     assert "l" * SEGMENTS_AT_ONCE + "s" * SEGMENTS_AT_ONCE in wide, wide
-    registers = re.search(r"REG:(\d+)", usage)
-    assert registers and int(registers[1]) * THREADS <= 65536 // 4, usage
-    assert "STACK:0" in usage, usage
+    # Each function is followed by what it uses.
+    of_kernel = re.search(rf"Function {KERNEL}:\s+REG:(\d+) STACK:0 ", usage)
+    assert of_kernel and int(of_kernel[1]) * THREADS <= 65536 // 4, usage
+    of_bulk = re.search(rf"Function {BULK_KERNEL}:\s+REG:(\d+) STACK:0 SHARED:(\d+) ", usage)
+    assert of_bulk and int(of_bulk[2]) + BULK_SHARED_BYTES <= 227 << 10, usage
+    assert "UBLKCP" in sass
 
 
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
@@ -87,12 +104,18 @@ def test_nvrtc_compiles_it_for_sm_90(tmp_path: Path):
         check_sass(cubin[:-1], tmp_path)
 
 
+def arguments_of(
+    src: KVPages, dst: KVPages, indices: list[torch.Tensor], address: Callable[[torch.Tensor], int]
+) -> tuple[Any, ...]:
+    return Launch.of(src, dst, address).arguments(indices, address)
+
+
 def test_the_arguments_are_the_kernels_in_its_order():
-    signature = SOURCE.read_text().partition(f"{KERNEL}(")[2].partition(") {")[0]
-    parameters = [p.split() for p in " ".join(signature.split()).split(", ")]
+    signature = SOURCE.read_text().partition("#define COPY_PARAMETERS")[2].partition("#define")[0]
+    parameters = [p.replace("*", "* ").split() for p in " ".join(signature.replace("\\", "").split()).split(", ")]
     src, dst = Pool("page_first", 5, 3, 2, torch.float16, 1), Pool("layer_first", 6, 3, 2, torch.float16, 2)
     indices = [torch.tensor([1, 2]), torch.tensor([3, 4])]
-    arguments = cuda_kernels.kernel_arguments(src.pages, dst.pages, indices, lambda t: t.data_ptr())
+    arguments = arguments_of(src.pages, dst.pages, indices, lambda t: t.data_ptr())
     assert len(arguments) == len(parameters)
     for value, parameter in zip(arguments, parameters):
         kind = np.uint64 if "*" in "".join(parameter) else {"long": np.int64, "int": np.int32}[parameter[0]]
@@ -108,7 +131,7 @@ def test_more_segments_than_the_kernel_counts_are_refused():
     src = Pool("page_first", 2, 3, 2, torch.float16, 1)
     many = torch.zeros(1, dtype=torch.int64).expand(1 << 30)
     with pytest.raises(KVLayoutError, match="in parts"):
-        cuda_kernels.kernel_arguments(src.pages, src.pages, [many, many], lambda t: t.data_ptr())
+        arguments_of(src.pages, src.pages, [many, many], lambda t: t.data_ptr())
 
 
 @pytest.mark.parametrize("seed", range(4), ids="seed{}".format)
@@ -125,7 +148,7 @@ def test_its_index_arithmetic_reaches_every_byte_once(monkeypatch: pytest.Monkey
             result = expected(src, dst, src_pages, dst_pages)
             indices = [torch.tensor(p, dtype=torch.int64) for p in (src_pages, dst_pages)]
             base = {id(t): t.storage_offset() * t.dtype.itemsize for p in (src.pages, dst.pages) for t in (p.k, p.v)}
-            args = cuda_kernels.kernel_arguments(src.pages, dst.pages, indices, lambda t, b=base: b.get(id(t), 0))
+            args = arguments_of(src.pages, dst.pages, indices, lambda t, b=base: b.get(id(t), 0))
             source, target = src.raw(), dst.buffer.view(torch.uint8).numpy()
             run_kernel_model(source, target, src_pages, dst_pages, *(int(a) for a in args))
             assert np.array_equal(dst.raw(), result), what
@@ -140,7 +163,7 @@ def test_every_component_is_in_one_launch(num_components: int):
     )
     indices = [torch.tensor([4, 1]), torch.tensor([0, 3])]
     for one, other in cuda_kernels.pairs(src, dst):
-        args = [int(a) for a in cuda_kernels.kernel_arguments(one, other, indices, lambda t: 0)]
+        args = [int(a) for a in arguments_of(one, other, indices, lambda t: 0)]
         sides = [[each.numpy().reshape(-1) for each in side.components] for side in (one, other)]
         source, target = (np.concatenate(side) for side in sides)
         if len(sides[0]) == 2:
@@ -176,3 +199,24 @@ def run_kernel_model(
 def test_a_segment_is_an_access_of_each_lane():
     assert SEGMENT_BYTES == 32 * 16
     assert f"SEGMENTS_AT_ONCE = {SEGMENTS_AT_ONCE};" in SOURCE.read_text()
+    assert f"BULK_BYTES = {BULK_BYTES};" in SOURCE.read_text() and f"BULK_SLOTS = {BULK_SLOTS};" in SOURCE.read_text()
+
+
+@pytest.mark.parametrize("count", range(1, 12))
+def test_a_lane_of_bulk_copies_loads_to_places_that_are_free(count: int):
+    """The loop of the bulk kernel, of one lane: each segment is loaded and stored once, from its own place, and the
+    barrier of a place is awaited in the phase that its load ends."""
+    held: dict[int, int] = {}
+    loads, stored = [0] * BULK_SLOTS, []
+    for n in range(count + BULK_SLOTS - 1):
+        if n < count:
+            assert n % BULK_SLOTS not in held, "loaded over what is not stored yet"
+            held[n % BULK_SLOTS] = n
+            loads[n % BULK_SLOTS] += 1
+        if n + 1 < BULK_SLOTS:
+            continue
+        done = n + 1 - BULK_SLOTS
+        assert done // BULK_SLOTS & 1 == (loads[done % BULK_SLOTS] - 1) & 1
+        stored.append(held.pop(done % BULK_SLOTS))
+        assert stored[-1] == done
+    assert stored == list(range(count)) and not held

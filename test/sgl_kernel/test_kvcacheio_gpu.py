@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import numpy as np
 import pytest
 import torch
@@ -16,7 +14,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
-NEEDS = {"cuda": "cupy", "triton": "triton", "dma": "cupy", "direct": "cupy"}
+BACKENDS = ("cuda", "triton", "bulk", "dma", "direct")
 # Source and destination: layout, and whether it lies on the device.
 GPU_ROUTES = [
     (("page_first", False), ("layer_first", True)),
@@ -34,10 +32,10 @@ def place(pool: Pool, on_device: bool) -> tuple[torch.Tensor, KVPages]:
     return buffer, pool.view(buffer)
 
 
-@pytest.fixture(params=NEEDS)
+@pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> str:
-    if importlib.util.find_spec(NEEDS[request.param]) is None:
-        pytest.skip(f"{NEEDS[request.param]} is not installed")
+    if reason := kvcacheio.why_not(request.param, "cuda"):
+        pytest.skip(reason)
     return request.param
 
 

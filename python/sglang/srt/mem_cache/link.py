@@ -244,4 +244,4 @@ class CopyLink:
 def index_device(io_backend: str, device: torch.device) -> torch.device:
     """The device on which page numbers must lie: the GPU for a kernel, host memory for the code that plans copies."""
     chosen = pick_backend(io_backend, device)
-    return device if chosen in ("kernel", "cuda", "triton") else torch.device("cpu")
+    return device if chosen in ("kernel", "cuda", "triton", "bulk") else torch.device("cpu")

@@ -62,46 +62,74 @@ __device__ __forceinline__ void copy_segment(const char* src, char* dst, int siz
 
 constexpr unsigned int SEGMENTS_AT_ONCE = 8;
 
-// Run (kv, layer, page) lies at base_kv + layer * layer_stride_kv + page * page_stride_kv, in bytes. Segments of a page
-// and layer: k_segments of K, then v_segments of V; all but the last of a run are segment_bytes long, which is
-// 16 for each lane. num_segments, of all pages and layers, is below 2^31.
-extern "C" __global__ void __launch_bounds__(256)
-    sgl_kv_copy_pages(const char* src_k, const char* src_v, char* dst_k, char* dst_v, const long long* src_pages,
-                      const long long* dst_pages, long long src_layer_stride_k, long long src_page_stride_k,
-                      long long src_layer_stride_v, long long src_page_stride_v, long long dst_layer_stride_k,
-                      long long dst_page_stride_k, long long dst_layer_stride_v, long long dst_page_stride_v,
-                      long long k_bytes, long long v_bytes, int num_layers, int k_segments, int v_segments,
-                      int segment_bytes, int num_segments) {
+// What is to be copied. Run (kv, layer, page) lies at base_kv + layer * layer_stride_kv + page * page_stride_kv, in
+// bytes. Segments of a page and layer: k_segments of K, then v_segments of V; all but the last of a run are
+// segment_bytes long. num_segments, of all pages and layers, is below 2^31.
+struct Copy {
+    const char *src_k, *src_v;
+    char *dst_k, *dst_v;
+    const long long *src_pages, *dst_pages;
+    long long src_layer_stride_k, src_page_stride_k, src_layer_stride_v, src_page_stride_v;
+    long long dst_layer_stride_k, dst_page_stride_k, dst_layer_stride_v, dst_page_stride_v;
+    long long k_bytes, v_bytes;
+    int num_layers, k_segments, v_segments, segment_bytes, num_segments;
+};
+
+// Kernels take it field by field.
+#define COPY_PARAMETERS                                                                                          \
+    const char *src_k, const char *src_v, char *dst_k, char *dst_v, const long long *src_pages,                  \
+    const long long *dst_pages, long long src_layer_stride_k, long long src_page_stride_k,                       \
+    long long src_layer_stride_v, long long src_page_stride_v, long long dst_layer_stride_k,                     \
+    long long dst_page_stride_k, long long dst_layer_stride_v, long long dst_page_stride_v, long long k_bytes,   \
+    long long v_bytes, int num_layers, int k_segments, int v_segments, int segment_bytes, int num_segments
+#define COPY_ARGUMENTS                                                                                           \
+    {src_k, src_v, dst_k, dst_v, src_pages, dst_pages, src_layer_stride_k, src_page_stride_k,                    \
+     src_layer_stride_v, src_page_stride_v, dst_layer_stride_k, dst_page_stride_k, dst_layer_stride_v,           \
+     dst_page_stride_v, k_bytes, v_bytes, num_layers, k_segments, v_segments, segment_bytes, num_segments}
+
+struct Segment {
+    const char* src;
+    char* dst;
+    int size;
+};
+
+__device__ __forceinline__ Segment segment_of(const Copy& c, unsigned int item) {
+    const unsigned int per_layer = c.k_segments + c.v_segments;
+    const unsigned int per_page = per_layer * c.num_layers;
+    const unsigned int index = item / per_page;
+    const unsigned int in_page = item - index * per_page;
+    const unsigned int layer = in_page / per_layer;
+    const unsigned int in_layer = in_page - layer * per_layer;
+    const bool is_v = in_layer >= c.k_segments;
+    const long long start = static_cast<long long>(is_v ? in_layer - c.k_segments : in_layer) * c.segment_bytes;
+    const long long left = (is_v ? c.v_bytes : c.k_bytes) - start;
+    const long long src_page = c.src_pages[index], dst_page = c.dst_pages[index];
+    Segment s;
+    s.src = start + (is_v ? c.src_v + layer * c.src_layer_stride_v + src_page * c.src_page_stride_v
+                          : c.src_k + layer * c.src_layer_stride_k + src_page * c.src_page_stride_k);
+    s.dst = start + (is_v ? c.dst_v + layer * c.dst_layer_stride_v + dst_page * c.dst_page_stride_v
+                          : c.dst_k + layer * c.dst_layer_stride_k + dst_page * c.dst_page_stride_k);
+    s.size = left < c.segment_bytes ? static_cast<int>(left) : c.segment_bytes;
+    return s;
+}
+
+__device__ __forceinline__ unsigned long long address(const void* p) { return reinterpret_cast<unsigned long long>(p); }
+
+// Segments are 16 bytes for each lane.
+extern "C" __global__ void __launch_bounds__(256) sgl_kv_copy_pages(COPY_PARAMETERS) {
+    const Copy copy = COPY_ARGUMENTS;
     constexpr unsigned int ALL_LANES = 0xffffffff;
     const int lane = threadIdx.x & 31;
     const unsigned int warp = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5);
     const unsigned int step = gridDim.x * (blockDim.x >> 5) * SEGMENTS_AT_ONCE;
-    const unsigned int per_layer = k_segments + v_segments;
-    const unsigned int per_page = per_layer * num_layers;
     // Neighbouring warps take neighbouring segments: on the page-first side they make one sequential stream.
-    for (unsigned int first = warp * SEGMENTS_AT_ONCE; first < num_segments; first += step) {
+    for (unsigned int first = warp * SEGMENTS_AT_ONCE; first < copy.num_segments; first += step) {
         // Of segment first + lane; of no bytes where there is none.
-        const char* src = src_k;
-        char* dst = dst_k;
-        int size = 0;
+        Segment mine = {copy.src_k, copy.dst_k, 0};
         const unsigned int item = first + lane;
-        if (lane < SEGMENTS_AT_ONCE && item < num_segments) {
-            const unsigned int index = item / per_page;
-            const unsigned int in_page = item - index * per_page;
-            const unsigned int layer = in_page / per_layer;
-            const unsigned int in_layer = in_page - layer * per_layer;
-            const bool is_v = in_layer >= k_segments;
-            const long long start = static_cast<long long>(is_v ? in_layer - k_segments : in_layer) * segment_bytes;
-            const long long left = (is_v ? v_bytes : k_bytes) - start;
-            const long long src_page = src_pages[index], dst_page = dst_pages[index];
-            src = start + (is_v ? src_v + layer * src_layer_stride_v + src_page * src_page_stride_v
-                                : src_k + layer * src_layer_stride_k + src_page * src_page_stride_k);
-            dst = start + (is_v ? dst_v + layer * dst_layer_stride_v + dst_page * dst_page_stride_v
-                                : dst_k + layer * dst_layer_stride_k + dst_page * dst_page_stride_k);
-            size = left < segment_bytes ? static_cast<int>(left) : segment_bytes;
-        }
-        const unsigned long long from = reinterpret_cast<unsigned long long>(src);
-        const unsigned long long to = reinterpret_cast<unsigned long long>(dst);
+        if (lane < SEGMENTS_AT_ONCE && item < copy.num_segments) mine = segment_of(copy, item);
+        const unsigned long long from = address(mine.src), to = address(mine.dst);
+        const int size = mine.size;
         if (__all_sync(ALL_LANES, size == 0 || ((from | to | size) & 15) == 0)) {
             Vec v[SEGMENTS_AT_ONCE];
             const int at = lane * 16;
@@ -124,3 +152,84 @@ extern "C" __global__ void __launch_bounds__(256)
         }
     }
 }
+
+// The same by Hopper's bulk copies, which need no registers and no lanes that wait for loads. A block is a warp. Each
+// lane copies segments of at most BULK_BYTES by itself, through BULK_SLOTS places of a ring in shared memory: while a
+// place is stored from, the others are loaded to. The block has 128 KiB of them.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+
+constexpr unsigned int BULK_BYTES = 1024;
+constexpr unsigned int BULK_SLOTS = 4;
+
+__device__ __forceinline__ unsigned int shared_address(const void* p) {
+    return static_cast<unsigned int>(__cvta_generic_to_shared(p));
+}
+
+__device__ __forceinline__ bool is_bulk(const Segment& s) {
+    return ((address(s.src) | address(s.dst) | s.size) & 15) == 0;
+}
+
+// Other segments are copied without their place. Its barrier changes its phase all the same.
+__device__ __forceinline__ void begin_load(const Segment& s, char* slot, unsigned long long* arrived) {
+    const unsigned int barrier = shared_address(arrived);
+    if (!is_bulk(s)) {
+        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+        return;
+    }
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(s.size) : "memory");
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+            shared_address(slot)),
+        "l"(s.src), "r"(s.size), "r"(barrier)
+        : "memory");
+}
+
+__device__ __forceinline__ void await_load(unsigned long long* arrived, unsigned int phase) {
+    unsigned int is_there = 0;
+    while (!is_there) {
+        asm volatile(
+            "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+            : "=r"(is_there)
+            : "r"(shared_address(arrived)), "r"(phase)
+            : "memory");
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(32) sgl_kv_copy_pages_bulk(COPY_PARAMETERS) {
+    const Copy copy = COPY_ARGUMENTS;
+    extern __shared__ __align__(128) char ring[];
+    __shared__ unsigned long long arrived[32][BULK_SLOTS];
+    const unsigned int lane = threadIdx.x;
+    char* slots = ring + lane * BULK_SLOTS * BULK_BYTES;
+    for (int i = 0; i < BULK_SLOTS; ++i) {
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&arrived[lane][i])) : "memory");
+    }
+    // Bulk copies see the barriers only after this.
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    const unsigned int begin = blockIdx.x * 32 + lane, step = gridDim.x * 32;
+    // Of this lane: segment begin + n * step is the n-th.
+    const unsigned int count = begin < copy.num_segments ? (copy.num_segments - begin - 1) / step + 1 : 0;
+    for (unsigned int n = 0; n < count + BULK_SLOTS - 1; ++n) {
+        if (n < count) {
+            // The place is free: what was stored from it has been read.
+            const Segment s = segment_of(copy, begin + n * step);
+            begin_load(s, slots + n % BULK_SLOTS * BULK_BYTES, &arrived[lane][n % BULK_SLOTS]);
+        }
+        if (n + 1 < BULK_SLOTS) continue;
+        const unsigned int done = n + 1 - BULK_SLOTS;
+        const Segment s = segment_of(copy, begin + done * step);
+        await_load(&arrived[lane][done % BULK_SLOTS], done / BULK_SLOTS & 1);
+        if (is_bulk(s)) {
+            asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(s.dst),
+                         "r"(shared_address(slots + done % BULK_SLOTS * BULK_BYTES)), "r"(s.size)
+                         : "memory");
+        } else {
+            for (int at = 0; at < s.size; ++at) store_byte(s.dst + at, load_byte(s.src + at));
+        }
+        asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+        asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+    }
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+#endif

@@ -16,7 +16,7 @@ Contract of every function here:
   the stream has passed the copy, the source pages must not be written and the destination pages must not be touched.
   Other pages are neither read nor written.
 - num_warps: the number of warps that `kernel` may use, in blocks of eight. Strata 4.2 has 2 blocks of 1,024 threads
-  for loads, which are 64 warps, and 1 for backups.
+  for loads, which are 64 warps, and 1 for backups. `bulk` has a warp in the place of 32.
 - Bad arguments raise `KVLayoutError` (a ValueError) before a byte has moved.
 """
 
@@ -82,10 +82,11 @@ def copy_pages(
         from sgl_kernel.kvcacheio import dma
 
         dma.copy_pages(src, dst, src_pages, dst_pages, merge=chosen == "dma", stream=stream)
-    elif available_kernel(chosen) == "cuda":
+    elif chosen == "bulk" or available_kernel(chosen) == "cuda":
         from sgl_kernel.kvcacheio import cuda_kernels
 
-        cuda_kernels.copy_pages(src, dst, src_pages, dst_pages, num_warps=num_warps, stream=stream)
+        is_bulk = chosen == "bulk"
+        cuda_kernels.copy_pages(src, dst, src_pages, dst_pages, num_warps=num_warps, is_bulk=is_bulk, stream=stream)
     else:
         from sgl_kernel.kvcacheio import triton_kernels
 

@@ -1,13 +1,17 @@
 """`kernel` in CUDA C++: compiles `csrc/kvcacheio.cu` at first use, through CuPy and NVRTC, and launches it.
 
-Owns the compiled module, one per device. Compiled for sm_90 in the tests; has not run on a GPU.
+Owns the compiled module, one per device, and the addresses of pools between which it has copied. Compiled for sm_90
+in the tests; has not run on a GPU.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -16,6 +20,7 @@ from sgl_kernel.kvcacheio.layout import KVLayoutError, KVPages, addresses
 
 SOURCE = Path(__file__).resolve().parent.parent / "csrc" / "kvcacheio.cu"
 KERNEL = "sgl_kv_copy_pages"
+BULK_KERNEL = "sgl_kv_copy_pages_bulk"
 # A quarter of a multiprocessor's registers, so that what computes can share it.
 THREADS = 256
 WARPS = THREADS // 32
@@ -23,6 +28,12 @@ WARPS = THREADS // 32
 SEGMENT_BYTES = 512
 SEGMENTS_AT_ONCE = 8
 _MAX_SEGMENTS = (1 << 31) - 1
+# As in the source: what a lane copies at a time, and its places in shared memory.
+BULK_BYTES = 1024
+BULK_SLOTS = 4
+BULK_SHARED_BYTES = 32 * BULK_SLOTS * BULK_BYTES
+# Warps of `kernel` in whose place one of `bulk` comes.
+_WARPS_PER_BULK_BLOCK = 32
 
 
 def copy_pages(
@@ -32,9 +43,11 @@ def copy_pages(
     dst_pages: torch.Tensor,
     *,
     num_warps: int,
+    is_bulk: bool = False,
     stream: Any = None,
 ) -> None:
-    """See `kvcacheio.copy_pages`. Host memory, on either side, is pinned; the kernel reads it through its mapping."""
+    """See `kvcacheio.copy_pages`. is_bulk: by Hopper's bulk copies. Host memory, on either side, is pinned; the
+    kernel reads it through its mapping."""
     import cupy
 
     device = dst.device if dst.is_cuda else src.device
@@ -42,35 +55,73 @@ def copy_pages(
     with torch.cuda.device(device), torch.cuda.stream(stream):
         # Allocated in the stream's order: the memory of both is not reused before the kernel is done.
         indices = [pages.to(device, torch.int64, non_blocking=True).contiguous() for pages in (src_pages, dst_pages)]
-        launches = [kernel_arguments(*pair, indices, device_address) for pair in pairs(src, dst)]
+        kernel = _kernel(device.index, is_bulk)
         with cupy.cuda.Device(device.index), cupy.cuda.ExternalStream(stream.cuda_stream):
-            for arguments in launches:
-                grid = min(-(-num_warps // WARPS), -(-int(arguments[-1]) // (WARPS * SEGMENTS_AT_ONCE)))
-                _kernel(device.index)((grid,), (THREADS,), arguments)
+            for launch in _prepared(src, dst, BULK_BYTES if is_bulk else SEGMENT_BYTES):
+                arguments = launch.arguments(indices, device_address)
+                num_segments = int(arguments[-1])
+                if is_bulk:
+                    grid = min(-(-num_warps // _WARPS_PER_BULK_BLOCK), -(-num_segments // 32))
+                    kernel((grid,), (32,), arguments, shared_mem=BULK_SHARED_BYTES)
+                else:
+                    grid = min(-(-num_warps // WARPS), -(-num_segments // (WARPS * SEGMENTS_AT_ONCE)))
+                    kernel((grid,), (THREADS,), arguments)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The kernel's arguments that all copies between two pools share, in its order: components are addresses, numbers
+    strides and sizes. segments: of a page."""
+
+    components: tuple[np.uint64, ...]
+    numbers: tuple[np.int64 | np.int32, ...]
+    segments: int
+
+    @staticmethod
+    def of(
+        src: KVPages, dst: KVPages, address: Callable[[torch.Tensor], int], segment_bytes: int = SEGMENT_BYTES
+    ) -> Launch:
+        """Of one or two components, which the kernel calls K and V. With one, V has no bytes. address: the pointer
+        to a tensor that a kernel may use."""
+        # With one component, the first is the last too.
+        sides = [side[index] for side in (addresses(src), addresses(dst)) for index in (0, -1)]
+        tensors = [side.components[index] for side in (src, dst) for index in (0, -1)]
+        k_bytes, v_bytes = (*src.run_bytes, 0)[:2]
+        k_segments, v_segments = -(-k_bytes // segment_bytes), -(-v_bytes // segment_bytes)
+        strides = [np.int64(s) for side in sides for s in (side.layer_stride, side.page_stride)]
+        counts = [np.int32(n) for n in (src.num_layers, k_segments, v_segments, segment_bytes)]
+        return Launch(
+            tuple(np.uint64(address(t)) for t in tensors),
+            (*strides, np.int64(k_bytes), np.int64(v_bytes), *counts),
+            src.num_layers * (k_segments + v_segments),
+        )
+
+    def arguments(self, indices: list[torch.Tensor], address: Callable[[torch.Tensor], int]) -> tuple[Any, ...]:
+        """All arguments. indices: pages of the source and of the destination, (n,) int64. Raises KVLayoutError for
+        more than the kernel counts."""
+        num_segments = len(indices[0]) * self.segments
+        if num_segments > _MAX_SEGMENTS:
+            raise KVLayoutError(f"{len(indices[0])} pages are too many for one launch: copy them in parts")
+        pointers = [np.uint64(address(pages)) for pages in indices]
+        return (*self.components, *pointers, *self.numbers, np.int32(num_segments))
+
+
+# By source, destination and segment_bytes. Finding addresses takes the host longer than launching. The pages of a
+# pool's layers live as long as the pool.
+_launches: WeakKeyDictionary[KVPages, WeakKeyDictionary[KVPages, dict[int, list[Launch]]]] = WeakKeyDictionary()
+
+
+def _prepared(src: KVPages, dst: KVPages, segment_bytes: int) -> list[Launch]:
+    by_size = _launches.setdefault(src, WeakKeyDictionary()).setdefault(dst, {})
+    if segment_bytes not in by_size:
+        by_size[segment_bytes] = [Launch.of(*pair, device_address, segment_bytes) for pair in pairs(src, dst)]
+    return by_size[segment_bytes]
 
 
 def pairs(src: KVPages, dst: KVPages) -> list[tuple[KVPages, KVPages]]:
     """The components that each launch copies: two, K and V, or the last one alone."""
     firsts = range(0, len(src.components), 2)
     return [(KVPages(*src.components[i : i + 2]), KVPages(*dst.components[i : i + 2])) for i in firsts]
-
-
-def kernel_arguments(src: KVPages, dst: KVPages, indices: list[torch.Tensor], address: Any) -> tuple[Any, ...]:
-    """The kernel's arguments in its order, for one or two components, which the kernel calls K and V. With one
-    component, V has no bytes. address maps a tensor to the pointer that a kernel may use."""
-    # With one component, the first is the last too.
-    sides = [side[index] for side in (addresses(src), addresses(dst)) for index in (0, -1)]
-    tensors = [side.components[index] for side in (src, dst) for index in (0, -1)]
-    k_bytes, v_bytes = (*src.run_bytes, 0)[:2]
-    k_segments, v_segments = -(-k_bytes // SEGMENT_BYTES), -(-v_bytes // SEGMENT_BYTES)
-    num_segments = len(indices[0]) * src.num_layers * (k_segments + v_segments)
-    if num_segments > _MAX_SEGMENTS:
-        raise KVLayoutError(f"{len(indices[0])} pages are too many for one launch: copy them in parts")
-    pointers = [np.uint64(address(t)) for t in (*tensors, *indices)]
-    strides = [np.int64(s) for side in sides for s in (side.layer_stride, side.page_stride)]
-    sizes = [np.int64(k_bytes), np.int64(v_bytes)]
-    counts = [np.int32(n) for n in (src.num_layers, k_segments, v_segments, SEGMENT_BYTES, num_segments)]
-    return (*pointers, *strides, *sizes, *counts)
 
 
 def device_address(t: torch.Tensor) -> int:
@@ -87,8 +138,16 @@ def device_address(t: torch.Tensor) -> int:
 
 
 @cache
-def _kernel(device_index: int) -> Any:
+def _kernel(device_index: int, is_bulk: bool) -> Any:
+    kernel = _module(device_index).get_function(BULK_KERNEL if is_bulk else KERNEL)
+    if is_bulk:
+        kernel.max_dynamic_shared_size_bytes = BULK_SHARED_BYTES
+    return kernel
+
+
+@cache
+def _module(device_index: int) -> Any:
     import cupy
 
     del device_index  # one module per device
-    return cupy.RawModule(code=SOURCE.read_text(), options=("--std=c++17",)).get_function(KERNEL)
+    return cupy.RawModule(code=SOURCE.read_text(), options=("--std=c++17",))

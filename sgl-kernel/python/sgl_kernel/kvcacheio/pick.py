@@ -15,14 +15,17 @@ from sgl_kernel.kvcacheio.layout import KVLayoutError
 
 # Those that copy in host memory only.
 HOST_BACKENDS = ("cpu", "reference")
-# The names that a user may request. cuda and triton are the two implementations of kernel.
-BACKENDS = ("auto", "kernel", "dma", "direct", "cuda", "triton", *HOST_BACKENDS)
+# Compute capability.
+_BULK_FROM = (9, 0)
+# The names that a user may request. cuda and triton are the two implementations of kernel; bulk, by the copies that
+# Hopper makes by itself, is for comparison.
+BACKENDS = ("auto", "kernel", "dma", "direct", "cuda", "triton", "bulk", *HOST_BACKENDS)
 
 
 def pick_backend(requested: str, device: torch.device | str) -> str:
     """The backend that carries out a transfer: of BACKENDS, but not auto.
 
-    device: the GPU's, or cpu if no GPU is involved. On the CPU `auto`, `kernel`, `cuda` and `triton` are `cpu`, or
+    device: the GPU's, or cpu if no GPU is involved. On the CPU `auto` and all kernels are `cpu`, or
     the reference where nothing can be compiled; `dma` and `direct` execute their plans in numpy. On a GPU, `auto` is
     `dma` where no kernel can be compiled (neither CuPy nor Triton is installed), else `kernel`.
     """
@@ -56,15 +59,17 @@ def why_not(requested: str, device: torch.device | str) -> str | None:
     if requested not in BACKENDS:
         return f"it is none of {', '.join(BACKENDS)}"
     if torch.device(device).type == "cpu":
-        needs_gpu = requested in ("kernel", "cuda", "triton")
+        needs_gpu = requested in ("kernel", "cuda", "triton", "bulk")
         return "it needs a GPU; on the CPU use auto, dma or direct" if needs_gpu else None
     if requested in HOST_BACKENDS:
         return "it copies in host memory only; use auto, kernel, dma or direct"
     if requested == "triton":
         return None if _installed("triton") else "it needs Triton"
     if _installed("cupy"):
+        if requested == "bulk" and torch.cuda.get_device_capability(device) < _BULK_FROM:
+            return "it needs a GPU of compute capability 9.0 or more"
         return None
-    if requested in ("dma", "direct", "cuda"):
+    if requested in ("dma", "direct", "cuda", "bulk"):
         return "it needs CuPy (pip install cupy-cuda13x)"
     return None if _installed("triton") else "it needs CuPy (pip install cupy-cuda13x) or Triton"
 
