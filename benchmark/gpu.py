@@ -64,9 +64,12 @@ PARTS = (
         ("--page-sizes", _PAGE_SIZES, "--layouts", "page_first", "--orders", "scattered,in runs", "--rounds", "4"),
         ("--tokens", "256", "--layers", "2", "--page-sizes", "1,32", "--layouts", "page_first", "--rounds", "1"),
     ),
-    Part("gpu_engine", 235),
+    Part("gpu_engine", 225),
     Part("interference", 95, ("--pairs", "2"), ("--pairs", "1", "--window-s", "0.002")),
     Part("attention", 55, ("--rounds", "5"), ("--rounds", "1", "--page-sizes", "16"), False, False),
+    Part(
+        "host_memory", 20, ("--size-gb", "2", "--rounds", "2"), ("--size-gb", "0.05", "--rounds", "1"), False, False
+    ),
 )
 
 

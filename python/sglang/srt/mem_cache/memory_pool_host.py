@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
+from sgl_kernel.cpu.huge_pages import ask_for_huge_pages, populate
 from sglang.srt.mem_cache.memory_pool import DevicePool
 from sglang.srt.mem_cache.page_memory import PageMemory
 from sglang.srt.utils.shared_memory import SharedMemory
@@ -23,6 +24,8 @@ from sglang.srt.utils.shared_memory import SharedMemory
 # GPU has more to keep: weights on their way, and buffers of the tiers below.
 _RESERVE_BYTES = 2 << 30
 _RESERVE_BYTES_BESIDE_PINNED = 8 << 30
+
+_POPULATING_THREADS = 8
 
 logger = logging.getLogger(__name__)
 
@@ -143,11 +146,14 @@ def pin_memory(
     """Lock memory for a GPU, and log how long that took: seconds per 10 GB.
 
     register(address, size_bytes). In one piece, since a copy may not cross the border of two. Not through
-    `torch.empty(pin_memory=True)`, which takes the next power of two: 64 GiB for 40.
+    `torch.empty(pin_memory=True)`, which takes the next power of two: 64 GiB for 40. The memory is brought into being
+    before, by several threads on huge pages where the system has them: registering does that with one.
     """
     size_bytes = memory.numel() * memory.element_size()
     logger.info("hicache: pinning %.1f GB of host memory", size_bytes / 1e9)
     start = clock()
+    ask_for_huge_pages(memory)
+    populate(memory, _POPULATING_THREADS)
     register(memory.data_ptr(), size_bytes)
     logger.info("hicache: pinned %.1f GB in %.1f s", size_bytes / 1e9, clock() - start)
 
