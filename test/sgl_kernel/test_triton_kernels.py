@@ -4,6 +4,8 @@ a script, and compiled for sm_90."""
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -29,10 +31,13 @@ def test_they_compile_for_sm_90(dtype: str):
     from sgl_kernel.elementwise import triton_kernels as kernels
     from sgl_kernel.sampling import triton_kernels as of_sampling
 
-    def compiled(kernel: Any, constants: dict[str, Any], num_warps: int = 4) -> str:
+    def compiled(
+        kernel: Any, constants: dict[str, Any], num_warps: int = 4, types: Mapping[str, str] = MappingProxyType({})
+    ) -> str:
         names = kernel.arg_names
         pointers = {"positions_ptr": "*i64", "loc_ptr": "*i64", "table_ptr": "*fp32"}
         pointers |= {"probs_ptr": "*fp32", "top_ks_ptr": "*i64", "top_ps_ptr": "*fp32"}
+        pointers |= types
         types = {name: pointers.get(name, f"*{dtype}" if name.endswith("_ptr") else "i32") for name in names}
         types |= {name: "fp32" for name in names if name == "eps"}
         aligned = {name for name in names if name != "eps" and not name.startswith("num_")}
@@ -44,7 +49,10 @@ def test_they_compile_for_sm_90(dtype: str):
     assert "rsqrt" in compiled(kernels._qk_rmsnorm_kernel, {"ROWS": 16, "BLOCK_D": 128})
     assert "ex2" in compiled(kernels._silu_and_mul_kernel, {"BLOCK": 1024})
     assert "st.global" in compiled(kernels._rope_kernel, {"ROWS": 16, "BLOCK_D": 64})
-    assert "st.global.v4.b32" in compiled(kernels._store_kv_kernel, {"ROWS": 8, "BLOCK_D": 128})
+    assert "st.global.v4.b32" in compiled(kernels._store_kv_kernel, {"ROWS": 8, "BLOCK_D": 128, "MOST": None})
+    slots = dict.fromkeys(("k_slots_ptr", "v_slots_ptr"), "*fp8e4nv")
+    ptx = compiled(kernels._store_kv_kernel, {"ROWS": 8, "BLOCK_D": 128, "MOST": 448.0}, types=slots)
+    assert "e4m3x2" in ptx and "min" in ptx, ptx
     if dtype == "fp32":
         assert "st.global.v4.b32" in compiled(of_sampling._keep_top_kernel, {"BLOCK": 8192}, 16)
 
@@ -121,7 +129,7 @@ def rotations() -> None:
 
 
 def stores() -> None:
-    from sgl_kernel.elementwise import triton_kernels
+    from sgl_kernel.elementwise import saturating_cast, triton_kernels
 
     for dtype, num_heads, head_dim in ((torch.float16, 8, 128), (torch.float32, 3, 24), (torch.bfloat16, 40, 64)):
         qkv = numbers(10, 4, 3 * num_heads, head_dim, dtype=dtype)
@@ -135,6 +143,16 @@ def stores() -> None:
             want = torch.zeros_like(pool)
             want[loc, :num_heads] = values
             assert torch.equal(pool, want)
+    # All values that there are, and larger ones. The interpreter rounds others, and NaN, in its own way.
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        values = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+        k = torch.cat((values[values.isfinite()], torch.tensor([470.0, -1e5, 1e9]))).repeat(3)[:528].view(11, 3, 16)
+        slots = [torch.zeros(12, 3, 16, dtype=dtype) for _ in range(2)]
+        loc = torch.arange(11) + 1
+        triton_kernels.store_kv(*slots, loc, k, -k)
+        for pool, stored in zip(slots, (k, -k), strict=True):
+            assert torch.equal(pool[loc].float(), saturating_cast(stored, dtype).float())
+
 
 
 def cuts() -> None:

@@ -14,6 +14,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
 from sglang.srt.layers.attention.merge_state import merge_state
 from sglang.srt.mem_cache.kv_view import KVSegment, KVView, PagedSegments
+from sglang.srt.mem_cache.page_memory import indexable
 
 
 def reference(q, k, v, scale, causal_tail=0):
@@ -25,6 +26,8 @@ def reference(q, k, v, scale, causal_tail=0):
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v), scores.logsumexp(-1).T
 
 
+# Of KV that becomes the queries' dtype when it is read.
+SMALL_TYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16)
 LAYOUTS = ("layer_first", "block_major", "odd_stride")
 
 
@@ -51,7 +54,19 @@ def make_view(layout, num_pages, page_size, kv_heads, head_dim, dtype):
 class Case:
     """A random batch in a poisoned pool, and what attention to it must give."""
 
-    def __init__(self, seed, page_size, layout, dtype, q_lens=None, max_prefix=90, kv_heads=2, group=4, head_dim=32):
+    def __init__(
+        self,
+        seed,
+        page_size,
+        layout,
+        dtype,
+        q_lens=None,
+        max_prefix=90,
+        kv_heads=2,
+        group=4,
+        head_dim=32,
+        kv_dtype=None,
+    ):
         rng = random.Random(seed)
         torch.manual_seed(seed)
         # Not always the usual one, which the kernel would take by itself.
@@ -62,7 +77,7 @@ class Case:
         needed = sum(-(-(skip + length) // page_size) for parts in cut for length, skip, _ in parts)
         pages = list(range(needed + 9))
         rng.shuffle(pages)
-        self.view = make_view(layout, len(pages), page_size, kv_heads, head_dim, dtype)
+        self.view = make_view(layout, len(pages), page_size, kv_heads, head_dim, kv_dtype or dtype)
         self.q = torch.randn(sum(self.q_lens), kv_heads * group, head_dim).to(dtype)
         self.segments, self.want, self.want_lse = [], [], []
         row = 0
@@ -70,10 +85,10 @@ class Case:
             segments, keys, values = [], [], []
             for length, skip, causal in parts:
                 mine = torch.tensor([pages.pop() for _ in range(-(-(skip + length) // page_size))], dtype=torch.int64)
-                k, v = (torch.randn(length, kv_heads, head_dim).to(dtype) for _ in range(2))
+                k, v = (torch.randn(length, kv_heads, head_dim).to(self.view.k.dtype) for _ in range(2))
                 slots = torch.arange(skip, skip + length)
-                self.view.k[mine[slots // page_size], slots % page_size] = k
-                self.view.v[mine[slots // page_size], slots % page_size] = v
+                for pool, x in ((self.view.k, k), (self.view.v, v)):
+                    indexable(pool)[mine[slots // page_size], slots % page_size] = indexable(x)
                 segments.append(KVSegment(mine, length, causal, skip))
                 keys.append(k.double())
                 values.append(v.double())
@@ -87,6 +102,7 @@ class Case:
             self.want_lse.append(lse)
         self.meta = AttentionMetadata(self.q_lens, self.scale)
         self.name = f"seed {seed}, page {page_size}, {layout}, {dtype}, {kv_heads} x {group} heads of {head_dim}"
+        self.name += f", KV {self.view.k.dtype}"
 
     @staticmethod
     def split(rng, prefix, q_len, page_size):
@@ -112,21 +128,31 @@ class PagedCase(Case):
     """
 
     def __init__(
-        self, seed, page_size, layout, dtype, reqs, table_dtype=torch.int32, kv_heads=2, group=4, head_dim=32
+        self,
+        seed,
+        page_size,
+        layout,
+        dtype,
+        reqs,
+        table_dtype=torch.int32,
+        kv_heads=2,
+        group=4,
+        head_dim=32,
+        kv_dtype=None,
     ):
         rng = random.Random(seed)
         torch.manual_seed(seed)
         self.scale = head_dim**-0.5 * rng.choice((1.0, 0.6))
         self.q_lens = tuple(q_len for _, q_len in reqs)
         num_pages = sum(-(-kv_len // page_size) for kv_len, _ in reqs) + 3
-        self.view = make_view(layout, num_pages, page_size, kv_heads, head_dim, dtype)
+        self.view = make_view(layout, num_pages, page_size, kv_heads, head_dim, kv_dtype or dtype)
         self.q = torch.randn(sum(self.q_lens), kv_heads * group, head_dim).to(dtype)
         table = torch.zeros(num_pages + 3 * len(reqs), dtype=table_dtype)
         columns = (np.zeros(len(reqs), np.int64), np.array([kv_len for kv_len, _ in reqs]), np.array(self.q_lens))
         on_device = (torch.zeros(len(reqs), dtype=torch.int64) for _ in range(2))
         self.segments = PagedSegments(table, page_size, *columns, *on_device)
         self.meta = AttentionMetadata(self.q_lens, self.scale)
-        self.name = f"seed {seed}, page {page_size}, {layout}, {dtype}, paged {reqs}"
+        self.name = f"seed {seed}, page {page_size}, {layout}, {dtype}, KV {self.view.k.dtype}, paged {reqs}"
         self.fill(rng)
 
     def fill(self, rng, kv_lens=None):
@@ -154,7 +180,7 @@ class PagedCase(Case):
             shape = (kv_len, *view.k.shape[2:])
             k, v = (torch.randn(shape).to(view.k.dtype) for _ in range(2))
             for pool, x in ((view.k, k), (view.v, v)):
-                pool[mine[slots // view.page_size], slots % view.page_size] = x.to(pool.device)
+                indexable(pool)[mine[slots // view.page_size], slots % view.page_size] = indexable(x).to(pool.device)
             out = torch.zeros(q.shape, dtype=torch.float64)
             if kv_len:
                 out, _ = reference(q.double().cpu(), k.double(), v.double(), self.scale, q_len)

@@ -120,7 +120,8 @@ class LocalEngine:
     load_bytes_per_s: loads from the host are no faster, nor is what is streamed from there. make_pool: the device
     pool, called like `MHATokenToKVPool`. borrow: memory of peers that comes and goes, given what `BorrowedMemory` has
     to know of the engine. device: "cuda" for a GPU's; None for `device_under_test`. attention_backend: the device's
-    own by default. io_backend: as the server's flag. graph_batch_size: of the largest decode that is a CUDA graph.
+    own by default. io_backend: as the server's flag. graph_batch_size, graph_prefill_tokens: of the
+    largest decode that is a CUDA graph, and of the largest prefill whose layers are.
     clock: seconds, of what the scheduler is told; when_idle is called whenever there is nothing to do but to wait, so
     that a test with a clock of its own knows when to turn it. evidence: the canary's folder. vocabulary_file: for
     requests with grammars, see `GrammarCache`.
@@ -151,6 +152,7 @@ class LocalEngine:
         io_backend: str = "auto",
         load_format: str = "auto",
         graph_batch_size: int = 0,
+        graph_prefill_tokens: int = 0,
         clock: Callable[[], Seconds] = monotonic,
         evidence: Path | None = None,
         vocabulary_file: Path | None = None,
@@ -168,7 +170,7 @@ class LocalEngine:
         self.debug = debug
         self.clock = clock
         self.when_idle: Callable[[], None] = lambda: None
-        layout = PageLayout.kv(page_size, c.num_layers, num_kv_heads, c.head_dim, c.dtype)
+        layout = PageLayout.kv(page_size, c.num_layers, num_kv_heads, c.head_dim, c.kv_dtype)
         self._woken = threading.Event()
         self.borrowed = None
         if borrow is not None:
@@ -231,6 +233,7 @@ class LocalEngine:
                 device=where,
                 attention=backend,
                 graph_batch_size=graph_batch_size,
+                graph_prefill_tokens=graph_prefill_tokens,
                 grammars=grammars,
             ),
             self.layer_stream,

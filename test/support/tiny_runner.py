@@ -10,25 +10,12 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import SINGLE_RANK, TensorParallelGroup
 from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
 from sglang.srt.layers.attention.cpu_backend import CpuAttnBackend
-from sglang.srt.mem_cache.kv_view import KVSegment, KVView
+from sglang.srt.mem_cache.kv_view import KVSegment
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
-
-
-class TinyPool:
-    """Layer-first; what nobody has written is NaN."""
-
-    def __init__(self, config: ModelConfig, num_pages: int, page_size: int, num_kv_heads: int) -> None:
-        shape = (2, config.num_layers, num_pages, page_size, num_kv_heads, config.head_dim)
-        self.kv = torch.full(shape, torch.nan, dtype=config.dtype)
-
-    def view(self, layer_id: int) -> KVView:
-        return KVView(self.kv[0, layer_id], self.kv[1, layer_id])
-
-    def store(self, layer_id: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        self.kv[0, layer_id].flatten(0, 1)[loc] = k
-        self.kv[1, layer_id].flatten(0, 1)[loc] = v
 
 
 class TinySequence:
@@ -61,7 +48,12 @@ class TinyRunner:
         order = list(range(sum(needed) + 3))
         random.Random(seed).shuffle(order)
         self.page_size = page_size
-        self.pool = TinyPool(self.config, len(order), page_size, self.num_kv_heads)
+        c = self.config
+        self.pool = MHATokenToKVPool(
+            len(order), PageLayout.kv(page_size, c.num_layers, self.num_kv_heads, c.head_dim, c.kv_dtype)
+        )
+        # What nobody has written is NaN.
+        self.pool.kv.fill_(torch.nan)
         sequences = []
         for prompt, n in zip(prompts, needed):
             sequences.append(TinySequence(prompt, torch.tensor(order[:n])))

@@ -11,13 +11,16 @@ _DUMPS = "record its steps with --record-steps"
 _EXPERTS = "it serves no models with experts: leave it out"
 _GPUS = "choose GPUs with CUDA_VISIBLE_DEVICES"
 _GRAMMARS = "grammars have --grammar-backend and --constrained-json-max-whitespace-cnt alone"
-_GRAPHS = "it captures decode steps alone: --disable-cuda-graph and --cuda-graph-max-bs-decode are its settings"
+_GRAPHS = (
+    "--disable-cuda-graph, --disable-prefill-cuda-graph, --cuda-graph-max-bs-decode and --cuda-graph-max-bs-prefill "
+    "are its settings of graphs"
+)
 _GRPC = "it speaks HTTP alone: leave it out"
 _HIDDEN = "it returns tokens and log-probabilities, and no hidden states, experts or masks: leave it out"
 _HTTP = "it speaks plain HTTP/1.1: put a proxy before it, see docs/guides/deployment.md"
 _HYBRID = "it serves no models with Mamba, linear or sliding-window layers: leave it out"
 _KERNELS = "it has one kernel for that: leave it out"
-_KV_DTYPE = "its KV cache has the data type of --dtype; codecs of the remote tier make blocks smaller"
+_KV_DTYPE = "its attention reads the KV cache in the type of --kv-cache-dtype: leave it out"
 _LABELS = "its metrics have the label model_name; add labels where they are collected"
 _LOADING = "it reads safetensors and GGUF by itself: leave it out"
 _LOADS = "ask GET /v1/loads"
@@ -91,7 +94,6 @@ MISSING_FLAGS = {
     "--disable-flashinfer-": _KERNELS,
     "--disable-hybrid-swa-memory": _HYBRID,
     "--disable-outlines-disk-cache": _GRAMMARS,
-    "--disable-prefill-cuda-graph": _GRAPHS,
     "--disable-shared-experts-fusion": _EXPERTS,
     "--disable-tokenizer-batch-decode": _WORKERS,
     "--disaggregation-": _DISAGGREGATION,
@@ -230,7 +232,6 @@ MISSING_FLAGS = {
     "--is-embedding": "/v1/embeddings is served by every model: leave it out",
     "--json-model-override-args": "change the checkpoint's config.json",
     "--kt-": _EXPERTS,
-    "--kv-cache-dtype": _KV_DTYPE,
     "--kv-canary": _CANARY,
     "--kv-canary-": _CANARY,
     "--language-": _MULTIMODAL,
@@ -287,7 +288,6 @@ MISSING_FLAGS = {
     "--prompt-tokens-buckets": _METRIC_BUCKETS,
     "--qsa-indexer-dtype": _SPARSE,
     "--quantization": _QUANTIZATION,
-    "--quantization-param-path": _QUANTIZATION,
     "--quantize-and-serve": _QUANTIZATION,
     "--radix-cache-backend": _OTHER_CACHE,
     "--radix-eviction-policy-config": "its eviction policies have no parameters: leave it out",

@@ -101,9 +101,22 @@ class ServerArgs:
     dtype: str = arg(
         MODEL,
         "auto",
-        "data type of weights and KV cache; auto takes the checkpoint's, or float32 on a CPU without instructions "
+        "data type of weights and activations; auto takes the checkpoint's, or float32 on a CPU without instructions "
         "for it",
         choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
+    )
+    kv_cache_dtype: str = arg(
+        MODEL,
+        "auto",
+        "data type of the KV cache in all tiers; auto takes --dtype's; fp8 halves the bytes of a 16-bit one and "
+        "changes answers a little",
+        choices=("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2"),
+    )
+    quantization_param_path: str | None = arg(
+        MODEL,
+        None,
+        "a JSON file with a scale of K and V for each layer, for a KV cache of fp8",
+        unset="scales of 1",
     )
     context_length: int | None = arg(
         MODEL, None, "the longest prompt plus answer, in tokens", unset="the model's context"
@@ -195,7 +208,11 @@ class ServerArgs:
         unset="cpu; on a GPU triton, or flashinfer without Triton",
         choices=ATTENTION_BACKENDS,
     )
-    disable_cuda_graph: bool = arg(DEVICE, False, "on a GPU, launch each kernel of a decode step by itself")
+    disable_cuda_graph: bool = arg(DEVICE, False, "on a GPU, launch each kernel by itself")
+    disable_prefill_cuda_graph: bool = arg(DEVICE, False, "on a GPU, launch each kernel of a prefill by itself")
+    cuda_graph_max_bs_prefill: int = arg(
+        DEVICE, 256, "on a GPU, the tokens of the largest prefill whose layers are CUDA graphs"
+    )
     cuda_graph_max_bs_decode: int | None = arg(
         DEVICE,
         None,
@@ -499,6 +516,12 @@ class ServerArgs:
             "at least 1, or -1 to compute prompts whole",
         )
         require(self.max_prefill_tokens >= 1, "max_prefill_tokens", "at least 1")
+        require(self.cuda_graph_max_bs_prefill >= 1, "cuda_graph_max_bs_prefill", "at least 1")
+        require(
+            self.quantization_param_path is None or self.kv_cache_dtype.startswith("fp8"),
+            "quantization_param_path",
+            "left out, unless --kv-cache-dtype is fp8_e4m3 or fp8_e5m2",
+        )
         require(
             self.mem_fraction_static is None or 0 < self.mem_fraction_static < 1,
             "mem_fraction_static",

@@ -13,7 +13,7 @@ from test_storage import BLOCK, PAGE, PARAMS, SETUP, Clock, Engine, computed, pr
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers import canary
-from sglang.srt.mem_cache.check_link import _MAX_FILES, tolerance
+from sglang.srt.mem_cache.check_link import _MAX_FILES, _differs, tolerance
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.storage.tiered_store import TieredStore
 from sglang.srt.mem_cache.transfer import TIER_NAMES, Tier
@@ -352,6 +352,16 @@ def test_the_files_of_evidence_are_bounded(model_config: ModelConfig, tmp_path: 
     engine.idle()
     assert engine.canary["differences"]["device"] == 1 and len(list(tmp_path.iterdir())) == _MAX_FILES  # type: ignore[index]
     engine.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_pages_of_eight_bits_may_round_to_neighbours(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(5)
+    computed = torch.randn(3, 4, 16, 2, 64, generator=generator)
+    noise = torch.randn(computed.shape, generator=generator)
+    same, other = computed + 0.05 * noise, noise
+    for page, differs in ((same, False), (other, True), (torch.zeros_like(same), True)):
+        assert _differs(page.to(dtype), computed.to(dtype)).tolist() == [differs] * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

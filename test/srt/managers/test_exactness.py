@@ -6,6 +6,7 @@ and the disk, and every logit of every launch is compared bit by bit; so are the
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GemmaConfig, LlamaConfig, PretrainedConfig, Qwen3Config
 
+from sglang.srt.configs.kv_cache_dtype import pick_kv_cache_dtype
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers.storage_setup import PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
@@ -109,7 +111,7 @@ def kv_bytes(engine: LocalEngine, prefix: np.ndarray) -> dict[Tier, bytes]:
 
 
 CASES = [
-    # family, dtype, page size, tp, host layout, chunk
+    # family, dtype and that of the KV cache, page size, tp, host layout, chunk
     ("llama", "float32", 1, 1, "page_first", 512),
     ("llama", "float32", 16, 1, "layer_first", 512),
     ("llama", "float32", 64, 1, "page_first", 512),
@@ -119,6 +121,9 @@ CASES = [
     ("qwen3", "float32", 64, 1, "page_first", 64),
     ("qwen3", "bfloat16", 16, 1, "page_first", 32),
     ("gemma", "float32", 16, 1, "page_first", 48),
+    ("llama", "float32, fp8_e4m3", 16, 1, "page_first", 512),
+    ("gemma", "float32, fp8_e5m2", 1, 1, "layer_first", 48),
+    ("qwen3", "bfloat16, fp8_e4m3", 64, 2, "page_first", 512),
     ("llama", "float32", 1, 2, "page_first", 512),
     ("llama", "bfloat16", 16, 2, "page_first", 32),
     ("qwen3", "float32", 16, 2, "layer_first", 512),
@@ -142,7 +147,8 @@ def test_a_prefix_gives_the_same_bits_from_every_tier(
         opened += 1
         return HiCacheFile(tmp_path, f"rank {opened}", pool, BLOCK)
 
-    config = ModelConfig.from_pretrained(paths[family], dtype)
+    of_model, _, of_kv = dtype.partition(", ")
+    config = replace(ModelConfig.from_pretrained(paths[family], of_model), kv_cache_dtype=pick_kv_cache_dtype(of_kv))
     options: dict[str, Any] = {
         "num_device_pages": 320 // page_size,
         "num_host_pages": 640 // page_size,

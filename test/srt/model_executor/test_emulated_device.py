@@ -18,6 +18,7 @@ from sglang.srt.managers.scheduler_config import LayerStreamConfig
 from sglang.srt.model_executor import executor as executor_module
 from sglang.srt.model_executor.cuda_graph_runner import batch_sizes
 from sglang.srt.model_executor.page_table import PageTable
+from sglang.srt.model_executor.prefill_graphs import PrefillGraphs, token_counts
 from sglang.srt.sampling.logprob_types import LogprobSpec
 from sglang.srt.sampling.sampling_params import SamplingParams
 from support.device_emulator import emulated_device, launch
@@ -196,6 +197,40 @@ def test_decodes_as_graphs(config, page_size):
         found = rounds(engine, 3, 5)
     assert attention.replayed > 10 and not attention.capturing
     assert found == rounds(LocalEngine(config, chunked_prefill_size=64, **options), 3, 5)
+
+
+@pytest.mark.parametrize("page_size", [1, pytest.param(4, marks=pytest.mark.slow)])
+def test_short_prefills_as_graphs(config, page_size, monkeypatch):
+    """Beside longer ones, which have none, with loads of some layers on their way, and beside graphs of decodes."""
+    options = {"num_device_pages": 320 // page_size, "num_host_pages": 3000, "page_size": page_size}
+    sizes: list[tuple[int, int]] = []
+    replay = PrefillGraphs.forward_layer
+
+    def watched(self, layer_id, state, batch, pool):
+        if layer_id == 0 and hasattr(state, "captured"):
+            sizes.append((state.num_tokens, state.captured.num_tokens))
+        return replay(self, layer_id, state, batch, pool)
+
+    monkeypatch.setattr(PrefillGraphs, "forward_layer", watched)
+    with emulated_device(13) as device:
+        engine = LocalEngine(
+            config,
+            device="cuda",
+            attention_backend=PagedAttention(),
+            graph_batch_size=6,
+            graph_prefill_tokens=40,
+            chunked_prefill_size=64,
+            **options,
+        )
+        device.syncs.clear()
+        found = rounds(engine, 3, 5)
+    assert len({counts for _, counts in sizes}) > 1 and any(n < count for n, count in sizes), sizes
+    assert found == rounds(LocalEngine(config, chunked_prefill_size=64, **options), 3, 5)
+
+
+@pytest.mark.parametrize(("most", "counts"), [(1, [1]), (16, [16]), (17, [16, 17]), (256, [16, 32, 64, 128, 256])])
+def test_captured_token_counts(most, counts):
+    assert token_counts(most) == counts
 
 
 def test_a_table_that_has_grown_is_captured_anew(config, monkeypatch):

@@ -10,8 +10,9 @@ import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.page_layout import PageLayout
-from sglang.srt.model_executor.kernel_warm_up import warm_up_kernels
+from sglang.srt.model_executor.kernel_warm_up import warm_up_kernels, warm_up_transfers
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.utils.device import CPU
 from support.tiny_model import tiny_llama
@@ -46,3 +47,16 @@ def test_each_kind_of_batch_runs_and_only_the_scratch_page_is_written(tmp_path, 
     assert {(4,), (4, 1, 4, 1), (1, 1), (1,)} <= attention.forwards
     assert attention.partials == ({(1, False), (4, False), (4, True)} if is_streaming else set())
     assert all(math.isnan(x) for x in pool.pages(torch.arange(5)).flatten().tolist())
+
+
+@pytest.mark.parametrize("io_backend", ["auto", "dma"])
+def test_a_page_goes_to_the_host_and_back(io_backend: str):
+    pool = MHATokenToKVPool(5, PageLayout.kv(4, 3, 2, 8, torch.float32), has_scratch=True)
+    host = MHATokenToKVPoolHost(pool, 7)
+    frames = torch.arange(5)
+    pool.poison(frames)
+    pool.kv_pages.k[:, 5] = 2.0
+    warm_up_transfers(pool, host.kv_pages, io_backend)
+    assert all(math.isnan(x) for x in pool.pages(frames).flatten().tolist())
+    assert bool((pool.kv_pages.k[:, 5] == 2.0).all()) and bool((host.kv_pages.k[:, 0] == 2.0).all())
+    assert not host.kv[1:].any()

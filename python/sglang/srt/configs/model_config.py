@@ -62,7 +62,7 @@ class ModelConfig:
     architecture: str
     # NATIVE or TRANSFORMERS.
     model_impl: str
-    # Of weights and KV cache.
+    # Of weights and activations.
     dtype: torch.dtype
     # Tokens that a sequence may have.
     context_length: int
@@ -76,6 +76,10 @@ class ModelConfig:
     vocab_size: int
     # From config.json and generation_config.json, in that order, each once.
     eos_token_ids: tuple[int, ...]
+    # Of the KV cache; None for dtype.
+    kv_cache_dtype: torch.dtype | None = None
+    # Per layer, of what is stored; () for 1.
+    kv_scales: tuple[float, ...] = ()
 
     # The rest is for native models only; transformers reads hf_config itself.
     # Width of the residual stream.
@@ -181,14 +185,18 @@ class ModelConfig:
         check_tensor_parallel(num_ranks, self.num_heads, self.intermediate_size, self.num_kv_heads)
 
     @property
+    def kv_dtype(self) -> torch.dtype:
+        return self.kv_cache_dtype or self.dtype
+
+    @property
     def attn_scale(self) -> float:
         """The factor on q.k, for `AttentionMetadata.scale`. Layers that transformers computes bring their own."""
         return float(self.head_dim**-0.5)
 
     def fingerprint(self, load_format: str = "auto", seed: int = 0) -> str:
         """32 hex digits that name config and weights: equal on every machine that holds the same files, and part
-        of the key of cached KV. dtype is not in it, and of the context's length only what it changes in the KV.
-        load_format, seed: as given to `load_model`.
+        of the key of cached KV. The KV's dtype is not in it, nor that of weights unless it is another, and of the
+        context's length only what it changes in the KV. load_format, seed: as given to `load_model`.
 
         Of each weights file it takes the header (names, shapes, dtypes) and 4 KiB from the middle of every tensor:
         hashing whole files would cost a minute per 100 GB, and training changes all of a tensor.
@@ -206,6 +214,8 @@ class ModelConfig:
             # Its long and its short factors rotate keys differently; the server's context decides which are used.
             original = self.rope_parameters["original_max_position_embeddings"]
             digest.update(f"long factors {self.context_length > original}".encode())
+        if self.kv_dtype != self.dtype:
+            digest.update(f"computed in {self.dtype}, scales {self.kv_scales}".encode())
         if load_format == "dummy":
             digest.update(f"dummy {seed}".encode())
         elif is_gguf(self.local_path, load_format):

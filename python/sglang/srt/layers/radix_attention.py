@@ -1,4 +1,4 @@
-"""`RadixAttention`: a layer's attention over the KV cache. Owns nothing; knows its layer and the backend."""
+"""`RadixAttention`: a layer's attention over the KV cache. Owns nothing; knows layer, backend and scale."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import nn
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionMetadata
 from sglang.srt.layers.attention.merge_state import merge_state
+from sglang.srt.layers.kv_scale import KVScale
 from sglang.srt.mem_cache.kv_view import KVPool, KVSegment, KVView
 
 # out (q_len, num_q_heads, head_dim) and lse (q_len, num_q_heads), float32; see `AttentionBackend.partial`.
@@ -30,31 +31,35 @@ class AttentionBatch(Protocol):
 
 
 class RadixAttention(nn.Module):
-    def __init__(self, layer_id: int, backend: AttentionBackend) -> None:
+    def __init__(self, layer_id: int, backend: AttentionBackend, kv_scale: KVScale) -> None:
         super().__init__()
         self.layer_id = layer_id
         self.backend = backend
+        self.kv_scale = kv_scale
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: AttentionBatch, pool: KVPool
     ) -> torch.Tensor:
         """q: (num_tokens, num_q_heads, head_dim), k, v: (num_tokens, num_kv_heads, head_dim), the batch's own
         tokens; k and v are written to the pool first. Returns q's shape; rows of streamed requests are zero."""
-        pool.store(self.layer_id, batch.out_loc, k, v)
-        return self.backend.forward(q, pool.view(self.layer_id), batch.segments, batch.attn)
+        scale = self.kv_scale
+        pool.store(self.layer_id, batch.out_loc, scale.stored(k), scale.stored(v))
+        out = self.backend.forward(q, pool.view(self.layer_id), batch.segments, scale.of_scores(batch.attn))
+        return scale.loaded(out)
 
     def partial(
         self,
         q: torch.Tensor,
         view: KVView,
         segments: list[KVSegment],
-        scale: float,
+        attn: AttentionMetadata,
         state: PartialState | None = None,
     ) -> PartialState:
         """Attention of one request's queries q (q_len, num_q_heads, head_dim) to segments of a view, merged with what
         they have attended to before."""
         for segment in segments:
-            found = self.backend.partial(q, view, segment, scale)
+            out, lse = self.backend.partial(q, view, segment, self.kv_scale.of_scores(attn).scale)
+            found = self.kv_scale.loaded(out), lse
             state = found if state is None else merge_state(*state, *found)
         assert state is not None
         return state

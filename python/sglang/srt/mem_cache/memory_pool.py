@@ -15,7 +15,7 @@ from sgl_kernel.cpu.huge_pages import ask_for_huge_pages
 from sgl_kernel.kvcacheio import KVPages
 from sglang.srt.mem_cache.kv_view import KVView
 from sglang.srt.mem_cache.page_layout import PageLayout
-from sglang.srt.mem_cache.page_memory import PageMemory
+from sglang.srt.mem_cache.page_memory import PageMemory, indexable
 from sglang.srt.utils.device import CPU
 
 
@@ -34,6 +34,7 @@ class DevicePool(Protocol):
 
     def store(self, layer_id: int, loc: torch.Tensor, *values: torch.Tensor) -> None:
         """Write tokens into slots loc: (num_tokens,) int64, where slot page * page_size + i is token i of that page.
+        Values of another dtype are rounded to the pool's; what is beyond its largest value becomes that.
 
         values: one for each component that pages hold per token, (num_tokens, *shape): K and V, each (num_tokens,
         num_kv_heads, head_dim), of ordinary attention. Components per page are written through `view`.
@@ -84,10 +85,11 @@ class MHATokenToKVPool:
             elementwise.store_kv(components[0], components[1], loc, values[0], values[1])
             return
         for slots, value in zip(components, values):
-            if takes_rows(value):
-                store_rows(slots, loc, value)
+            cast = elementwise.saturating_cast(value, slots.dtype)
+            if takes_rows(cast):
+                store_rows(slots, loc, cast)
             else:
-                slots.index_copy_(0, loc, value)
+                indexable(slots).index_copy_(0, loc, indexable(cast))
 
     def pages(self, frames: torch.Tensor) -> torch.Tensor:
         return self._memory.pages(frames)

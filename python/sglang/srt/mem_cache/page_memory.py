@@ -76,7 +76,7 @@ class PageMemory:
         memory = torch.zeros(size, dtype=torch.uint8, device=self.memory.device)
         copy = PageMemory(self.layout, len(frames), memory, "page_first")
         for to, of in zip(copy.kv_pages.components, self.kv_pages.components):
-            _as_bytes(to).copy_(_as_bytes(of).index_select(1, frames))
+            to.view(torch.uint8).copy_(of.view(torch.uint8).index_select(1, frames))
         return copy.kv
 
     def poison(self, frames: torch.Tensor) -> None:
@@ -86,7 +86,7 @@ class PageMemory:
             self._rows.index_fill_(0, frames, 255)
             return
         for component in self.kv_pages.components:
-            _as_bytes(component).index_fill_(1, frames, 255)
+            component.view(torch.uint8).index_fill_(1, frames, 255)
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -96,6 +96,6 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _as_bytes(component: torch.Tensor) -> torch.Tensor:
-    """torch does not index every type."""
-    return component.view(torch.uint8)
+def indexable(x: torch.Tensor) -> torch.Tensor:
+    """The same elements, as bytes where they are of 8 bits: torch does not index those types."""
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 from sglang.srt.model_executor.kernel_warm_up import warm_up_kernels
 from sglang.srt.model_executor.launch import NO_TOKEN, Launch, LaunchMode, StreamedPrefix
 from sglang.srt.model_executor.page_table import PageTable
+from sglang.srt.model_executor.prefill_graphs import CutModel, PrefillGraphs
 from sglang.srt.sampling.logprob_types import LaunchFindings, TokenLogprob
 from sglang.srt.sampling.logprobs import LogprobQuery, LogprobTensors
 from sglang.srt.sampling.penalties import PenaltyTable
@@ -193,6 +194,8 @@ class ExecutorOptions:
     # then has a scratch slot.
     attention: AttentionBackend | None = None
     graph_batch_size: int = 0
+    # Prefills of so many tokens at most are CUDA graphs but for their attention; the model is a `CutModel` then.
+    graph_prefill_tokens: int = 0
     # None: no request has a grammar.
     grammars: GrammarRows | None = None
 
@@ -210,7 +213,12 @@ class ModelExecutor:
         layer_stream: LayerStreamCache | None = None,
     ) -> None:
         max_slots, vocab_size, device = options.max_slots, options.vocab_size, options.device
-        self.model = model
+        self.model: CausalLM = model
+        self._prefill_graphs: PrefillGraphs | None = None
+        if options.graph_prefill_tokens:
+            self.model = self._prefill_graphs = PrefillGraphs(
+                cast(CutModel, model), options.graph_prefill_tokens, options.device
+            )
         self.pool = pool
         self.page_size = options.page_size
         self.scale = options.scale
@@ -297,6 +305,8 @@ class ModelExecutor:
         """Capture the graphs before the first launch, if decodes are CUDA graphs. Returns when that is done."""
         if self._graphs is not None:
             self._run_to_end(self._graphs.capture_all)
+        if self._prefill_graphs is not None:
+            self._run_to_end(self._prefill_graphs.capture_all)
 
     def _run_to_end(self, work: Callable[[], None]) -> None:
         done = threading.Event()

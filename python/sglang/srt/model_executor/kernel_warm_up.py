@@ -1,5 +1,5 @@
-"""`warm_up_kernels`: each kind of batch once before the first request, which would wait for kernels to be compiled
-otherwise. Kernels of transfers are not among them. Has not run on a GPU."""
+"""Each kind of batch once before the first request, and a load and a backup: the request would wait for kernels to be
+compiled otherwise. Has not run on a GPU."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from sgl_kernel.kvcacheio import KVPages, transfer_kv_all_layer_lf_pf, transfer_kv_per_layer_pf_lf
 from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
 from sglang.srt.mem_cache.kv_view import KVSegment, PagedSegments
+from sglang.srt.mem_cache.link import index_device
 from sglang.srt.mem_cache.memory_pool import DevicePool
 from sglang.srt.model_executor.forward_batch_info import CausalLM, ForwardBatch, ForwardMode, StreamedRequest
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -60,6 +62,16 @@ def warm_up_kernels(
         for q_len in (1, 4) if is_streaming else ():
             _stream(model, pool, _batch(((0, q_len),), pool, scale, device), q_len, device)
     logger.info("warmed kernels up in %.1f s", time.monotonic() - began)
+
+
+def warm_up_transfers(pool: DevicePool, host_pages: KVPages, io_backend: str) -> None:
+    """The page of the pool's scratch slot, which it must have, to the host's first page and back, on the current
+    stream. io_backend: see `kvcacheio.pick_backend`."""
+    assert pool.scratch_slot is not None, "a warm-up writes to a scratch slot"
+    where = index_device(io_backend, pool.kv_pages.device)
+    scratch, first = (torch.tensor([page], device=where) for page in (pool.scratch_slot // pool.page_size, 0))
+    transfer_kv_all_layer_lf_pf(pool.kv_pages, host_pages, scratch, first, backend=io_backend)
+    transfer_kv_per_layer_pf_lf(host_pages, pool.kv_pages.layer(0), first, scratch, 0, backend=io_backend)
 
 
 def _batch(reqs: Sequence[tuple[int, int]], pool: DevicePool, scale: float, device: torch.device) -> ForwardBatch:

@@ -15,6 +15,7 @@ from torch import nn
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import TensorParallelGroup
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.kv_scale import kv_scale_of
 from sglang.srt.layers.layernorm import QKNorm, RMSNorm
 from sglang.srt.layers.linear import GatedLinear, MergedColumnParallelLinear, RowParallelLinear, Weight
 from sglang.srt.layers.radix_attention import PartialState, RadixAttention
@@ -66,23 +67,16 @@ class LlamaAttention(nn.Module):
         self.qk_norm = None
         if qk_norm:
             self.qk_norm = QKNorm(self.num_heads, self.num_kv_heads, self.head_dim, config.rms_norm_eps, config.dtype)
-        self.attn = RadixAttention(layer_id, backend)
+        self.attn = RadixAttention(layer_id, backend, kv_scale_of(config.kv_scales, layer_id))
 
-    def forward(self, x: torch.Tensor, state: DecoderState, batch: ForwardBatch, pool: KVPool) -> torch.Tensor:
-        """x: (num_tokens, hidden_size). Returns (num_tokens, num_heads * head_dim), before `o_proj`."""
-        num_tokens = x.shape[0]
-        qkv = self.qkv_proj(x).view(num_tokens, -1, self.head_dim)
+    def project(self, x: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """x: (num_tokens, hidden_size). Returns queries, keys and values, (num_tokens, heads, head_dim) each."""
+        qkv = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
         qk, v = qkv.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
         if self.qk_norm is not None:
             qk = self.qk_norm(qk)
-        q, k = state.rotation(qk).split((self.num_heads, self.num_kv_heads), dim=1)
-        attended = self.attn(q, k, v, batch, pool).reshape(num_tokens, -1)
-        state.queries = [q[req.rows] for req in batch.streamed]
-        state.partials = [
-            self.attn.partial(rows, pool.view(self.attn.layer_id), req.segments, batch.attn.scale)
-            for rows, req in zip(state.queries, batch.streamed)
-        ]
-        return attended
+        q, k = rotation(qk).split((self.num_heads, self.num_kv_heads), dim=1)
+        return q, k, v
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         targets = self.qkv_proj.weight_targets(FUSED["qkv_proj"]) | self.o_proj.weight_targets("o_proj")
@@ -118,19 +112,14 @@ class LlamaDecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
 
-    def begin(self, state: DecoderState, batch: ForwardBatch, pool: KVPool) -> DecoderState:
-        """Up to the attention over what the device has."""
+    def project(self, state: DecoderState) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         normed, state.hidden = self.input_layernorm.after_add(state.hidden, state.update)
         state.update = None
-        state.attended = self.self_attn(normed, state, batch, pool)
-        return state
+        return self.self_attn.project(normed, state.rotation)
 
-    def end(self, state: DecoderState, batch: ForwardBatch, rows: torch.Tensor | None) -> DecoderState:
+    def finish(self, state: DecoderState, attended: torch.Tensor, rows: torch.Tensor | None) -> DecoderState:
         """rows: (n,) int64, the rows that are read after this layer; None for all."""
-        hidden, attended = state.hidden, state.attended
-        assert attended is not None
-        for req, (out, _) in zip(batch.streamed, state.partials):
-            attended[req.rows] = out.flatten(1).to(attended.dtype)
+        hidden = state.hidden
         if rows is not None:
             hidden, attended = hidden.index_select(0, rows), attended.index_select(0, rows)
         normed, state.hidden = self.post_attention_layernorm.after_add(hidden, self.self_attn.o_proj(attended))
@@ -157,6 +146,8 @@ class LlamaForCausalLM(nn.Module):
         self.config = config
         self.group = group
         self.num_layers = config.num_layers
+        self.dtype = config.dtype
+        self.attended_size = group.shard(config.num_heads).size * config.head_dim
         vocab = (config.vocab_size, config.hidden_size, config.dtype, group)
         self.embed_tokens = VocabParallelEmbedding(*vocab)
         self.layers = nn.ModuleList(
@@ -177,7 +168,7 @@ class LlamaForCausalLM(nn.Module):
 
     @torch.inference_mode()
     def embed(self, batch: ForwardBatch) -> DecoderState:
-        return DecoderState(self.embed_tokens(batch.input_ids), self.rotary.at(batch.positions))
+        return self.start(batch.input_ids, batch.positions)
 
     @torch.inference_mode()
     def forward_layer(self, layer_id: int, state: DecoderState, batch: ForwardBatch, pool: KVPool) -> DecoderState:
@@ -186,7 +177,15 @@ class LlamaForCausalLM(nn.Module):
 
     @torch.inference_mode()
     def begin_layer(self, layer_id: int, state: DecoderState, batch: ForwardBatch, pool: KVPool) -> DecoderState:
-        return self._layer(layer_id).begin(state, batch, pool)
+        qkv = self.project(layer_id, state)
+        state.attended = self.attend_own(layer_id, qkv, batch, pool)
+        attn = self._layer(layer_id).self_attn.attn
+        state.queries = [qkv[0][req.rows] for req in batch.streamed]
+        state.partials = [
+            attn.partial(rows, pool.view(layer_id), req.segments, batch.attn)
+            for rows, req in zip(state.queries, batch.streamed)
+        ]
+        return state
 
     @torch.inference_mode()
     def attend(
@@ -200,14 +199,47 @@ class LlamaForCausalLM(nn.Module):
     ) -> DecoderState:
         queries, before = state.queries[place], state.partials[place]
         attn = self._layer(layer_id).self_attn.attn
-        state.partials[place] = attn.partial(queries, view, [segment], batch.attn.scale, before)
+        state.partials[place] = attn.partial(queries, view, [segment], batch.attn, before)
         return state
 
     @torch.inference_mode()
     def end_layer(self, layer_id: int, state: DecoderState, batch: ForwardBatch) -> DecoderState:
+        attended = state.attended
+        assert attended is not None
+        for req, (out, _) in zip(batch.streamed, state.partials):
+            attended[req.rows] = out.flatten(1).to(attended.dtype)
         # After the last attention only sampled rows are read: none in the middle of a long prompt.
         rows = batch.sample_rows if layer_id == self.num_layers - 1 else None
-        return self._layer(layer_id).end(state, batch, rows)
+        return self.finish_layer(layer_id, state, attended, rows)
+
+    # The parts of a layer, see `CutModel`.
+
+    @torch.inference_mode()
+    def start(self, input_ids: torch.Tensor, positions: torch.Tensor) -> DecoderState:
+        return DecoderState(self.embed_tokens(input_ids), self.rotary.at(positions))
+
+    @torch.inference_mode()
+    def project(self, layer_id: int, state: DecoderState) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self._layer(layer_id).project(state)
+
+    @torch.inference_mode()
+    def attend_own(
+        self,
+        layer_id: int,
+        qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        batch: ForwardBatch,
+        pool: KVPool,
+    ) -> torch.Tensor:
+        return self._layer(layer_id).self_attn.attn(*qkv, batch, pool).reshape(qkv[0].shape[0], -1)
+
+    @torch.inference_mode()
+    def finish_layer(
+        self, layer_id: int, state: DecoderState, attended: torch.Tensor, rows: torch.Tensor | None = None
+    ) -> DecoderState:
+        return self._layer(layer_id).finish(state, attended, rows)
+
+    def first_rows(self, state: DecoderState, num_rows: int) -> DecoderState:
+        return DecoderState(state.hidden[:num_rows], state.rotation)
 
     def _layer(self, layer_id: int) -> LlamaDecoderLayer:
         layer = self.layers[layer_id]

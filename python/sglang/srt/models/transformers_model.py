@@ -26,6 +26,7 @@ from sglang.srt.configs.model_files import ModelConfigError
 from sglang.srt.distributed.parallel_state import TensorParallelGroup
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.masked_attention import MaskedAttention
+from sglang.srt.layers.kv_scale import kv_scale_of
 from sglang.srt.mem_cache.kv_view import KVPool, KVSegment, KVView
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.utils.device import to_device
@@ -212,21 +213,22 @@ class _Serving:
         q, k, v = (x[0].transpose(0, 1).to(config.dtype).contiguous() for x in (query, key, value))
         if value_dim < head_dim:
             v = pad(v, (0, head_dim - value_dim))
-        self.pool.store(layer, batch.out_loc, k, v)
+        kv_scale = kv_scale_of(config.kv_scales, layer)
+        self.pool.store(layer, batch.out_loc, kv_scale.stored(k), kv_scale.stored(v))
         scale = kwargs.get("scaling")
+        meta = kv_scale.of_scores(replace(batch.attn, scale=head_dim**-0.5 if scale is None else float(scale)))
         layer_attention = MaskedAttention(
-            head_dim**-0.5 if scale is None else float(scale),
+            meta.scale,
             self._window(layer),
             kwargs.get("softcap"),
             kwargs.get("s_aux"),
         )
         view = self.pool.view(layer)
         if layer_attention.is_ordinary:
-            meta = replace(batch.attn, scale=layer_attention.scale)
             out = self.model.backend.forward(q, view, batch.segments, meta)
         else:
             out = layer_attention.forward(q, view, batch.segments, batch.attn.q_lens)
-        return out[None, ..., :value_dim].to(query.dtype)
+        return kv_scale.loaded(out)[None, ..., :value_dim].to(query.dtype)
 
     def _window(self, layer: int) -> int | None:
         """None where no request is longer than the window."""

@@ -19,6 +19,7 @@ import torch
 from sgl_kernel.cpu import elementwise as cpu
 from sgl_kernel.cpu.library import takes
 from sgl_kernel.elementwise import reference
+from sgl_kernel.elementwise.reference import saturating_cast
 from sgl_kernel.flashinfer_kernels import flashinfer_function, is_on_gpu
 from sgl_kernel.triton_modules import triton_module
 
@@ -29,6 +30,7 @@ __all__ = [
     "has_store_kernel",
     "qk_rmsnorm",
     "rmsnorm",
+    "saturating_cast",
     "silu_and_mul",
     "store_kv",
 ]
@@ -137,9 +139,9 @@ def has_store_kernel(k: torch.Tensor, v: torch.Tensor) -> bool:
 def store_kv(
     k_slots: torch.Tensor, v_slots: torch.Tensor, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> None:
-    """Write tokens into slots loc of both at once. k_slots, v_slots: (num_slots, num_kv_heads, head_dim), contiguous
-    but for the first dimension; loc: (num_tokens,) int64; k, v: (num_tokens, num_kv_heads, head_dim), any strides of
-    tokens and heads. Only where `has_store_kernel`."""
+    """Write tokens into slots loc of both at once, as `saturating_cast` gives them in the slots' dtype. k_slots,
+    v_slots: (num_slots, num_kv_heads, head_dim), contiguous but for the first dimension; loc: (num_tokens,) int64; k,
+    v: (num_tokens, num_kv_heads, head_dim), any strides of tokens and heads. Only where `has_store_kernel`."""
     ours = _triton(k)
     assert ours is not None, "no kernel takes it: ask has_store_kernel"
     ours.store_kv(k_slots, v_slots, loc, k, v)

@@ -32,3 +32,14 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     (num_tokens, 1, head_dim) in x's dtype, the cosines twice and the sines after their negatives. The sign of the
     rotation is in sin, so that a roll stands for rotate-half."""
     return torch.addcmul(x * cos, torch.roll(x, x.shape[-1] // 2, dims=-1), sin)
+
+
+def saturating_cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x in another dtype, or itself in its own. Of 8 bits, what is beyond the largest value becomes that, where torch
+    makes NaN or infinity of it. NaN stays."""
+    if x.dtype == dtype:
+        return x
+    if dtype.itemsize == 1:
+        most = torch.finfo(dtype).max
+        x = x.clamp(-most, most)
+    return x.to(dtype)

@@ -78,6 +78,7 @@ def store_kv(
     k_slots: torch.Tensor, v_slots: torch.Tensor, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> None:
     num_tokens, num_heads, head_dim = k.shape
+    dtype = k_slots.dtype
     block_d = triton.next_power_of_2(head_dim)
     rows = max(1, min(triton.next_power_of_2(num_heads), _HEADS_BLOCK // block_d))
     _store_kv_kernel[(num_tokens, triton.cdiv(num_heads, rows), 2)](
@@ -90,6 +91,7 @@ def store_kv(
         *(k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
         num_heads,
         head_dim,
+        MOST=torch.finfo(dtype).max if dtype.itemsize == 1 and dtype != k.dtype else None,
         ROWS=rows,
         BLOCK_D=block_d,
     )
@@ -185,6 +187,14 @@ def _rope_kernel(
     tl.store(place + half, second * cos + first * sin, mask=mask)
 
 
+@triton.jit
+def _saturated(x, MOST: tl.constexpr):
+    if MOST is None:
+        return x
+    else:
+        return tl.clamp(x.to(tl.float32), -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
+
+
 @triton.jit(do_not_specialize_on_alignment=["loc_ptr"])
 def _store_kv_kernel(
     k_slots_ptr,
@@ -200,17 +210,19 @@ def _store_kv_kernel(
     v_head_stride,
     num_heads,
     head_dim,
+    MOST: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Program (t, b, 0) stores K of ROWS heads of token t, program (t, b, 1) V."""
+    """Program (t, b, 0) stores K of ROWS heads of token t, program (t, b, 1) V. MOST: the largest value of the slots'
+    dtype, where it is another with a smaller one; else None."""
     token = tl.program_id(0).to(tl.int64)
     heads, d, mask = _tile(num_heads, head_dim, ROWS, BLOCK_D)
     slot = tl.load(loc_ptr + token)
     inside = heads[:, None] * head_dim + d[None, :]
     if tl.program_id(2) == 0:
         x = tl.load(k_ptr + token * k_token_stride + heads[:, None] * k_head_stride + d[None, :], mask=mask)
-        tl.store(k_slots_ptr + slot * k_slot_stride + inside, x, mask=mask)
+        tl.store(k_slots_ptr + slot * k_slot_stride + inside, _saturated(x, MOST), mask=mask)
     else:
         x = tl.load(v_ptr + token * v_token_stride + heads[:, None] * v_head_stride + d[None, :], mask=mask)
-        tl.store(v_slots_ptr + slot * v_slot_stride + inside, x, mask=mask)
+        tl.store(v_slots_ptr + slot * v_slot_stride + inside, _saturated(x, MOST), mask=mask)

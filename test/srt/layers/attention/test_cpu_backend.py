@@ -46,6 +46,7 @@ def test_other_types_go_to_torch(dtype):
     for seed in range(3):
         check_batch(CpuAttnBackend(), Case(seed, 4, "block_major", dtype))
         check_partials(CpuAttnBackend(), Case(seed, 4, "block_major", dtype))
+        check_batch(CpuAttnBackend(), Case(seed, 4, "block_major", torch.float32, kv_dtype=torch.float8_e4m3fn))
 
 
 def test_without_a_compiler_torch_does_it_all(monkeypatch, tmp_path):

@@ -9,7 +9,7 @@ import torch
 
 from sglang.srt.layers.attention import masked_attention
 from sglang.srt.layers.attention.masked_attention import MaskedAttention
-from support.attention_cases import LAYOUTS, Case
+from support.attention_cases import LAYOUTS, SMALL_TYPES, Case
 
 
 def masked_reference(q, k, v, attention):
@@ -38,7 +38,7 @@ def test_against_whole_matrices(variant: dict, layout: str, block: int, monkeypa
     if "all" in variant:
         variant = {"window": 20, "softcap": 1.5, "sinks": torch.linspace(-1, 1, 8)}
     for seed in range(4):
-        case = Case(seed, 1 + seed * 3, layout, torch.float32)
+        case = Case(seed, 1 + seed * 3, layout, torch.float32, kv_dtype=(None, *SMALL_TYPES)[seed])
         attention = MaskedAttention(case.scale, **variant)
         got = attention.forward(case.q, case.view, case.segments, case.q_lens)
         row = 0

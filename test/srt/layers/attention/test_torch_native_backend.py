@@ -12,7 +12,17 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
 from sglang.srt.layers.attention.merge_state import merge_state
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend, _group_by_length
 from sglang.srt.mem_cache.kv_view import KVSegment
-from support.attention_cases import DECODES, EXTENDS, LAYOUTS, Case, PagedCase, check_batch, check_partials, make_view
+from support.attention_cases import (
+    DECODES,
+    EXTENDS,
+    LAYOUTS,
+    SMALL_TYPES,
+    Case,
+    PagedCase,
+    check_batch,
+    check_partials,
+    make_view,
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -30,6 +40,15 @@ def test_partials_merge_to_the_whole(page_size, dtype):
     backend = TorchNativeAttnBackend()
     for seed in range(12):
         check_partials(backend, Case(seed, page_size, "block_major", dtype))
+
+
+@pytest.mark.parametrize("kv_dtype", SMALL_TYPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_kv_of_other_types(layout, kv_dtype):
+    backend = TorchNativeAttnBackend()
+    for seed, (page_size, dtype) in enumerate(((1, torch.float32), (3, torch.float32), (16, torch.bfloat16))):
+        check_batch(backend, Case(seed, page_size, layout, dtype, kv_dtype=kv_dtype))
+        check_partials(backend, Case(seed, page_size, layout, dtype, kv_dtype=kv_dtype))
 
 
 @pytest.mark.parametrize("reqs", [DECODES, EXTENDS], ids=["decodes", "extends"])

@@ -19,6 +19,7 @@ from support.attention_cases import (
     DECODES,
     EXTENDS,
     LAYOUTS,
+    SMALL_TYPES,
     Case,
     PagedCase,
     check_batch,
@@ -32,29 +33,32 @@ from support.triton_runs import compile_for_sm_90, needs_triton, run_interpreted
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 # KV heads, query heads for each, head size: a size of no tile, more than a tile of heads, and the usual one.
 TORCH_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+TORCH_TYPES |= {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
 HEADS = [(2, 5, 24), (1, 80, 8), (1, 8, 128)]
 SMALL: dict[str, Any] = {"kv_heads": 2, "group": 1, "head_dim": 16}
 INT_TYPES = (torch.int32, torch.int64)
 
 
 @needs_triton
-@pytest.mark.parametrize("what", ["paged,capture", "batches,partials", "heads,splits,edges", "engine"])
+@pytest.mark.parametrize("what", ["paged,capture", "batches,partials", "heads,splits,edges,small_types", "engine"])
 def test_under_the_interpreter(what: str):
     assert run_interpreted(__file__, what).count("are right") == what.count(",") + 1
 
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("dtype", "head_dim", "page_size", "table"),
+    ("dtype", "head_dim", "page_size", "table", "kv"),
     [
-        ("bf16", 128, 1, "i32"),
-        ("bf16", 128, 64, "i64"),
-        ("fp16", 64, 16, "i32"),
-        ("bf16", 256, 16, "i32"),
-        ("fp32", 128, 16, "slots"),
+        ("bf16", 128, 1, "i32", "bf16"),
+        ("bf16", 128, 64, "i64", "bf16"),
+        ("fp16", 64, 16, "i32", "fp16"),
+        ("bf16", 256, 16, "i32", "bf16"),
+        ("fp32", 128, 16, "slots", "fp32"),
+        ("bf16", 128, 16, "i32", "fp8e4nv"),
+        ("fp16", 128, 1, "i32", "fp8e5"),
     ],
 )
-def test_it_compiles_for_sm_90(dtype: str, head_dim: int, page_size: int, table: str):
+def test_it_compiles_for_sm_90(dtype: str, head_dim: int, page_size: int, table: str, kv: str):
     """In a process without the interpreter. Products of 16-bit matrices must be Hopper's, loads of keys copies into
     shared memory that overlap with them, K and V twice in shared memory, which must suffice."""
     from sglang.srt.layers.attention.triton_backend import Tiles
@@ -73,9 +77,9 @@ def test_it_compiles_for_sm_90(dtype: str, head_dim: int, page_size: int, table:
     merged = {**shape, "ROWS": 16}
     pages = "i64" if table == "slots" else table
     extend = compiled(
-        extend_kernel, dtype, {**of_extend, "lse_ptr": None}, tiles.extend_warps, tiles.num_stages, pages
+        extend_kernel, dtype, {**of_extend, "lse_ptr": None}, tiles.extend_warps, tiles.num_stages, pages, kv=kv
     )
-    ptx, kv_bytes = extend.asm["ptx"], 2 * tiles.extend_keys * block_d * TORCH_TYPES[dtype].itemsize
+    ptx, kv_bytes = extend.asm["ptx"], 2 * tiles.extend_keys * block_d * TORCH_TYPES[kv].itemsize
     assert extend.metadata.shared > 2 * kv_bytes
     if dtype != "fp32":
         assert "wgmma.mma_async" in ptx and "cp.async.cg.shared.global" in ptx, ptx
@@ -83,8 +87,9 @@ def test_it_compiles_for_sm_90(dtype: str, head_dim: int, page_size: int, table:
     assert "ex2" in compiled(merge_extends_kernel, dtype, of_merge, 4, 3, pages).asm["ptx"]
     # A batch of decodes, and once those beside extends.
     for reqs in [{"reqs_ptr": None, "row_starts_ptr": None}] + [{}] * (head_dim == 64):
-        decode = compiled(decode_kernel, dtype, {**of_decode, **reqs}, tiles.decode_warps, tiles.num_stages, pages)
-        ptx, kv_bytes = decode.asm["ptx"], 2 * tiles.decode_keys * block_d * TORCH_TYPES[dtype].itemsize
+        given = {**of_decode, **reqs}
+        decode = compiled(decode_kernel, dtype, given, tiles.decode_warps, tiles.num_stages, pages, kv=kv)
+        ptx, kv_bytes = decode.asm["ptx"], 2 * tiles.decode_keys * block_d * TORCH_TYPES[kv].itemsize
         assert decode.metadata.shared > 2 * kv_bytes
         if dtype != "fp32":
             assert "mma" in ptx and "cp.async.cg.shared.global" in ptx, ptx
@@ -122,12 +127,14 @@ def compiled(
     pages: str,
     out: str | None = None,
     starts: str | None = None,
+    kv: str | None = None,
 ) -> Any:
     """As `compile_for_sm_90`, of arguments that are aligned as torch's are. pages: type of the table. starts: of
-    starts and kv_lens; by default int64 where pages is int32, as in a `PagedSegments`, and else int32. out: dtype,
-    where it is not q's."""
+    starts and kv_lens; by default int64 where pages is int32, as in a `PagedSegments`, and else int32. out,
+    kv: dtypes, where they are not q's."""
     names = kernel.arg_names
-    of_dtype = {"q_ptr": dtype, "k_ptr": dtype, "v_ptr": dtype, "out_ptr": out or dtype, "table_ptr": pages}
+    of_dtype = {"q_ptr": dtype, "out_ptr": out or dtype, "table_ptr": pages}
+    of_dtype["k_ptr"] = of_dtype["v_ptr"] = kv or dtype
     of_dtype["starts_ptr"] = of_dtype["kv_lens_ptr"] = starts or ("i64" if pages == "i32" else "i32")
     aligned = {"q_ptr", "k_ptr", "v_ptr", "out_ptr", "lse_ptr", "parts_ptr", "part_lses_ptr"}
     aligned |= {name for name in names if name.endswith("stride")}
@@ -185,11 +192,19 @@ def test_splits_of_extends_cover_each_key_once():
 @needs_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("page_size", "dtype"),
-    [(3, torch.float32), (16, torch.float16), (1, torch.bfloat16), (16, torch.bfloat16), (64, torch.bfloat16)],
+    ("page_size", "dtype", "kv_dtype"),
+    [
+        (3, torch.float32, None),
+        (16, torch.float16, None),
+        (1, torch.bfloat16, None),
+        (16, torch.bfloat16, None),
+        (64, torch.bfloat16, None),
+        (16, torch.bfloat16, torch.float8_e4m3fn),
+        (1, torch.bfloat16, torch.float8_e5m2),
+    ],
     ids=str,
 )
-def test_on_a_gpu(page_size: int, dtype: torch.dtype):
+def test_on_a_gpu(page_size: int, dtype: torch.dtype, kv_dtype: torch.dtype | None):
     """Each pair compiles some 30 kernels, so that there are few."""
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
@@ -197,7 +212,7 @@ def test_on_a_gpu(page_size: int, dtype: torch.dtype):
     for seed, (kv_heads, group, head_dim) in enumerate([*HEADS, (8, 4, 128), (8, 1, 64)]):
         for layout in LAYOUTS:
             options = {"kv_heads": kv_heads, "group": group, "head_dim": head_dim, "max_prefix": 3000}
-            case = on_gpu(Case(seed, page_size, layout, dtype, **options))
+            case = on_gpu(Case(seed, page_size, layout, dtype, **options, kv_dtype=kv_dtype))
             check_batch(backend, case)
             check_partials(backend, case)
 
@@ -313,6 +328,16 @@ def heads(backend: Any) -> int:
         case.q = fused[:, 2:-2]
         check_batch(backend, case)
     return len(HEADS)
+
+
+def small_types(backend: Any) -> int:
+    """Keys and values that become the queries' dtype when they are read."""
+    for i, kv_dtype in enumerate(SMALL_TYPES):
+        for reqs in (DECODES, EXTENDS):
+            case = PagedCase(i, (1, 16, 3)[i], LAYOUTS[i], torch.float32, reqs, **SMALL, kv_dtype=kv_dtype)
+            check_batch(backend, case)
+        check_partials(backend, Case(i, 16, LAYOUTS[i], torch.float32, (1, 5), 40, **SMALL, kv_dtype=kv_dtype))
+    return 3 * len(SMALL_TYPES)
 
 
 def splits(backend: Any) -> int:

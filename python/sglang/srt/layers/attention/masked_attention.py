@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang.srt.mem_cache.kv_view import KVSegment, KVView, segment_slots
+from sglang.srt.mem_cache.page_memory import indexable
 
 # Queries at a time: the scores of a block take num_q_heads * _BLOCK * keys * 4 bytes.
 _BLOCK = 128
@@ -54,7 +55,8 @@ class MaskedAttention:
                     start = end - rows
                     seen = 0 if self.window is None else max(0, start - self.window + 1)
                     where = slots[seen:end]
-                    k, v = (x[where // view.page_size, where % view.page_size] for x in (view.k, view.v))
+                    index = where // view.page_size, where % view.page_size
+                    k, v = (indexable(x)[index].view(x.dtype).to(q.dtype) for x in (view.k, view.v))
                     at = slice(row + first, row + first + rows)
                     out[at] = self._attend(q[at], k, v, start - seen)
             row += q_len

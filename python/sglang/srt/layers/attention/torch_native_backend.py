@@ -19,6 +19,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata, BatchKey
 from sglang.srt.layers.attention.merge_state import merge_state
 from sglang.srt.mem_cache.kv_view import KVSegment, KVView, PagedSegments, segment_slots
+from sglang.srt.mem_cache.page_memory import indexable
 from sglang.srt.utils.device import to_device
 
 _flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -41,9 +42,12 @@ class _TokenIndex:
     page_size: int
     _rows: dict[int, torch.Tensor] = field(default_factory=dict)
 
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (num_pages, page_size, num_kv_heads, head_dim), any outer strides. Returns the tokens' rows,
-        (num_tokens, num_kv_heads, head_dim), contiguous and freshly allocated."""
+    def gather(self, pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """pages: (num_pages, page_size, num_kv_heads, head_dim), any outer strides. Returns the tokens' rows,
+        (num_tokens, num_kv_heads, head_dim) in dtype, contiguous and freshly allocated."""
+        return self._rows_of(indexable(pages)).view(pages.dtype).to(dtype)
+
+    def _rows_of(self, x: torch.Tensor) -> torch.Tensor:
         num_pages, page_size, num_heads, head_dim = x.shape
         page_stride, token_stride = x.stride(0), x.stride(1)
         if page_size == 1:
@@ -165,7 +169,7 @@ class TorchNativeAttnBackend:
             )
         assert not segment.causal or segment.length == q_len, "a causal segment's tokens are the queries"
         index = _TokenIndex(segment_slots([segment], view.page_size)[0], view.page_size)
-        out, lse = _attend(q, index.gather(view.k), index.gather(view.v), segment.causal, scale)
+        out, lse = _attend(q, index.gather(view.k, q.dtype), index.gather(view.v, q.dtype), segment.causal, scale)
         return out.float(), lse
 
 
@@ -197,8 +201,8 @@ def _decode(
     # query head (2 times faster in float32, 8 times in bfloat16).
     out, _ = _flash_attention(
         rows.reshape(group.num_reqs, num_kv_heads, num_heads // num_kv_heads, head_dim),
-        group.index.gather(view.k).view(kv_shape).transpose(1, 2),
-        group.index.gather(view.v).view(kv_shape).transpose(1, 2),
+        group.index.gather(view.k, q.dtype).view(kv_shape).transpose(1, 2),
+        group.index.gather(view.v, q.dtype).view(kv_shape).transpose(1, 2),
         0.0,
         False,
         attn_mask=mask,
@@ -210,7 +214,7 @@ def _decode(
 def _extend(q: torch.Tensor, view: KVView, extend: _Extend, scale: float) -> torch.Tensor:
     """q: (q_len, num_q_heads, head_dim), the rows of one request."""
     states = [
-        _attend(q, index.gather(view.k), index.gather(view.v), causal, scale)
+        _attend(q, index.gather(view.k, q.dtype), index.gather(view.v, q.dtype), causal, scale)
         for index, causal in ((extend.prefix, False), (extend.own, True))
         if index is not None
     ]

@@ -11,11 +11,11 @@ The query heads of a KV head, GROUP of them, are packed into one matrix with the
 r % GROUP of token r // GROUP. So 48 tokens fill 192 rows at 4 heads, and keys are read once for all of them.
 
 Pointers are to: q, out (num_tokens, num_heads, HEAD_DIM), lse (num_tokens, num_heads) float32 or None; k, v as in
-`KVView`, strides in elements. int32 or int64: table, of pages, or with BY_SLOT of slots (page * PAGE_SIZE + offset),
-one per key; and per request starts, its first entry in the table, and kv_lens. int32, per request: row_starts (its
-first token in q), q_lens, num_before (keys in front of its first query's own; kv_lens where every query sees all).
-scale is the factor on q.k times log2(e). out and lse are contiguous. parts, part_lses: float32, what splits leave,
-part_lses of base 2; where a split has no keys, 0 and -inf.
+`KVView`, strides in elements, of any dtype, which becomes q's when it is read. int32 or int64: table, of pages, or
+with BY_SLOT of slots (page * PAGE_SIZE + offset), one per key; and per request starts, its first entry in the table,
+and kv_lens. int32, per request: row_starts (its first token in q), q_lens, num_before (keys in front of its first
+query's own; kv_lens where every query sees all). scale is the factor on q.k times log2(e). out and lse are
+contiguous. parts, part_lses: float32, what splits leave, part_lses of base 2; where a split has no keys, 0 and -inf.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _attend(
             k_mask = tl.broadcast_to(d_mask[:, None], (BLOCK_D, BLOCK_N))
             v_mask = tl.broadcast_to(d_mask[None, :], (BLOCK_N, BLOCK_D))
         k_row = page * k_page_stride + offset * k_token_stride
-        k = tl.load(k_ptr + k_row[None, :] + d[:, None], mask=k_mask, other=0.0)
+        k = tl.load(k_ptr + k_row[None, :] + d[:, None], mask=k_mask, other=0.0).to(q.dtype)
         scores = tl.dot(q, k, input_precision="ieee") * scale
         if MASKED:
             scores = tl.where(n_mask[None, :] & (n[None, :] < visible[:, None]), scores, -float("inf"))
@@ -96,8 +96,8 @@ def _attend(
         shrink = tl.exp2(highest - base)
         total = total * shrink + tl.sum(weights, 1)
         v_row = page * v_page_stride + offset * v_token_stride
-        v = tl.load(v_ptr + v_row[:, None] + d[None, :], mask=v_mask, other=0.0)
-        acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        v = tl.load(v_ptr + v_row[:, None] + d[None, :], mask=v_mask, other=0.0).to(q.dtype)
+        acc = acc * shrink[:, None] + tl.dot(weights.to(q.dtype), v, input_precision="ieee")
         highest = new_highest
     return acc, highest, total
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import torch
 
 from sgl_kernel.kvcacheio import why_not
+from sglang.srt.configs.kv_cache_dtype import pick_kv_cache_dtype, read_kv_scales
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.attention.attention_registry import pick_attention_backend
 from sglang.srt.mem_cache.page_layout import PageLayout
@@ -18,6 +20,8 @@ from sglang.srt.utils.memory import available_memory
 # Of what is free, where the system has to live in the same memory; of all memory, where it does not.
 CPU_MEM_FRACTION = 0.6
 GPU_MEM_FRACTION = 0.88
+# The least compute capability with instructions for it.
+_E4M3_FROM = (8, 9)
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +62,8 @@ def check_device(args: ServerArgs, device: torch.device) -> str:
 
 def page_layout(model: ModelConfig, page_size: int, num_ranks: int) -> PageLayout:
     """What a page of one rank's KV cache holds. page_size: in tokens."""
-    return PageLayout.kv(page_size, model.num_layers, model.kv_heads_per_rank(num_ranks), model.head_dim, model.dtype)
+    heads = model.kv_heads_per_rank(num_ranks)
+    return PageLayout.kv(page_size, model.num_layers, heads, model.head_dim, model.kv_dtype)
 
 
 def pick_dtype(args: ServerArgs, stored: torch.dtype, device: torch.device) -> torch.dtype:
@@ -71,6 +76,24 @@ def pick_dtype(args: ServerArgs, stored: torch.dtype, device: torch.device) -> t
         *(str(stored).removeprefix("torch."),) * 2,
     )
     return torch.float32
+
+
+def with_kv_cache(args: ServerArgs, model: ModelConfig, backend: str, rank: int, device: torch.device) -> ModelConfig:
+    """A config with the data type and the scales of the KV cache. backend: of attention. Raises StartupError, or
+    ModelConfigError for the file of the scales."""
+    kv_cache_dtype = pick_kv_cache_dtype(args.kv_cache_dtype)
+    if kv_cache_dtype in (None, model.dtype):
+        return model
+    flag = f"--kv-cache-dtype {args.kv_cache_dtype}"
+    if backend == "flashinfer":
+        raise StartupError(f"{flag} is not served by FlashInfer's attention yet: use --attention-backend triton")
+    needs_e4m3 = kv_cache_dtype is torch.float8_e4m3fn and device.type == "cuda"
+    if needs_e4m3 and torch.cuda.get_device_capability(device) < _E4M3_FROM:
+        raise StartupError(f"{flag} needs a GPU of compute capability 8.9 or more: use fp8_e5m2")
+    scales: tuple[float, ...] = ()
+    if args.quantization_param_path is not None:
+        scales = read_kv_scales(args.quantization_param_path, model.num_layers, rank)
+    return replace(model, kv_cache_dtype=kv_cache_dtype, kv_scales=scales)
 
 
 def free_memory(device: torch.device, num_ranks: int) -> int:

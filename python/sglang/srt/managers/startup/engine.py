@@ -26,7 +26,7 @@ from sglang.srt.managers.crash_record import CrashRecord
 from sglang.srt.managers.engine_core import EngineCore, Recorder, StepRecorder
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_config import SchedulerConfig
-from sglang.srt.managers.startup.device import check_device, page_layout, pick_dtype
+from sglang.srt.managers.startup.device import check_device, page_layout, pick_dtype, with_kv_cache
 from sglang.srt.managers.startup.peers import borrow_memory, lend_memory
 from sglang.srt.managers.startup.sizes import build_config, check_weights_fit, device_pages, graph_batch_size_for
 from sglang.srt.managers.startup.storage import StorageOpener
@@ -53,6 +53,7 @@ from sglang.srt.mem_cache.transfer import (
     Tier,
 )
 from sglang.srt.model_executor.executor import ExecutorOptions, ModelExecutor
+from sglang.srt.model_executor.kernel_warm_up import warm_up_transfers
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.peer.borrowing import BorrowingConfig
 from sglang.srt.peer.lending import LendingConfig
@@ -148,7 +149,8 @@ class EngineBuilder:
         model = ModelConfig.from_pretrained(
             args.model_path, args.dtype, args.context_length, model_impl=args.model_impl
         )
-        self.model = replace(model, dtype=pick_dtype(args, model.dtype, device))
+        dtype = pick_dtype(args, model.dtype, device)
+        self.model = with_kv_cache(args, replace(model, dtype=dtype), backend, group.rank, device)
         self.model.check_tensor_parallel(group.size)
         check_weights_fit(self.model, group, device)
         # Again once the weights are there; what does not even fit now need not wait for them.
@@ -195,6 +197,8 @@ class EngineBuilder:
 
     def _open_executor(self, model: Any, attention: AttentionBackend, graph_batch_size: int) -> ModelExecutor:
         rank, config = self.rank, self.config
+        has_prefill_graphs = graph_batch_size and not self.args.disable_prefill_cuda_graph
+        graph_prefill_tokens = self.args.cuda_graph_max_bs_prefill if has_prefill_graphs else 0
         layer_stream = None
         if config.layer_stream is not None:
             layer_stream = LayerStreamCache(
@@ -222,6 +226,7 @@ class EngineBuilder:
                 device=rank.device,
                 attention=attention,
                 graph_batch_size=graph_batch_size,
+                graph_prefill_tokens=graph_prefill_tokens,
                 grammars=GrammarRows(
                     self.model.vocab_size,
                     config.eos_token_ids,
@@ -245,6 +250,8 @@ class EngineBuilder:
         """The tiers below the device, and the links to them."""
         args, rank, config = self.args, self.rank, self.config
         host_pool = MHATokenToKVPoolHost(self.pool, config.num_host_pages, args.hicache_mem_layout)
+        if rank.device.type == "cuda" and self.pool.scratch_slot is not None:
+            warm_up_transfers(self.pool, host_pool.kv_pages, args.hicache_io_backend)
         for name, limit in self._limits.items():
             logger.info("hicache: link %s is limited to %g GB/s", name, limit.bytes_per_s / 1e9)
         below: dict[str, HasPages] = {H2D: host_pool, D2H: host_pool}

@@ -19,10 +19,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from sgl_kernel import elementwise
 from sgl_kernel.cpu.elementwise import store_in_pages, takes_rows
 from sglang.srt.mem_cache.kv_view import KVView
 from sglang.srt.mem_cache.page_layout import PageLayout
-from sglang.srt.mem_cache.page_memory import PageMemory
+from sglang.srt.mem_cache.page_memory import PageMemory, indexable
 from sglang.srt.peer.memory.slabs import Slabs
 
 
@@ -83,12 +84,13 @@ class ElasticPool:
         tokens = [view.components[i] for i in self.page_layout.per_token]
         assert len(values) == len(tokens), f"{len(values)} values for {len(tokens)} components"
         for pages, value in zip(tokens, values):
-            if takes_rows(value):
-                store_in_pages(pages, loc, value)
+            cast = elementwise.saturating_cast(value, pages.dtype)
+            if takes_rows(cast):
+                store_in_pages(pages, loc, cast)
             elif self.page_size == 1:
-                pages[:, 0].index_copy_(0, loc, value)
+                indexable(pages)[:, 0].index_copy_(0, loc, indexable(cast))
             else:
-                pages.index_put_((loc // self.page_size, loc % self.page_size), value)
+                indexable(pages).index_put_((loc // self.page_size, loc % self.page_size), indexable(cast))
 
     def pages(self, frames: torch.Tensor) -> torch.Tensor:
         return self._memory.pages(frames)

@@ -1,0 +1,34 @@
+"""`KVScale`: what a layer's K and V are divided by in the KV cache. Owns nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
+
+
+@dataclass(frozen=True)
+class KVScale:
+    """A data type of 8 bits is exact near 0 and has nothing above its largest value. factor moves a layer's values to
+    where it is fine enough. 1 changes nothing and costs nothing."""
+
+    factor: float = 1.0
+
+    def stored(self, x: torch.Tensor) -> torch.Tensor:
+        """K or V as a pool takes them."""
+        return x if self.factor == 1.0 else x / self.factor
+
+    def of_scores(self, attn: AttentionMetadata) -> AttentionMetadata:
+        """With the factor on the scores of queries and stored keys."""
+        return attn if self.factor == 1.0 else replace(attn, scale=attn.scale * self.factor)
+
+    def loaded(self, out: torch.Tensor) -> torch.Tensor:
+        """A weighted sum of stored values."""
+        return out if self.factor == 1.0 else out * self.factor
+
+
+def kv_scale_of(kv_scales: tuple[float, ...], layer_id: int) -> KVScale:
+    """kv_scales: as in `ModelConfig`."""
+    return KVScale(kv_scales[layer_id]) if kv_scales else KVScale()

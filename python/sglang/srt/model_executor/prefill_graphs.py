@@ -1,0 +1,204 @@
+"""`PrefillGraphs`: a model whose short prefills are CUDA graphs, but for their attention. Has not run on a GPU.
+
+Owns the graphs and the memory that they read from and leave their results in. 48 new tokens behind a long prefix take
+a GPU less time than the host takes for 27 kernels a layer. Attention depends on the lengths of all requests, and a
+layer's KV may still be on its way, so that a prefill is not one graph but one per layer:
+
+    graph 0         embedding, and layer 0 up to queries, keys and values
+                    the host stores K and V, and starts layer 0's attention
+    graph 1         the rest of layer 0, and layer 1 up to queries, keys and values
+    ...
+                    the last layer's attention, and the rest of it: only sampled rows
+
+A batch with fewer tokens than its graphs is filled up with rows of earlier batches, whose results are not read: no
+row depends on another but in attention. Used on the executor's stream only.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from sglang.srt.mem_cache.kv_view import KVPool, KVSegment, KVView
+from sglang.srt.model_executor.forward_batch_info import CausalLM, ForwardBatch, ForwardMode
+
+logger = logging.getLogger(__name__)
+
+_WARM_UPS = 2
+_SMALLEST = 16
+
+# (num_tokens, heads, head_dim) each.
+QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class CutModel(CausalLM, Protocol):
+    """A model whose layers can be cut before and after their attention. `state` stands before a layer, or after what
+    is named."""
+
+    # Of attention, before the projection of its output.
+    attended_size: int
+    dtype: torch.dtype
+
+    def start(self, input_ids: torch.Tensor, positions: torch.Tensor) -> Any:
+        """The state before layer 0. (num_tokens,) int64 each."""
+        ...
+
+    def project(self, layer_id: int, state: Any) -> QKV:
+        """The layer up to its queries, keys and values."""
+        ...
+
+    def attend_own(self, layer_id: int, qkv: QKV, batch: ForwardBatch, pool: KVPool) -> torch.Tensor:
+        """Store K and V, and attend: (num_tokens, attended_size)."""
+        ...
+
+    def finish_layer(
+        self, layer_id: int, state: Any, attended: torch.Tensor, rows: torch.Tensor | None = None
+    ) -> Any:
+        """The layer behind its attention. rows: (n,) int64, those that are read afterwards; None for all."""
+        ...
+
+    def first_rows(self, state: Any, num_rows: int) -> Any:
+        """The state of the first rows alone, in the same memory."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """The graphs of prefills of num_tokens tokens. graphs, qkvs: of each layer."""
+
+    num_tokens: int
+    graphs: list[torch.cuda.CUDAGraph] = field(default_factory=list)
+    qkvs: list[QKV] = field(default_factory=list)
+    # Before the last layer's attention.
+    states: list[Any] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Replayed:
+    """The state of a batch between two graphs."""
+
+    captured: _Captured
+    num_tokens: int
+
+
+def token_counts(most: int) -> list[int]:
+    """The numbers of tokens for which there are graphs: twice as many each time, so that at most half of what is
+    computed is for nothing."""
+    counts = []
+    count = min(_SMALLEST, most)
+    while count < most:
+        counts.append(count)
+        count *= 2
+    return [*counts, most]
+
+
+class PrefillGraphs:
+    """See `CausalLM`. max_tokens: of a batch; larger ones, and those that stream, run kernel by kernel."""
+
+    def __init__(self, model: CutModel, max_tokens: int, device: torch.device) -> None:
+        self.model = model
+        self.num_layers = model.num_layers
+        self._counts = token_counts(max_tokens)
+        self._input_ids, self._positions = torch.zeros((2, max_tokens), dtype=torch.int64, device=device)
+        self._attended = torch.zeros((max_tokens, model.attended_size), dtype=model.dtype, device=device)
+        self._captured: dict[int, _Captured] = {}
+        # Memory that all graphs use in turn.
+        self._memory: Any = None
+
+    def capture_all(self) -> None:
+        """Capture all graphs before the first request; until then there are none."""
+        began = time.monotonic()
+        with torch.inference_mode():
+            # The largest first: the others fit into its memory.
+            for count in reversed(self._counts):
+                self._captured[count] = self._capture(count)
+        seconds = time.monotonic() - began
+        logger.info("captured CUDA graphs of prefills of up to %d tokens in %.1f s", self._counts[-1], seconds)
+
+    @torch.inference_mode()
+    def embed(self, batch: ForwardBatch) -> Any:
+        num_tokens = len(batch.input_ids)
+        captured = None
+        if batch.mode == ForwardMode.EXTEND and not batch.streamed and num_tokens <= self._counts[-1]:
+            captured = self._captured.get(self._counts[bisect_left(self._counts, num_tokens)])
+        if captured is None:
+            return self.model.embed(batch)
+        self._input_ids[:num_tokens].copy_(batch.input_ids)
+        self._positions[:num_tokens].copy_(batch.positions)
+        captured.graphs[0].replay()
+        return _Replayed(captured, num_tokens)
+
+    @torch.inference_mode()
+    def forward_layer(self, layer_id: int, state: Any, batch: ForwardBatch, pool: KVPool) -> Any:
+        if not isinstance(state, _Replayed):
+            return self.model.forward_layer(layer_id, state, batch, pool)
+        captured, num_tokens = state.captured, state.num_tokens
+        q, k, v = (each[:num_tokens] for each in captured.qkvs[layer_id])
+        attended = self.model.attend_own(layer_id, (q, k, v), batch, pool)
+        if layer_id == self.num_layers - 1:
+            last = self.model.first_rows(captured.states[0], num_tokens)
+            return self.model.finish_layer(layer_id, last, attended, batch.sample_rows)
+        self._attended[:num_tokens].copy_(attended)
+        captured.graphs[layer_id + 1].replay()
+        return state
+
+    def begin_layer(self, layer_id: int, state: Any, batch: ForwardBatch, pool: KVPool) -> Any:
+        return self.model.begin_layer(layer_id, state, batch, pool)
+
+    def attend(
+        self, layer_id: int, state: Any, batch: ForwardBatch, place: int, view: KVView, segment: KVSegment
+    ) -> Any:
+        return self.model.attend(layer_id, state, batch, place, view, segment)
+
+    def end_layer(self, layer_id: int, state: Any, batch: ForwardBatch) -> Any:
+        return self.model.end_layer(layer_id, state, batch)
+
+    def logits(self, state: Any, batch: ForwardBatch) -> torch.Tensor:
+        return self.model.logits(state, batch)
+
+    def _capture(self, count: int) -> _Captured:
+        """On the current stream."""
+        for _ in range(_WARM_UPS):
+            self._run(count, lambda work: work())
+        captured = _Captured(count)
+
+        def capture(work: Callable[[], tuple[Any, QKV]]) -> tuple[Any, QKV]:
+            graph = torch.cuda.CUDAGraph()
+            # Other threads may make CUDA calls meanwhile.
+            with torch.cuda.graph(
+                graph, pool=self._memory, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
+            ):
+                found = work()
+            self._memory = graph.pool()
+            captured.graphs.append(graph)
+            # Held, so that no other graph takes its memory.
+            captured.qkvs.append(found[1])
+            return found
+
+        captured.states.append(self._run(count, capture))
+        return captured
+
+    def _run(self, count: int, each: Callable[[Callable[[], tuple[Any, QKV]]], tuple[Any, QKV]]) -> Any:
+        """The parts of a prefill that are graphs, each by `each`. Returns the state before the last attention."""
+        input_ids, positions = self._input_ids[:count], self._positions[:count]
+        attended = self._attended[:count]
+
+        def first() -> tuple[Any, QKV]:
+            state = self.model.start(input_ids, positions)
+            return state, self.model.project(0, state)
+
+        state, _ = each(first)
+        for layer in range(1, self.num_layers):
+
+            def following(layer: int = layer, state: Any = state) -> tuple[Any, QKV]:
+                state = self.model.finish_layer(layer - 1, state, attended)
+                return state, self.model.project(layer, state)
+
+            state, _ = each(following)
+        return state

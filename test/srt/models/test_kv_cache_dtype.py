@@ -1,0 +1,189 @@
+"""A KV cache of another dtype than the model's, against transformers with K and V rounded the same way."""
+
+from __future__ import annotations
+
+import json
+from copy import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AttentionInterface, AutoModelForCausalLM, GemmaConfig, LlamaConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from sgl_kernel.elementwise import saturating_cast
+from sglang.srt.configs.kv_cache_dtype import KV_CACHE_DTYPE_CHOICES, pick_kv_cache_dtype, read_kv_scales
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.model_files import ModelConfigError
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.page_layout import PageLayout
+from sglang.srt.mem_cache.transfer import Tier
+from support.golden import perplexity
+from support.real_engine import RealEngine, Scored, real_model
+from support.tiny_runner import TinyRunner
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+# Gemma is computed by transformers.
+FAMILIES = {"llama": LlamaConfig, "gemma": GemmaConfig}
+SCALES = (0.01, 0.3, 2.0)
+SEED = 12
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    found = {}
+    for name, config_class in FAMILIES.items():
+        torch.manual_seed(SEED)
+        config = config_class(
+            vocab_size=131,
+            hidden_size=48,
+            intermediate_size=88,
+            num_hidden_layers=3,
+            num_attention_heads=6,
+            num_key_value_heads=2,
+            head_dim=20,
+            max_position_embeddings=256,
+            initializer_range=0.2,
+            eos_token_id=None,
+        )
+        found[name] = str(tmp_path_factory.mktemp(name))
+        AutoModelForCausalLM.from_config(config).save_pretrained(found[name])
+    return found
+
+
+def rounded_logits(path: str, tokens: list[int], dtype: torch.dtype, scales: tuple[float, ...]) -> torch.Tensor:
+    """Of transformers, whose attention gets K and V as the cache would give them back."""
+
+    def attend(module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **more: Any) -> Any:
+        scale = scales[module.layer_idx] if scales else 1.0
+        k, v = (saturating_cast(x / scale, dtype).float() * scale for x in (k, v))
+        return sdpa_attention_forward(module, q, k, v, *args, **more)
+
+    AttentionInterface.register("rounded", attend)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="rounded")
+    with torch.no_grad():
+        return model(torch.tensor([tokens])).logits[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("scales", [(), SCALES], ids=["scales of 1", "scales"])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2, torch.bfloat16], ids=str)
+def test_as_transformers_with_rounded_kv(
+    paths: dict[str, str], family: str, scales: tuple[float, ...], dtype: torch.dtype
+) -> None:
+    config = ModelConfig.from_pretrained(paths[family], "float32")
+    config = replace(config, kv_cache_dtype=dtype, kv_scales=scales)
+    runner = TinyRunner(config)
+    tokens = np.random.default_rng(SEED).integers(0, 131, 70).tolist()
+    want = rounded_logits(paths[family], tokens, dtype, scales)
+    (seq,) = runner.start([tokens], page_size=4)
+    rows = [runner.forward([(seq, n)], all_rows=True) for n in (33, 1, 36)]
+    # What is next to a rounding's edge may fall to the other side.
+    step = torch.finfo(dtype).eps
+    error = (torch.cat(rows) - want).abs()
+    assert error.mean() < 0.02 * step * want.std(), f"seed {SEED}: off by {error.mean() / want.std()} on average"
+    exact = rounded_logits(paths[family], tokens, torch.float32, ())
+    assert (exact - want).abs().mean() > 5 * error.mean(), "rounding changes nothing here, so that this tests nothing"
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+def test_what_is_too_large_becomes_the_largest(dtype: torch.dtype) -> None:
+    pool = MHATokenToKVPool(2, PageLayout.kv(2, 1, 1, 4, dtype))
+    most = torch.finfo(dtype).max
+    for source in (torch.float32, torch.bfloat16):
+        k = torch.tensor([[[2e5, -2e5, 1.0, torch.nan]]], dtype=source)
+        pool.store(0, torch.tensor([3]), k, -k)
+        view = pool.view(0)
+        assert view.k[1, 1, 0, :3].float().tolist() == [most, -most, 1.0] and view.k[1, 1, 0, 3].float().isnan()
+        assert view.v[1, 1, 0, :3].float().tolist() == [-most, most, -1.0]
+
+
+def test_names() -> None:
+    assert pick_kv_cache_dtype("auto") is None
+    assert [pick_kv_cache_dtype(name) for name in KV_CACHE_DTYPE_CHOICES[1:]] == [
+        *(torch.bfloat16, torch.bfloat16),
+        *(E4M3, E5M2),
+    ]
+
+
+def test_blocks_of_other_arithmetic_have_other_names(paths: dict[str, str]) -> None:
+    """The KV's own dtype stands in the pages' layout."""
+    plain = ModelConfig.from_pretrained(paths["llama"], "float32")
+    half = replace(plain, dtype=torch.bfloat16)
+    assert plain.fingerprint() == half.fingerprint()
+    small = [
+        replace(plain, kv_cache_dtype=E4M3),
+        replace(half, kv_cache_dtype=E4M3),
+        replace(plain, kv_cache_dtype=E4M3, kv_scales=SCALES),
+    ]
+    assert len({plain.fingerprint(), *(each.fingerprint() for each in small)}) == 4
+    assert replace(plain, kv_cache_dtype=torch.float32).fingerprint() == plain.fingerprint()
+
+
+def test_a_file_of_scales(tmp_path: Path) -> None:
+    file = tmp_path / "scales.json"
+    by_rank = {"0": {"0": 0.5, "1": 2, "2": 1.5}, "1": {"0": 1.0, "1": 1.0, "2": 0.25}}
+    file.write_text(json.dumps({"model_type": "llama", "kv_cache": {"scaling_factor": by_rank}}))
+    assert read_kv_scales(str(file), 3, 0) == (0.5, 2.0, 1.5)
+    assert read_kv_scales(str(file), 3, 1) == (1.0, 1.0, 0.25)
+    for rank, num_layers in ((2, 3), (0, 4)):
+        with pytest.raises(ModelConfigError, match=r"has no '[23]'; it needs kv_cache, scaling_factor, rank"):
+            read_kv_scales(str(file), num_layers, rank)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "cannot be read: No such file"),
+        ("{", "is not a file of KV scales"),
+        ("[]", "is not a file of KV scales"),
+        ("{}", "has no 'kv_cache'"),
+        ('{"kv_cache": {"scaling_factor": {"0": {"0": "much"}}}}', "is not a file of KV scales"),
+        ('{"kv_cache": {"scaling_factor": {"0": {"0": 0}}}}', "scales are numbers above 0"),
+        ('{"kv_cache": {"scaling_factor": {"0": {"0": NaN}}}}', "scales are numbers above 0"),
+    ],
+)
+def test_bad_files_of_scales(tmp_path: Path, text: str | None, words: str) -> None:
+    file = tmp_path / "scales.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ModelConfigError, match=words):
+        read_kv_scales(str(file), 1, 0)
+
+
+# -- a trained model ------------------------------------------------------------------------------------------------
+# Perplexity over that with a cache of float32, and the share of equal greedy tokens, in six pages of text.
+MEASURED = {"bf16": (1.0, 0.999), "fp8_e4m3": (1.0101, 0.952), "fp8_e5m2": (1.0345, 0.897)}
+
+
+def scored_pages(dtype: torch.dtype | None) -> list[Scored]:
+    """All tokens of the pages but the first."""
+    real = copy(real_model())
+    real.config = replace(real.config, kv_cache_dtype=dtype)
+    engine = RealEngine(real, 512, page_size=16)
+    found = []
+    for page in real.golden.pages:
+        found.append(engine.score(page.ids, 1))
+        engine.evict(Tier.DEVICE)
+    engine.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def exact_pages() -> list[Scored]:
+    return scored_pages(None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MEASURED)
+def test_a_trained_model_keeps_its_measured_quality(exact_pages: list[Scored], name: str) -> None:
+    found = scored_pages(pick_kv_cache_dtype(name))
+    wanted, given = ([each for page in pages for each in page.logprobs] for pages in (exact_pages, found))
+    same = [a == b for of, by in zip(exact_pages, found) for a, b in zip(of.likeliest, by.likeliest, strict=True)]
+    ratio, same_greedy = perplexity(given) / perplexity(wanted), sum(same) / len(same)
+    print(f"{name}: perplexity {ratio:.4f} times, {same_greedy:.3f} of {len(same)} greedy tokens the same")
+    wanted_ratio, wanted_same = MEASURED[name]
+    assert abs(ratio - wanted_ratio) < 0.003 and abs(same_greedy - wanted_same) < 0.01
