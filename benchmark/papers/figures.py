@@ -134,10 +134,17 @@ def _replaced(rows: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dic
 
 
 def _commit() -> str:
-    """With a + behind it where files differ."""
-    described = ["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
-    found = subprocess.run(described, cwd=RECORDS.parents[2], capture_output=True, text=True)
-    return found.stdout.strip() if found.returncode == 0 else "unknown"
+    """With a + behind it where files differ, other than records."""
+    root = RECORDS.parents[2]
+
+    def git(*args: str) -> str | None:
+        done = subprocess.run(["git", *args], cwd=root, capture_output=True, text=True)
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    commit = git("rev-parse", "--short=12", "HEAD")
+    if commit is None:
+        return "unknown"
+    return commit + ("+" if git("status", "--porcelain", "--", ".", f":!{RECORDS.relative_to(root)}") else "")
 
 
 def _rounded(value: Any) -> Any:
