@@ -12,11 +12,13 @@ import pytest
 
 from sglang.cli import advise
 from sglang.cli.__main__ import main
-from sglang.cli.advise import GB, Costs, Wishes, plan
+from sglang.cli.advise import GB, Costs, Wishes, _bytes_per_token, plan
 from sglang.cli.reference_sources import read_trace
 from sglang.cli.reuse import HitCurve
+from sglang.cli.server import CommandError
 from sglang.srt.server_args import ServerArgs
 from support.server_fixture import Server
+from support.tiny_model import tiny_llama
 
 COSTS = Costs(bytes_per_token=1e6, prefill_tokens_per_s=1000)
 # 1 GB are 1,000 tokens. Of 10,000 prompt tokens 2,000 are found with 2 GB, 3,000 more with 5 GB, 100 more with 50 GB.
@@ -193,3 +195,12 @@ def test_a_live_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert advice["prompt_tokens"] == 3 * 300 + 401
     assert advice["endless"]["found_share"] == pytest.approx((2 * 4 + 6) * 64 / 1301)
     assert advice["tiers"][0]["size_gb"] > 0 and advice["pays_above_gb_per_s"] > 0
+
+
+def test_the_kv_caches_type_counts(tmp_path):
+    config = tiny_llama(tmp_path)
+    size = _bytes_per_token(str(tmp_path), "auto")
+    assert size == 2 * config.num_layers * config.num_kv_heads * config.head_dim * config.dtype.itemsize
+    assert size == 4 * _bytes_per_token(str(tmp_path), "fp8_e4m3") == 2 * _bytes_per_token(str(tmp_path), "bf16")
+    with pytest.raises(CommandError, match="--kv-cache-dtype fp4 is none of auto, bf16"):
+        _bytes_per_token(str(tmp_path), "fp4")

@@ -167,8 +167,9 @@ def test_no_rule_is_stale_and_nothing_that_is_served_is_called_missing() -> None
 
 def test_the_longest_rule_has_the_sentence() -> None:
     assert missing_flag("--cuda-graph-bs-decode") == (
-        "this engine does not have the flag --cuda-graph-bs-decode: --disable-cuda-graph, --disable-prefill-cuda-graph, "
-        "--cuda-graph-max-bs-decode and --cuda-graph-max-bs-prefill are its settings of graphs"
+        "this engine does not have the flag --cuda-graph-bs-decode: --disable-cuda-graph, "
+        "--disable-prefill-cuda-graph, --cuda-graph-max-bs-decode and --cuda-graph-max-bs-prefill are its settings "
+        "of graphs"
     )
     assert missing_flag("--page-size") is missing_flag("--epoch") is None
 

@@ -154,7 +154,6 @@ def stores() -> None:
             assert torch.equal(pool[loc].float(), saturating_cast(stored, dtype).float())
 
 
-
 def cuts() -> None:
     from sgl_kernel.sampling import triton_kernels
     from sglang.srt.layers import sampler

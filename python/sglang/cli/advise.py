@@ -191,6 +191,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-rows", type=int, default=1_000_000, help="the most rows of a trace that are read")
     parser.add_argument("--bytes-per-token", type=float, help="of KV, over all layers (default: the server's)")
     parser.add_argument("--model-path", help="a model, whose checkpoint gives --bytes-per-token")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="with --model-path, as the server has it")
     parser.add_argument(
         "--prefill-tokens-per-s", type=float, help="how fast prompts are computed (default: measured)"
     )
@@ -251,7 +252,7 @@ def _check(args: argparse.Namespace) -> None:
 def _costs(args: argparse.Namespace, state: Mapping[str, Any], mean_prompt: float) -> Costs:
     size, speed = args.bytes_per_token, args.prefill_tokens_per_s
     if size is None and args.model_path is not None:
-        size = _bytes_per_token(args.model_path)
+        size = _bytes_per_token(args.model_path, args.kv_cache_dtype)
     if size is None and state:
         size = state["page_bytes"] / state["page_size"]
     if speed is None and state:
@@ -270,15 +271,19 @@ def _costs(args: argparse.Namespace, state: Mapping[str, Any], mean_prompt: floa
     return Costs(float(size), float(speed))
 
 
-def _bytes_per_token(model_path: str) -> float:
+def _bytes_per_token(model_path: str, kv_cache_dtype: str) -> float:
     # These import torch and transformers.
+    from sglang.srt.configs.kv_cache_dtype import KV_CACHE_DTYPE_CHOICES, pick_kv_cache_dtype
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.configs.model_files import ModelConfigError
     from sglang.srt.mem_cache.page_layout import PageLayout
 
+    if kv_cache_dtype not in KV_CACHE_DTYPE_CHOICES:
+        raise CommandError(f"--kv-cache-dtype {kv_cache_dtype} is none of {', '.join(KV_CACHE_DTYPE_CHOICES)}")
     try:
         config = ModelConfig.from_pretrained(model_path)
     except (ModelConfigError, OSError) as error:
         raise CommandError(f"--model-path {model_path} cannot be read: {error}") from None
-    layout = PageLayout.kv(1, config.num_layers, config.num_kv_heads, config.head_dim, config.dtype)
+    dtype = pick_kv_cache_dtype(kv_cache_dtype) or config.dtype
+    layout = PageLayout.kv(1, config.num_layers, config.num_kv_heads, config.head_dim, dtype)
     return float(layout.page_bytes)

@@ -18,6 +18,7 @@ from sgl_kernel.elementwise import saturating_cast
 from sglang.srt.configs.kv_cache_dtype import KV_CACHE_DTYPE_CHOICES, pick_kv_cache_dtype, read_kv_scales
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.model_files import ModelConfigError
+from sglang.srt.layers.kv_scale import kv_scale_of
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.transfer import Tier
@@ -75,7 +76,7 @@ def test_as_transformers_with_rounded_kv(
     paths: dict[str, str], family: str, scales: tuple[float, ...], dtype: torch.dtype
 ) -> None:
     config = ModelConfig.from_pretrained(paths[family], "float32")
-    config = replace(config, kv_cache_dtype=dtype, kv_scales=scales)
+    config = replace(config, kv_cache_dtype=dtype, kv_scales=(scales,) if scales else ())
     runner = TinyRunner(config)
     tokens = np.random.default_rng(SEED).integers(0, 131, 70).tolist()
     want = rounded_logits(paths[family], tokens, dtype, scales)
@@ -117,7 +118,7 @@ def test_blocks_of_other_arithmetic_have_other_names(paths: dict[str, str]) -> N
     small = [
         replace(plain, kv_cache_dtype=E4M3),
         replace(half, kv_cache_dtype=E4M3),
-        replace(plain, kv_cache_dtype=E4M3, kv_scales=SCALES),
+        replace(plain, kv_cache_dtype=E4M3, kv_scales=(SCALES,)),
     ]
     assert len({plain.fingerprint(), *(each.fingerprint() for each in small)}) == 4
     assert replace(plain, kv_cache_dtype=torch.float32).fingerprint() == plain.fingerprint()
@@ -127,11 +128,18 @@ def test_a_file_of_scales(tmp_path: Path) -> None:
     file = tmp_path / "scales.json"
     by_rank = {"0": {"0": 0.5, "1": 2, "2": 1.5}, "1": {"0": 1.0, "1": 1.0, "2": 0.25}}
     file.write_text(json.dumps({"model_type": "llama", "kv_cache": {"scaling_factor": by_rank}}))
-    assert read_kv_scales(str(file), 3, 0) == (0.5, 2.0, 1.5)
-    assert read_kv_scales(str(file), 3, 1) == (1.0, 1.0, 0.25)
-    for rank, num_layers in ((2, 3), (0, 4)):
-        with pytest.raises(ModelConfigError, match=r"has no '[23]'; it needs kv_cache, scaling_factor, rank"):
-            read_kv_scales(str(file), num_layers, rank)
+    scales = read_kv_scales(str(file), E4M3, 2, 3)
+    assert scales == ((0.5, 2.0, 1.5), (1.0, 1.0, 0.25))
+    assert [kv_scale_of(scales, rank, 2).factor for rank in (0, 1)] == [1.5, 0.25]
+    for num_ranks, num_layers in ((3, 3), (2, 4)):
+        with pytest.raises(ModelConfigError, match=r"has no '[23]'; it needs kv_cache, scaling_factor, "):
+            read_kv_scales(str(file), E4M3, num_ranks, num_layers)
+    with pytest.raises(ModelConfigError, match="has scales for 2 ranks, and --tp-size is 1"):
+        read_kv_scales(str(file), E4M3, 1, 3)
+    file.write_text('{"kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": {"0": {"0": 1}}}}')
+    assert read_kv_scales(str(file), E4M3, 1, 1) == ()
+    with pytest.raises(ModelConfigError, match="has scales for float8_e4m3fn, and the KV cache is float8_e5m2"):
+        read_kv_scales(str(file), E5M2, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -140,10 +148,13 @@ def test_a_file_of_scales(tmp_path: Path) -> None:
         (None, "cannot be read: No such file"),
         ("{", "is not a file of KV scales"),
         ("[]", "is not a file of KV scales"),
+        ("[" * 100_000, "is not a file of KV scales"),
         ("{}", "has no 'kv_cache'"),
         ('{"kv_cache": {"scaling_factor": {"0": {"0": "much"}}}}', "is not a file of KV scales"),
-        ('{"kv_cache": {"scaling_factor": {"0": {"0": 0}}}}', "scales are numbers above 0"),
-        ('{"kv_cache": {"scaling_factor": {"0": {"0": NaN}}}}', "scales are numbers above 0"),
+        ('{"kv_cache": {"scaling_factor": {"0": {"0": 1%s}}}}' % ("0" * 400), "is not a file of KV scales"),
+        ('{"kv_cache": {"scaling_factor": {"0": {"0": 0}}}}', "scales are numbers from 1e-06 to"),
+        ('{"kv_cache": {"scaling_factor": {"0": {"0": 1e-45}}}}', "scales are numbers from 1e-06 to"),
+        ('{"kv_cache": {"scaling_factor": {"0": {"0": NaN}}}}', "scales are numbers from 1e-06 to"),
     ],
 )
 def test_bad_files_of_scales(tmp_path: Path, text: str | None, words: str) -> None:
@@ -151,7 +162,13 @@ def test_bad_files_of_scales(tmp_path: Path, text: str | None, words: str) -> No
     if text is not None:
         file.write_text(text)
     with pytest.raises(ModelConfigError, match=words):
-        read_kv_scales(str(file), 1, 0)
+        read_kv_scales(str(file), E4M3, 1, 1)
+
+
+def test_float16_comes_back_from_bfloat16() -> None:
+    x = torch.tensor([65504.0, -65472.0, 65280.0, 3.0, torch.nan], dtype=torch.float16)
+    back = saturating_cast(x, torch.bfloat16).to(torch.float16)
+    assert back[:4].tolist() == [65280.0, -65280.0, 65280.0, 3.0] and back[4].isnan()
 
 
 # -- a trained model ------------------------------------------------------------------------------------------------

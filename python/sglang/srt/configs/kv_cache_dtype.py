@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,8 @@ _DTYPES = {
     "fp8_e5m2": torch.float8_e5m2,
 }
 KV_CACHE_DTYPE_CHOICES = ("auto", *_DTYPES)
+# Of a scale.
+_LEAST, _MOST = 1e-6, 1e6
 
 
 def pick_kv_cache_dtype(name: str) -> torch.dtype | None:
@@ -25,21 +26,34 @@ def pick_kv_cache_dtype(name: str) -> torch.dtype | None:
     return _DTYPES.get(name)
 
 
-def read_kv_scales(path: str, num_layers: int, rank: int) -> tuple[float, ...]:
-    """Of each layer, what K and V are divided by before they are stored. path: a JSON file as SGLang and vLLM read
-    it, {"kv_cache": {"scaling_factor": {rank: {layer: scale}}}}. Raises ModelConfigError."""
+def read_kv_scales(path: str, dtype: torch.dtype, num_ranks: int, num_layers: int) -> tuple[tuple[float, ...], ...]:
+    """Of each rank and layer, what K and V are divided by before they are stored; () where all are 1. path: a JSON
+    file as SGLang and vLLM read it, {"kv_cache": {"dtype": name, "scaling_factor": {rank: {layer: scale}}}}. Raises
+    ModelConfigError."""
+    flag = f"--quantization-param-path {path}"
     try:
-        factors: Any = json.loads(Path(path).read_text())["kv_cache"]["scaling_factor"][str(rank)]
-        scales = tuple(float(factors[str(layer)]) for layer in range(num_layers))
+        cache: Any = json.loads(Path(path).read_text())["kv_cache"]
+        by_rank, made_for = cache["scaling_factor"], cache.get("dtype", _name_of(dtype))
+        scales = tuple(
+            tuple(float(by_rank[str(rank)][str(layer)]) for layer in range(num_layers)) for rank in range(num_ranks)
+        )
     except OSError as error:
-        raise ModelConfigError(f"--quantization-param-path {path} cannot be read: {error.strerror}") from error
-    except (ValueError, TypeError) as error:
-        raise ModelConfigError(f"--quantization-param-path {path} is not a file of KV scales: {error}") from error
+        raise ModelConfigError(f"{flag} cannot be read: {error.strerror}") from error
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise ModelConfigError(f"{flag} is not a file of KV scales: {error}") from error
     except KeyError as error:
         raise ModelConfigError(
-            f"--quantization-param-path {path} has no {error}; it needs kv_cache, scaling_factor, rank {rank} and "
-            f"{num_layers} layers, one inside the other"
+            f"{flag} has no {error}; it needs kv_cache, scaling_factor, {num_ranks} ranks from 0 on and {num_layers} "
+            "layers, one inside the other"
         ) from error
-    if not all(math.isfinite(scale) and scale > 0 for scale in scales):
-        raise ModelConfigError(f"--quantization-param-path {path}: scales are numbers above 0")
-    return scales
+    if made_for != _name_of(dtype):
+        raise ModelConfigError(f"{flag} has scales for {made_for}, and the KV cache is {_name_of(dtype)}")
+    if len(by_rank) != num_ranks:
+        raise ModelConfigError(f"{flag} has scales for {len(by_rank)} ranks, and --tp-size is {num_ranks}")
+    if not all(_LEAST <= scale <= _MOST for of_rank in scales for scale in of_rank):
+        raise ModelConfigError(f"{flag}: scales are numbers from {_LEAST:g} to {_MOST:g}")
+    return scales if any(scale != 1.0 for of_rank in scales for scale in of_rank) else ()
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

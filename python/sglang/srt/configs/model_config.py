@@ -78,8 +78,8 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     # Of the KV cache; None for dtype.
     kv_cache_dtype: torch.dtype | None = None
-    # Per layer, of what is stored; () for 1.
-    kv_scales: tuple[float, ...] = ()
+    # Of what is stored, by rank and layer; () for 1. All ranks', so that they agree about the fingerprint.
+    kv_scales: tuple[tuple[float, ...], ...] = ()
 
     # The rest is for native models only; transformers reads hf_config itself.
     # Width of the residual stream.

@@ -29,6 +29,6 @@ class KVScale:
         return out if self.factor == 1.0 else out * self.factor
 
 
-def kv_scale_of(kv_scales: tuple[float, ...], layer_id: int) -> KVScale:
+def kv_scale_of(kv_scales: tuple[tuple[float, ...], ...], rank: int, layer_id: int) -> KVScale:
     """kv_scales: as in `ModelConfig`."""
-    return KVScale(kv_scales[layer_id]) if kv_scales else KVScale()
+    return KVScale(kv_scales[rank][layer_id]) if kv_scales else KVScale()

@@ -70,11 +70,10 @@ class CutModel(CausalLM, Protocol):
 
 @dataclass(frozen=True)
 class _Captured:
-    """The graphs of prefills of num_tokens tokens. graphs, qkvs: of each layer."""
+    """The graphs of prefills of num_tokens tokens, one of each layer."""
 
     num_tokens: int
     graphs: list[torch.cuda.CUDAGraph] = field(default_factory=list)
-    qkvs: list[QKV] = field(default_factory=list)
     # Before the last layer's attention.
     states: list[Any] = field(default_factory=list)
 
@@ -107,6 +106,9 @@ class PrefillGraphs:
         self._counts = token_counts(max_tokens)
         self._input_ids, self._positions = torch.zeros((2, max_tokens), dtype=torch.int64, device=device)
         self._attended = torch.zeros((max_tokens, model.attended_size), dtype=model.dtype, device=device)
+        # (max_tokens, heads, head_dim): a layer's queries, keys and values, and how many heads each has.
+        self._qkv: torch.Tensor | None = None
+        self._heads: tuple[int, ...] = ()
         self._captured: dict[int, _Captured] = {}
         # Memory that all graphs use in turn.
         self._memory: Any = None
@@ -139,7 +141,8 @@ class PrefillGraphs:
         if not isinstance(state, _Replayed):
             return self.model.forward_layer(layer_id, state, batch, pool)
         captured, num_tokens = state.captured, state.num_tokens
-        q, k, v = (each[:num_tokens] for each in captured.qkvs[layer_id])
+        assert self._qkv is not None
+        q, k, v = self._qkv[:num_tokens].split(self._heads, dim=1)
         attended = self.model.attend_own(layer_id, (q, k, v), batch, pool)
         if layer_id == self.num_layers - 1:
             last = self.model.first_rows(captured.states[0], num_tokens)
@@ -168,7 +171,7 @@ class PrefillGraphs:
             self._run(count, lambda work: work())
         captured = _Captured(count)
 
-        def capture(work: Callable[[], tuple[Any, QKV]]) -> tuple[Any, QKV]:
+        def capture(work: Callable[[], Any]) -> Any:
             graph = torch.cuda.CUDAGraph()
             # Other threads may make CUDA calls meanwhile.
             with torch.cuda.graph(
@@ -177,28 +180,36 @@ class PrefillGraphs:
                 found = work()
             self._memory = graph.pool()
             captured.graphs.append(graph)
-            # Held, so that no other graph takes its memory.
-            captured.qkvs.append(found[1])
             return found
 
         captured.states.append(self._run(count, capture))
         return captured
 
-    def _run(self, count: int, each: Callable[[Callable[[], tuple[Any, QKV]]], tuple[Any, QKV]]) -> Any:
+    def _run(self, count: int, each: Callable[[Callable[[], Any]], Any]) -> Any:
         """The parts of a prefill that are graphs, each by `each`. Returns the state before the last attention."""
         input_ids, positions = self._input_ids[:count], self._positions[:count]
         attended = self._attended[:count]
 
-        def first() -> tuple[Any, QKV]:
+        def first() -> Any:
             state = self.model.start(input_ids, positions)
-            return state, self.model.project(0, state)
+            self._keep(self.model.project(0, state))
+            return state
 
-        state, _ = each(first)
+        state = each(first)
         for layer in range(1, self.num_layers):
 
-            def following(layer: int = layer, state: Any = state) -> tuple[Any, QKV]:
+            def following(layer: int = layer, state: Any = state) -> Any:
                 state = self.model.finish_layer(layer - 1, state, attended)
-                return state, self.model.project(layer, state)
+                self._keep(self.model.project(layer, state))
+                return state
 
-            state, _ = each(following)
+            state = each(following)
         return state
+
+    def _keep(self, qkv: QKV) -> None:
+        """For the attention, which has read it before the next graph writes there."""
+        if self._qkv is None:
+            self._heads = tuple(each.shape[1] for each in qkv)
+            self._qkv = qkv[0].new_zeros((len(self._input_ids), sum(self._heads), qkv[0].shape[2]))
+        num_tokens = qkv[0].shape[0]
+        torch.cat(qkv, dim=1, out=self._qkv[:num_tokens])

@@ -67,7 +67,7 @@ class LlamaAttention(nn.Module):
         self.qk_norm = None
         if qk_norm:
             self.qk_norm = QKNorm(self.num_heads, self.num_kv_heads, self.head_dim, config.rms_norm_eps, config.dtype)
-        self.attn = RadixAttention(layer_id, backend, kv_scale_of(config.kv_scales, layer_id))
+        self.attn = RadixAttention(layer_id, backend, kv_scale_of(config.kv_scales, group.rank, layer_id))
 
     def project(self, x: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """x: (num_tokens, hidden_size). Returns queries, keys and values, (num_tokens, heads, head_dim) each."""

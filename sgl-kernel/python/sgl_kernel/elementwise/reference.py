@@ -35,11 +35,17 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
 
 
 def saturating_cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x in another dtype, or itself in its own. Of 8 bits, what is beyond the largest value becomes that, where torch
-    makes NaN or infinity of it. NaN stays."""
+    """x in another dtype, or itself in its own. What would become infinity or NaN there, or when it is cast back,
+    becomes the largest value instead. NaN stays."""
     if x.dtype == dtype:
         return x
+    most = largest_cast(x.dtype, dtype)
+    return (x if most is None else x.clamp(-most, most)).to(dtype)
+
+
+def largest_cast(source: torch.dtype, dtype: torch.dtype) -> float | None:
+    """The largest value that `saturating_cast` leaves as it is; None where that is every number."""
     if dtype.itemsize == 1:
-        most = torch.finfo(dtype).max
-        x = x.clamp(-most, most)
-    return x.to(dtype)
+        return torch.finfo(dtype).max
+    # The largest of bfloat16 that float16 has, too.
+    return 65280.0 if (source, dtype) == (torch.float16, torch.bfloat16) else None

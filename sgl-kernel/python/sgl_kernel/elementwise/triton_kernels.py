@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sgl_kernel.elementwise.reference import largest_cast
+
 # Values of an activation that a program computes.
 _ACTIVATION_BLOCK = 1024
 # Values of heads that a program rotates or normalises.
@@ -78,7 +80,6 @@ def store_kv(
     k_slots: torch.Tensor, v_slots: torch.Tensor, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> None:
     num_tokens, num_heads, head_dim = k.shape
-    dtype = k_slots.dtype
     block_d = triton.next_power_of_2(head_dim)
     rows = max(1, min(triton.next_power_of_2(num_heads), _HEADS_BLOCK // block_d))
     _store_kv_kernel[(num_tokens, triton.cdiv(num_heads, rows), 2)](
@@ -91,7 +92,7 @@ def store_kv(
         *(k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
         num_heads,
         head_dim,
-        MOST=torch.finfo(dtype).max if dtype.itemsize == 1 and dtype != k.dtype else None,
+        MOST=None if k_slots.dtype == k.dtype else largest_cast(k.dtype, k_slots.dtype),
         ROWS=rows,
         BLOCK_D=block_d,
     )
@@ -214,8 +215,8 @@ def _store_kv_kernel(
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Program (t, b, 0) stores K of ROWS heads of token t, program (t, b, 1) V. MOST: the largest value of the slots'
-    dtype, where it is another with a smaller one; else None."""
+    """Program (t, b, 0) stores K of ROWS heads of token t, program (t, b, 1) V. MOST: of what is
+    stored, see `largest_cast`."""
     token = tl.program_id(0).to(tl.int64)
     heads, d, mask = _tile(num_heads, head_dim, ROWS, BLOCK_D)
     slot = tl.load(loc_ptr + token)

@@ -68,6 +68,9 @@ class MaskedAttention:
         rows, num_heads, head_dim = q.shape
         num_keys, num_kv_heads = k.shape[:2]
         grouped = q.view(rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
+        if q.dtype == torch.float16:
+            # Products with stored keys that have a scale of their own may be beyond its largest value.
+            grouped, k = grouped.float(), k.float()
         scores = torch.einsum("rkgd,nkd->kgrn", grouped, k).float() * self.scale
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)

@@ -78,11 +78,11 @@ def pick_dtype(args: ServerArgs, stored: torch.dtype, device: torch.device) -> t
     return torch.float32
 
 
-def with_kv_cache(args: ServerArgs, model: ModelConfig, backend: str, rank: int, device: torch.device) -> ModelConfig:
+def with_kv_cache(args: ServerArgs, model: ModelConfig, backend: str, device: torch.device) -> ModelConfig:
     """A config with the data type and the scales of the KV cache. backend: of attention. Raises StartupError, or
     ModelConfigError for the file of the scales."""
     kv_cache_dtype = pick_kv_cache_dtype(args.kv_cache_dtype)
-    if kv_cache_dtype in (None, model.dtype):
+    if kv_cache_dtype is None or kv_cache_dtype == model.dtype:
         return model
     flag = f"--kv-cache-dtype {args.kv_cache_dtype}"
     if backend == "flashinfer":
@@ -90,9 +90,9 @@ def with_kv_cache(args: ServerArgs, model: ModelConfig, backend: str, rank: int,
     needs_e4m3 = kv_cache_dtype is torch.float8_e4m3fn and device.type == "cuda"
     if needs_e4m3 and torch.cuda.get_device_capability(device) < _E4M3_FROM:
         raise StartupError(f"{flag} needs a GPU of compute capability 8.9 or more: use fp8_e5m2")
-    scales: tuple[float, ...] = ()
+    scales: tuple[tuple[float, ...], ...] = ()
     if args.quantization_param_path is not None:
-        scales = read_kv_scales(args.quantization_param_path, model.num_layers, rank)
+        scales = read_kv_scales(args.quantization_param_path, kv_cache_dtype, args.tp_size, model.num_layers)
     return replace(model, kv_cache_dtype=kv_cache_dtype, kv_scales=scales)
 
 

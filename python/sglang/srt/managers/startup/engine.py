@@ -150,7 +150,7 @@ class EngineBuilder:
             args.model_path, args.dtype, args.context_length, model_impl=args.model_impl
         )
         dtype = pick_dtype(args, model.dtype, device)
-        self.model = with_kv_cache(args, replace(model, dtype=dtype), backend, group.rank, device)
+        self.model = with_kv_cache(args, replace(model, dtype=dtype), backend, device)
         self.model.check_tensor_parallel(group.size)
         check_weights_fit(self.model, group, device)
         # Again once the weights are there; what does not even fit now need not wait for them.
