@@ -123,9 +123,9 @@ def _plain(cell: str) -> str:
 
 def _value(file: str, place: str) -> tuple[Any, str]:
     """What a place of a template names, and the format that it asks for."""
-    # What is in brackets may have colons.
-    at = place.find(":", place.rfind("]") + 1)
-    path, form = (place, "") if at < 0 else (place[:at], place[at + 1 :])
+    # Names, and what is in brackets, may have colons, with a space behind them.
+    found = re.search(r":([^:\s\]]*)$", place)
+    path, form = (place[: found.start()], found[1]) if found else (place, "")
     if (other := re.match(r"([a-z0-9_]+)/(.*)", path)) and (RESULTS / f"{other[1]}.json").exists():
         file, path = other[1], other[2]
     return lookup(_loaded(file), path), form
@@ -172,7 +172,7 @@ def _picked(value: Any, pick: str, path: str) -> Any:
     if pick.lstrip("-").isdigit():
         return value[int(pick)]
     wanted = [part.split("=", 1) for part in pick.split(" & ")]
-    found = [row for row in value if all(len(w) == 2 and str(row.get(w[0])) == w[1] for w in wanted)]
+    found = [row for row in value if all(len(w) == 2 and _plain(str(row.get(w[0]))) == _plain(w[1]) for w in wanted)]
     if len(found) != 1:
         raise ResultError(f"{path}: {len(found)} elements have {pick}, and it has to be one")
     return found[0]

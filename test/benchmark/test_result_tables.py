@@ -18,7 +18,7 @@ POINTS = [
 ]
 CLAIMS = [{"what": "a, or: b", "ours": 2.214}, {"what": "hits at 1.5", "ours": "12 / 13"}]
 # On each page, of tables that come from results.
-NUM_TABLES = {"evidence.md": 4, "experiments.md": 3, "measurements.md": 3, "papers.md": 33}
+NUM_TABLES = {"evidence.md": 4, "experiments.md": 3, "measurements.md": 3, "papers.md": 35}
 TABLE = """
 # A page
 
@@ -51,6 +51,17 @@ def test_a_column_by_row() -> None:
     binding = {"file": "one", "columns": {"requests/s": "{points[system=<row> & rate=1.0].requests/s:.2f}"}}
     rows = fill(binding, "| | requests/s | |", "|---|--:|---|", "| **a** | 1 | ours |", "| b | | |")
     assert rows == ["| **a** | 3.46 | ours |", "| b | 7.00 | |"]
+
+
+def test_names_may_have_colons_and_rows_commas_in_numbers(results: Path) -> None:
+    rows = [{"with": "chunks of 2,048 tokens", "h20: TTFT": 1.25}, {"with": "usual: all", "h20: TTFT": 3}]
+    (results / "colons.json").write_text(json.dumps({"rows": rows}))
+    binding = {
+        "file": "colons",
+        "columns": {"here": "{rows[with=<row>].h20: TTFT:.1f} = {rows[with=<row>].h20: TTFT}"},
+    }
+    found = fill(binding, "| | here |", "|---|--:|", "| chunks of 2,048 tokens | 0 |", "| usual: all | 0 |")
+    assert found == ["| chunks of 2,048 tokens | 1.2 = 1.25 |", "| usual: all | 3.0 = 3 |"]
 
 
 def test_a_column_by_the_number_of_the_row() -> None:
