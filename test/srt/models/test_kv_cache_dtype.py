@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from copy import copy
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from sglang.srt.layers.kv_scale import kv_scale_of
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.transfer import Tier
+from sglang.srt.server_args import ServerArgs
 from support.golden import perplexity
 from support.real_engine import RealEngine, Scored, real_model
 from support.tiny_runner import TinyRunner
@@ -103,6 +104,9 @@ def test_what_is_too_large_becomes_the_largest(dtype: torch.dtype) -> None:
 
 
 def test_names() -> None:
+    # The flags' module imports no torch.
+    (flag,) = (each for each in fields(ServerArgs) if each.name == "kv_cache_dtype")
+    assert flag.metadata["choices"] == KV_CACHE_DTYPE_CHOICES
     assert pick_kv_cache_dtype("auto") is None
     assert [pick_kv_cache_dtype(name) for name in KV_CACHE_DTYPE_CHOICES[1:]] == [
         *(torch.bfloat16, torch.bfloat16),

@@ -11,8 +11,8 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
 
 @dataclass(frozen=True)
 class KVScale:
-    """A data type of 8 bits is exact near 0 and has nothing above its largest value. factor moves a layer's values to
-    where it is fine enough. 1 changes nothing and costs nothing."""
+    """A data type of 8 bits has few values near 0 and none above its largest. factor moves a layer's values to where
+    it has enough. 1 changes nothing and costs nothing."""
 
     factor: float = 1.0
 

@@ -1,8 +1,8 @@
 """`PrefillGraphs`: a model whose short prefills are CUDA graphs, but for their attention. Has not run on a GPU.
 
-Owns the graphs and the memory that they read from and leave their results in. 48 new tokens behind a long prefix take
-a GPU less time than the host takes for 27 kernels a layer. Attention depends on the lengths of all requests, and a
-layer's KV may still be on its way, so that a prefill is not one graph but one per layer:
+Owns the graphs and the memory that they read from and leave their results in. By estimate, 48 new tokens behind a
+long prefix take a GPU less time than the host takes for 27 kernels a layer. Attention depends on the lengths of all
+requests, and a layer's KV may still be on its way, so that a prefill is not one graph but one per layer:
 
     graph 0         embedding, and layer 0 up to queries, keys and values
                     the host stores K and V, and starts layer 0's attention
@@ -20,7 +20,7 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -73,9 +73,9 @@ class _Captured:
     """The graphs of prefills of num_tokens tokens, one of each layer."""
 
     num_tokens: int
-    graphs: list[torch.cuda.CUDAGraph] = field(default_factory=list)
+    graphs: list[torch.cuda.CUDAGraph]
     # Before the last layer's attention.
-    states: list[Any] = field(default_factory=list)
+    state: Any
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class PrefillGraphs:
         q, k, v = self._qkv[:num_tokens].split(self._heads, dim=1)
         attended = self.model.attend_own(layer_id, (q, k, v), batch, pool)
         if layer_id == self.num_layers - 1:
-            last = self.model.first_rows(captured.states[0], num_tokens)
+            last = self.model.first_rows(captured.state, num_tokens)
             return self.model.finish_layer(layer_id, last, attended, batch.sample_rows)
         self._attended[:num_tokens].copy_(attended)
         captured.graphs[layer_id + 1].replay()
@@ -169,7 +169,7 @@ class PrefillGraphs:
         """On the current stream."""
         for _ in range(_WARM_UPS):
             self._run(count, lambda work: work())
-        captured = _Captured(count)
+        graphs: list[torch.cuda.CUDAGraph] = []
 
         def capture(work: Callable[[], Any]) -> Any:
             graph = torch.cuda.CUDAGraph()
@@ -179,11 +179,10 @@ class PrefillGraphs:
             ):
                 found = work()
             self._memory = graph.pool()
-            captured.graphs.append(graph)
+            graphs.append(graph)
             return found
 
-        captured.states.append(self._run(count, capture))
-        return captured
+        return _Captured(count, graphs, self._run(count, capture))
 
     def _run(self, count: int, each: Callable[[Callable[[], Any]], Any]) -> Any:
         """The parts of a prefill that are graphs, each by `each`. Returns the state before the last attention."""
