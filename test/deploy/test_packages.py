@@ -72,6 +72,25 @@ def test_the_version_stands_in_one_place() -> None:
         assert set(re.findall(r"sglang:([\d.]+)", (DEPLOY / path).read_text())) == {sglang.__version__}
 
 
+def test_a_gpu_without_a_network_gets_what_the_engine_imports() -> None:
+    """The file's head tells what is there; transformers brings the rest. Without xgrammar there are no grammars."""
+    lines = (ROOT / "gpu-wheels.txt").read_text().splitlines()
+    fetched = {line for line in lines if line and not line.startswith("#")}
+    needed = {re.match(r"[\w-]+", each)[0] for each in PROJECT["project"]["dependencies"]}  # type: ignore[index]
+    there = {
+        "torch",
+        "numpy",
+        "transformers",
+        "tokenizers",
+        "safetensors",
+        "huggingface-hub",
+        "jinja2",
+        "pyyaml",
+        "tqdm",
+    }
+    assert needed - there - {"xgrammar"} <= fetched
+
+
 def test_a_service_manager_waits_for_the_drain_and_is_told() -> None:
     service = unit()["Service"]
     assert service["Type"] == "notify"

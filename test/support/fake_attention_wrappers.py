@@ -60,7 +60,7 @@ class _Wrapper:
 
     def _run(self, q, paged_kv_cache, *, out, lse=None, return_lse=False):
         k, v = paged_kv_cache
-        assert q.dtype == self.q_dtype and k.dtype == v.dtype == self.kv_dtype and out.dtype == self.out_dtype
+        assert q.dtype == self.q_dtype and k.dtype == v.dtype == self.kv_dtype and out.dtype == self.q_dtype
         assert k.stride() == v.stride() and k.stride(3) == 1
         assert (k.shape[1], q.shape[1], k.shape[2], q.shape[2]) == (self.page_size, *self.shape)
         assert q.shape[0] == sum(self.q_lens) and out.shape == q.shape
@@ -118,7 +118,7 @@ class _Decode(_Wrapper):
         sm_scale,
     ):
         self.page_size, self.shape, self.sm_scale = page_size, (num_qo_heads, num_kv_heads, head_dim), sm_scale
-        self.q_dtype, self.kv_dtype, self.out_dtype, self.causal = q_data_type, kv_data_type, q_data_type, False
+        self.q_dtype, self.kv_dtype, self.causal = q_data_type, kv_data_type, False
         self._keep(indptr, indices, last_page_len, [1] * len(last_page_len))
 
 
@@ -147,10 +147,8 @@ class _Prefill(_Wrapper):
         sm_scale,
         q_data_type,
         kv_data_type,
-        o_data_type,
     ):
         assert qo_indptr.dtype == torch.int32 and len(qo_indptr) == len(paged_kv_indptr)
-        assert o_data_type == q_data_type or self.backend == "fa2", "FA3 writes 16 bits"
         self.page_size, self.shape, self.sm_scale = page_size, (num_qo_heads, num_kv_heads, head_dim_qk), sm_scale
-        self.q_dtype, self.kv_dtype, self.out_dtype, self.causal = q_data_type, kv_data_type, o_data_type, causal
+        self.q_dtype, self.kv_dtype, self.causal = q_data_type, kv_data_type, causal
         self._keep(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, qo_indptr.diff().tolist())

@@ -91,10 +91,7 @@ class _Planned:
             **shape.arguments(),
         )
 
-    def plan_extend(
-        self, q_lens: np.ndarray, pages: _Pages, shape: _Shape, causal: bool, out: torch.dtype | None = None
-    ) -> None:
-        """out: dtype of the result, where it is not the queries'."""
+    def plan_extend(self, q_lens: np.ndarray, pages: _Pages, shape: _Shape, causal: bool) -> None:
         self._plan(
             _indptr(q_lens),
             pages.indptr,
@@ -105,7 +102,6 @@ class _Planned:
             shape.head_dim,
             pages.page_size,
             causal=causal,
-            o_data_type=out or shape.dtype,
             **shape.arguments(),
         )
 
@@ -210,7 +206,8 @@ class FlashInferAttnBackend:
     def partial(
         self, q: torch.Tensor, view: KVView, segment: KVSegment, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """q: (q_len, num_q_heads, head_dim). Returns out, same shape, float32, and lse (q_len, num_q_heads)."""
+        """q: (q_len, num_q_heads, head_dim). Returns out, same shape, float32, and lse (q_len, num_q_heads). The
+        kernels write out in q's dtype: FlashInfer has none that write float32."""
         assert not segment.causal or segment.length == q.shape[0], "a causal segment's tokens are the queries"
         lse = q.new_full(q.shape[:2], -math.inf, dtype=torch.float32)
         if segment.length == 0 or q.shape[0] == 0:
@@ -225,10 +222,10 @@ class FlashInferAttnBackend:
             partial = self._plan_partial(q, segment, 1 if by_token else view.page_size, _Shape.of(q, view, scale))
         self._partials[key] = partial
         partial.indices.copy_(names)
-        out = q.new_empty(q.shape, dtype=torch.float32)
+        out = q.new_empty(q.shape)
         kv = _tokens_of(view) if by_token else (view.k, view.v)
         partial.planned.run(q, kv, out=out, lse=lse, return_lse=True)
-        return out, lse.mul_(_LN_2)
+        return out.float(), lse.mul_(_LN_2)
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -278,7 +275,6 @@ class FlashInferAttnBackend:
 
     def _plan_partial(self, q: torch.Tensor, segment: KVSegment, page_size: int, shape: _Shape) -> _Partial:
         if len(self._partials) < _KEPT_PARTIALS:
-            # The older kernels (fa2) can write float32, too.
             planned = self._extend_wrapper(q.device, "fa2")
         else:
             planned = self._partials.popitem(last=False)[1].planned
@@ -287,7 +283,7 @@ class FlashInferAttnBackend:
         kv_lens, q_lens = np.array([segment.length]), np.array([q.shape[0]])
         # FlashInfer keeps the tensor itself, because it has the right device and dtype.
         pages = _Pages(_indptr(-(-kv_lens // page_size)), _last_page_lens(kv_lens, page_size), indices, page_size)
-        planned.plan_extend(q_lens, pages, shape, segment.causal, torch.float32)
+        planned.plan_extend(q_lens, pages, shape, segment.causal)
         return _Partial(planned, indices)
 
     def _decode_wrapper(self, device: torch.device, **buffers: Any) -> _Planned:
