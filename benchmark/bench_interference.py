@@ -73,17 +73,19 @@ TINY = Sizes(
 
 @dataclass(frozen=True)
 class Case:
-    """variant: None for the memcpy. urgent: on a stream of high priority."""
+    """variant: None for the memcpy. urgent: loads are on a stream of high priority."""
 
     variant: Variant | None
     page_size: int = 0
     order: str = ""
     urgent: bool = False
 
-    @property
-    def columns(self) -> dict[str, Any]:
+    def is_urgent(self, direction: str) -> bool:
+        return self.urgent and direction == "load"
+
+    def columns(self, direction: str) -> dict[str, Any]:
         name = self.variant.name if self.variant is not None else "memcpy"
-        stream = {"stream": "urgent" if self.urgent else "normal"}
+        stream = {"stream": "urgent" if self.is_urgent(direction) else "normal"}
         return {"variant": name, "page size": self.page_size or None, "pages": self.order, **stream}
 
 
@@ -95,17 +97,18 @@ def cases_on(device: str) -> list[Case]:
         cases += [Case(by_name["reference"], page, "scattered") for page in (1, 16)]
         return [*cases, Case(by_name["dma"], 1, "in runs"), Case(by_name["direct"], 16, "scattered")]
     kernel = "cuda" if "cuda 64" in by_name else "triton"
+    # As the engine's loads, whose stream is urgent.
     quotas = [name for name in by_name if name.startswith((f"{kernel} ", "bulk "))]
-    cases += [Case(by_name[name], 1, "scattered") for name in quotas]
+    cases += [Case(by_name[name], 1, "scattered", urgent=True) for name in quotas]
     if "dma" in by_name:
-        cases += [Case(by_name["dma"], page, "in runs") for page in (1, 16, 64)]
-        cases += [Case(by_name["direct"], page, "scattered") for page in (1, 16, 64)]
-        cases += [Case(by_name["dma"], page, "scattered") for page in (16, 64)]
-        cases += [Case(by_name["staged"], 1, "scattered")]
-    cases += [Case(by_name[f"{kernel} 64"], page, "scattered") for page in (16, 64)]
-    cases += [Case(by_name[f"{kernel} 64"], 1, "scattered", urgent=True)]
+        cases += [Case(by_name["dma"], page, "scattered") for page in (16, 64, 1)]
+        cases += [Case(by_name["dma"], page, "in runs") for page in (1, 16)]
+    cases += [Case(by_name[f"{kernel} 64"], page, "scattered", urgent=True) for page in (16, 64)]
+    cases += [Case(by_name[f"{kernel} 64"], 1, "scattered")]
+    if "dma" in by_name:
+        cases += [Case(by_name["direct"], 16, "scattered"), Case(by_name["staged"], 1, "scattered")]
     if kernel == "cuda" and "triton 64" in by_name:
-        cases += [Case(by_name["triton 64"], 1, "scattered")]
+        cases += [Case(by_name["triton 64"], 1, "scattered", urgent=True)]
     return cases
 
 
@@ -281,11 +284,11 @@ def operation_of(bench: Bench, case: Case, direction: str, sizes: Sizes) -> Call
 def measure(
     bench: Bench, sizes: Sizes, works: list[Work], case: Case, direction: str, window_s: float, pairs: int
 ) -> dict[str, Any]:
-    row: dict[str, Any] = {"what": direction, **case.columns}
+    row: dict[str, Any] = {"what": direction, **case.columns(direction)}
     operation = operation_of(bench, case, direction, sizes)
     operation()  # compiles
     settle(bench.device)
-    traffic = Traffic(operation, bench.device, case.urgent)
+    traffic = Traffic(operation, bench.device, case.is_urgent(direction))
     with traffic:
         start = time.perf_counter()
         time.sleep(window_s)
@@ -320,7 +323,7 @@ def rows_of(
                 yield measure(bench, sizes, works, case, direction, window_s, pairs)
             except Exception as error:
                 print(f"{case} failed: {error!r}", flush=True)
-                yield {"what": direction, **case.columns, "error": repr(error)}
+                yield {"what": direction, **case.columns(direction), "error": repr(error)}
                 settle(bench.device)  # raises again, and ends the run, where the device is lost
 
 

@@ -2,11 +2,12 @@
 
     python benchmark/bench_kvcacheio.py [--tokens N] [--shapes Llama-8B] [--layers N] [--heads N] [--head-dim N]
                                         [--page-sizes 1,16,64,256] [--layouts page_first] [--orders scattered]
-                                        [--rounds N] [--budget-s N]
+                                        [--host-memory registered] [--rounds N] [--budget-s N]
 
 On the CPU: the kernel in C, the reference, and the plans of `dma` and `direct` executed in numpy, in one thread. The
 torch code that was the reference before it copied only once stands beside it. On a GPU: every backend at every quota
-of blocks, between a pinned host pool and the device, page sizes 1 to 1024. There a memcpy is one call for all bytes.
+of blocks, between a host pool and the device, page sizes 1 to 1024. The host pool is memory as the engine's, which
+CUDA registers, or CUDA's own pinned memory. A memcpy is one call for all bytes.
 Times are those of CUDA events around everything that a variant issues, with the upload of indices; *issuing* is the
 part of that time that the host's thread spent. Every variant's bytes are checked once. A wrong or failing variant
 gives an exit code of 1 and does not affect the numbers of the others.
@@ -35,12 +36,14 @@ from yardsticks import median_seconds, seconds_of, settle
 from sgl_kernel import kvcacheio
 from sgl_kernel.kvcacheio import KVPages, dma, pick_backend, why_not
 from sgl_kernel.kvcacheio.pick import available_kernel
+from sglang.srt.mem_cache.memory_pool_host import cuda_register, pin_memory
+from sglang.srt.utils.shared_memory import SharedMemory
 
 DTYPE = torch.bfloat16
 GPU_PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 CPU_PAGE_SIZES = (1, 16, 64, 256)
 # Of warps.
-GPU_QUOTAS = {"cuda": (16, 32, 64, 128, 256), "bulk": (32, 64, 128), "triton": (64, 256)}
+GPU_QUOTAS = {"cuda": (8, 16, 32, 64, 128), "bulk": (32, 64, 128), "triton": (64,)}
 SHAPES = {"Llama-8B": (32, 8, 128), "Qwen-14B": (48, 8, 128), "Llama-70B": (80, 8, 128)}
 LAYOUTS = ("page_first", "layer_first")
 ORDERS = ("in runs", "random", "scattered")
@@ -98,12 +101,20 @@ class Pools:
 class Bench:
     """A host pool and a device pool of num_tokens tokens, at any page size: the same memory, seen differently."""
 
-    def __init__(self, num_tokens: int, num_layers: int, heads: int, dim: int, device: str) -> None:
+    def __init__(
+        self, num_tokens: int, num_layers: int, heads: int, dim: int, device: str, host_memory: str = "registered"
+    ) -> None:
         self.num_tokens, self.num_layers, self.inner, self.device = num_tokens, num_layers, (heads, dim), device
         size = num_tokens * 2 * num_layers * heads * dim
         cuda = device == "cuda"
         # Written once, so that every page of memory exists.
-        self.host_memory = torch.empty(size, dtype=DTYPE, pin_memory=cuda).fill_(1)
+        if cuda and host_memory == "registered":
+            self._shared = SharedMemory.allocate(size * DTYPE.itemsize, "bench")
+            memory = torch.from_numpy(self._shared.memory)
+            pin_memory(memory, cuda_register)
+            self.host_memory = memory.view(DTYPE).fill_(1)
+        else:
+            self.host_memory = torch.empty(size, dtype=DTYPE, pin_memory=cuda).fill_(1)
         self.device_memory = torch.empty(size, dtype=DTYPE, device=device).fill_(2)
         if cuda:  # each byte tells its place
             self.device_memory.view(torch.int16).random_()
@@ -345,6 +356,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--host-memory", choices=("registered", "pinned"), default="registered", help="on a GPU")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--page-sizes", default="")
     parser.add_argument("--layouts", default=",".join(LAYOUTS))
@@ -359,7 +371,7 @@ def main() -> None:
     names = args.shapes.split(",") if args.shapes else ["Llama-8B"] if device == "cuda" else []
     shapes = {name: SHAPES[name] for name in names}
     for shape, inner in (shapes or {f"{args.layers} layers": (args.layers, args.heads, args.head_dim)}).items():
-        bench = Bench(args.tokens, *inner, device)
+        bench = Bench(args.tokens, *inner, device, args.host_memory)
         for page_size in page_sizes:
             run.measure(bench, shape, page_size, args.layouts.split(","), args.orders.split(","))
     print_table(f"Transfers of {args.tokens:,} tokens, {device}, ratios to memcpy", printed(run.rows))

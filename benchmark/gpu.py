@@ -60,15 +60,17 @@ _PAGE_SIZES = "1,64,16,32,1024,4,256,2,8,128,512"
 PARTS = (
     Part(
         "kvcacheio",
-        125,
-        ("--page-sizes", _PAGE_SIZES, "--layouts", "page_first", "--orders", "scattered,in runs", "--rounds", "4"),
+        100,
+        ("--tokens", "8192", "--page-sizes", _PAGE_SIZES, "--layouts", "page_first", "--orders", "scattered,in runs")
+        + ("--rounds", "4"),
         ("--tokens", "256", "--layers", "2", "--page-sizes", "1,32", "--layouts", "page_first", "--rounds", "1"),
     ),
-    Part("gpu_engine", 225),
-    Part("interference", 95, ("--pairs", "2"), ("--pairs", "1", "--window-s", "0.002")),
-    Part("attention", 55, ("--rounds", "5"), ("--rounds", "1", "--page-sizes", "16"), False, False),
+    Part("gpu_engine", 190),
+    Part("interference", 85, ("--pairs", "2"), ("--pairs", "1", "--window-s", "0.002")),
+    Part("attention", 45, ("--rounds", "5"), ("--rounds", "1", "--page-sizes", "16"), False, False),
+    Part("gpu_kernels", 70, ends_itself=False),
     Part(
-        "host_memory", 20, ("--size-gb", "2", "--rounds", "2"), ("--size-gb", "0.05", "--rounds", "1"), False, False
+        "host_memory", 30, ("--size-gb", "0.5", "--rounds", "2"), ("--size-gb", "0.05", "--rounds", "1"), False, False
     ),
 )
 

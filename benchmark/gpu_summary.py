@@ -137,24 +137,24 @@ _WORKS = ("prefill", "decode")
 
 
 def kernel_row(rows: Sequence[Report], what: str, quota: int) -> Report:
-    """Page size 1, by the kernel of so many warps: CUDA's, or Triton's where that is not there."""
+    """Page size 1, by the kernel of so many warps: CUDA's, or Triton's where that is not there. Loads are urgent, as
+    the engine's."""
     for name in (f"cuda {quota}", f"triton {quota}"):
-        if row := _find(rows, what=what, variant=name, page_size=1, stream="normal"):
+        if row := _find(rows, what=what, variant=name, page_size=1, stream="urgent" if what == "load" else "normal"):
             return row
     return {}
 
 
 def _interference_lines(rows: list[Report]) -> Iterator[Line]:
-    for what, quota in (("load", 64), ("back up", 32)):
-        row = kernel_row(rows, what, quota)
-        for work in _WORKS:
-            rate = row.get(f"{work} GB/s")
-            note = f"(at {rate:.0f} GB/s)" if rate is not None else ""
-            title = f"{work} lost to {what}s, kernel, {quota} warps"
-            yield Line(title, row.get(f"{work} loss, %"), " %", most=MOST_LOSS, note=note)
-    row = _find(rows, what="load", variant="dma", page_size=1, pages="in runs")
-    for work in _WORKS:
-        yield Line(f"{work} lost to loads, dma in runs", row.get(f"{work} loss, %"), " %", most=MOST_LOSS)
+    for what, quota in (("load", 64), ("back up", 16)):
+        copies = _find(rows, what=what, variant="dma", page_size=64, pages="scattered")
+        for how, row in ((f"kernel, {quota} warps", kernel_row(rows, what, quota)), ("dma, page 64", copies)):
+            for work in _WORKS:
+                rate = row.get(f"{work} GB/s")
+                note = f"(at {rate:.0f} GB/s)" if rate is not None else ""
+                yield Line(
+                    f"{work} lost to {what}s, {how}", row.get(f"{work} loss, %"), " %", most=MOST_LOSS, note=note
+                )
 
 
 # -- the engine -----------------------------------------------------------------------------------------------------

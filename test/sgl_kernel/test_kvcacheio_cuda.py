@@ -16,16 +16,17 @@ import torch
 
 from sgl_kernel.kvcacheio import KVLayoutError, KVPages, cuda_kernels
 from sgl_kernel.kvcacheio.cuda_kernels import (
-    BULK_BYTES,
     BULK_KERNEL,
-    BULK_SHARED_BYTES,
+    BULK_RING_BYTES,
     BULK_SLOTS,
     KERNEL,
+    MOST_BULK_BYTES,
     SEGMENT_BYTES,
     SEGMENTS_AT_ONCE,
     SOURCE,
     THREADS,
     Launch,
+    bulk_segment_bytes,
 )
 from support.kv_model import DTYPES, ROUTES, Pool, expected, index_patterns, random_bytes
 
@@ -59,7 +60,7 @@ def check_sass(cubin: bytes, folder: Path) -> None:
     of_kernel = re.search(rf"Function {KERNEL}:\s+REG:(\d+) STACK:0 ", usage)
     assert of_kernel and int(of_kernel[1]) * THREADS <= 65536 // 4, usage
     of_bulk = re.search(rf"Function {BULK_KERNEL}:\s+REG:(\d+) STACK:0 SHARED:(\d+) ", usage)
-    assert of_bulk and int(of_bulk[2]) + BULK_SHARED_BYTES <= 227 << 10, usage
+    assert of_bulk and int(of_bulk[2]) + BULK_RING_BYTES <= 227 << 10, usage
     assert "UBLKCP" in sass
 
 
@@ -199,7 +200,19 @@ def run_kernel_model(
 def test_a_segment_is_an_access_of_each_lane():
     assert SEGMENT_BYTES == 32 * 16
     assert f"SEGMENTS_AT_ONCE = {SEGMENTS_AT_ONCE};" in SOURCE.read_text()
-    assert f"BULK_BYTES = {BULK_BYTES};" in SOURCE.read_text() and f"BULK_SLOTS = {BULK_SLOTS};" in SOURCE.read_text()
+    assert f"BULK_RING_BYTES = {BULK_RING_BYTES >> 10} << 10;" in SOURCE.read_text()
+    assert f"BULK_SLOTS = {BULK_SLOTS};" in SOURCE.read_text()
+
+
+def test_a_lane_of_bulk_copies_takes_a_run_at_a_time():
+    assert [bulk_segment_bytes(run) for run in ((30,), (2048, 2048), (2049, 16), (131072,))] == [
+        1024,
+        2048,
+        4096,
+        8192,
+    ]
+    # The least that a ring can hold is a lane's.
+    assert BULK_RING_BYTES >= BULK_SLOTS * MOST_BULK_BYTES
 
 
 @pytest.mark.parametrize("count", range(1, 12))
@@ -208,14 +221,17 @@ def test_a_lane_of_bulk_copies_loads_to_places_that_are_free(count: int):
     barrier of a place is awaited in the phase that its load ends."""
     held: dict[int, int] = {}
     loads, stored = [0] * BULK_SLOTS, []
-    for n in range(count + BULK_SLOTS - 1):
+    ahead = BULK_SLOTS - 2
+    for n in range(count + ahead):
         if n < count:
+            # The last store may still be read from its place.
             assert n % BULK_SLOTS not in held, "loaded over what is not stored yet"
+            assert not stored or n % BULK_SLOTS != stored[-1] % BULK_SLOTS
             held[n % BULK_SLOTS] = n
             loads[n % BULK_SLOTS] += 1
-        if n + 1 < BULK_SLOTS:
+        if n < ahead:
             continue
-        done = n + 1 - BULK_SLOTS
+        done = n - ahead
         assert done // BULK_SLOTS & 1 == (loads[done % BULK_SLOTS] - 1) & 1
         stored.append(held.pop(done % BULK_SLOTS))
         assert stored[-1] == done

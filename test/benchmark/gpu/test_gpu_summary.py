@@ -76,17 +76,19 @@ def test_transfers_name_the_best_backend_and_where_auto_is_worst() -> None:
 
 
 def test_interference_is_that_of_the_quotas_in_use() -> None:
-    """Not that of an urgent stream, nor of another quota; Triton's kernel where there is no other."""
+    """Of an urgent stream for loads, and of no other quota; Triton's kernel where there is no other."""
     rows = [
-        beside("load", "cuda 32", 0, 0),
-        beside("load", "cuda 64", 9, 9, "urgent"),
-        beside("load", "cuda 64", 2.5, 4),
+        beside("load", "cuda 32", 0, 0, "urgent"),
+        beside("load", "cuda 64", 9, 9),
+        beside("load", "cuda 64", 2.5, 4, "urgent"),
+        beside("back up", "dma", 2.5, 4) | {"page size": 64},
     ]
-    found = table(well("interference", *rows, beside("back up", "triton 32", 1, 1)))
+    found = table(well("interference", *rows, beside("back up", "triton 16", 1, 1)))
     assert found["prefill lost to loads, kernel, 64 warps"] == ("2.5 % (at 45 GB/s)", "yes")
     assert found["decode lost to loads, kernel, 64 warps"] == ("4 % (at 45 GB/s)", "no")
-    assert found["decode lost to back ups, kernel, 32 warps"] == ("1 % (at 45 GB/s)", "yes")
-    assert found["prefill lost to loads, dma in runs"] == ("not measured", "?")
+    assert found["decode lost to back ups, kernel, 16 warps"] == ("1 % (at 45 GB/s)", "yes")
+    assert found["prefill lost to loads, dma, page 64"] == ("not measured", "?")
+    assert found["decode lost to back ups, dma, page 64"] == ("4 % (at 45 GB/s)", "no")
 
 
 def test_variants_are_compared_with_everything() -> None:
@@ -132,7 +134,7 @@ def test_what_a_killed_part_had_written_counts() -> None:
 def test_the_whole_table_is_short() -> None:
     """And a part that was not asked for takes no line."""
     parts = ("kvcacheio", "interference", "gpu_engine", "attention")
-    assert len(summary([well(part) for part in parts])) <= 25
+    assert len(summary([well(part) for part in parts])) <= 27
     assert len(summary([well("attention")])) == 4
 
 
@@ -158,7 +160,7 @@ def test_constants_stand_beside_what_was_measured() -> None:
     outcomes = [
         well("gpu_engine", device={"matrix_flops": 780e12, "copy_bytes_per_s": 3.6e12}),
         well("kvcacheio", row, transfer("load", "scattered", cuda_32=0.8)),
-        well("interference", beside("load", "cuda 64", 3, 6)),
+        well("interference", beside("load", "cuda 64", 3, 6, "urgent")),
     ]
     found = {row["constant"]: (row["simulator"], row["measured"]) for row in constants(outcomes, PROFILE)}
     assert found["matrices, share of the peak"] == (0.65, pytest.approx(0.78))

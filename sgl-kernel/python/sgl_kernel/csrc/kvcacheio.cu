@@ -154,12 +154,15 @@ extern "C" __global__ void __launch_bounds__(256) sgl_kv_copy_pages(COPY_PARAMET
 }
 
 // The same by Hopper's bulk copies, which need no registers and no lanes that wait for loads. A block is a warp. Each
-// lane copies segments of at most BULK_BYTES by itself, through BULK_SLOTS places of a ring in shared memory: while a
-// place is stored from, the others are loaded to. The block has 128 KiB of them.
+// lane copies segments by itself, through BULK_SLOTS places of a ring in shared memory: while one is loaded, the
+// one before it waits, and an earlier one is stored from. Larger segments are fewer lanes': a copy costs the SM the
+// same for any size.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
-constexpr unsigned int BULK_BYTES = 1024;
+constexpr unsigned int BULK_RING_BYTES = 128 << 10;
 constexpr unsigned int BULK_SLOTS = 4;
+// Loads that a lane begins before it stores the first.
+constexpr unsigned int BULK_AHEAD = BULK_SLOTS - 2;
 
 __device__ __forceinline__ unsigned int shared_address(const void* p) {
     return static_cast<unsigned int>(__cvta_generic_to_shared(p));
@@ -199,35 +202,43 @@ extern "C" __global__ void __launch_bounds__(32) sgl_kv_copy_pages_bulk(COPY_PAR
     const Copy copy = COPY_ARGUMENTS;
     extern __shared__ __align__(128) char ring[];
     __shared__ unsigned long long arrived[32][BULK_SLOTS];
+    __shared__ Segment held[32][BULK_SLOTS];
     const unsigned int lane = threadIdx.x;
-    char* slots = ring + lane * BULK_SLOTS * BULK_BYTES;
+    const unsigned int fitting = BULK_RING_BYTES / (BULK_SLOTS * copy.segment_bytes);
+    const unsigned int lanes = fitting < 32 ? fitting : 32;
+    if (lane >= lanes) return;
+    char* slots = ring + lane * BULK_SLOTS * copy.segment_bytes;
     for (int i = 0; i < BULK_SLOTS; ++i) {
         asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&arrived[lane][i])) : "memory");
     }
     // Bulk copies see the barriers only after this.
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    const unsigned int begin = blockIdx.x * 32 + lane, step = gridDim.x * 32;
+    const unsigned int begin = blockIdx.x * lanes + lane, step = gridDim.x * lanes;
     // Of this lane: segment begin + n * step is the n-th.
     const unsigned int count = begin < copy.num_segments ? (copy.num_segments - begin - 1) / step + 1 : 0;
-    for (unsigned int n = 0; n < count + BULK_SLOTS - 1; ++n) {
+    if (count == 0) return;
+    // Found before it is needed: the page numbers come from memory.
+    Segment next = segment_of(copy, begin);
+    for (unsigned int n = 0; n < count + BULK_AHEAD; ++n) {
         if (n < count) {
-            // The place is free: what was stored from it has been read.
-            const Segment s = segment_of(copy, begin + n * step);
-            begin_load(s, slots + n % BULK_SLOTS * BULK_BYTES, &arrived[lane][n % BULK_SLOTS]);
+            // The place is free: all stores but the last have been read, and the last is from another.
+            asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
+            held[lane][n % BULK_SLOTS] = next;
+            begin_load(next, slots + n % BULK_SLOTS * copy.segment_bytes, &arrived[lane][n % BULK_SLOTS]);
+            if (n + 1 < count) next = segment_of(copy, begin + (n + 1) * step);
         }
-        if (n + 1 < BULK_SLOTS) continue;
-        const unsigned int done = n + 1 - BULK_SLOTS;
-        const Segment s = segment_of(copy, begin + done * step);
+        if (n < BULK_AHEAD) continue;
+        const unsigned int done = n - BULK_AHEAD;
+        const Segment s = held[lane][done % BULK_SLOTS];
         await_load(&arrived[lane][done % BULK_SLOTS], done / BULK_SLOTS & 1);
         if (is_bulk(s)) {
             asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(s.dst),
-                         "r"(shared_address(slots + done % BULK_SLOTS * BULK_BYTES)), "r"(s.size)
+                         "r"(shared_address(slots + done % BULK_SLOTS * copy.segment_bytes)), "r"(s.size)
                          : "memory");
         } else {
             for (int at = 0; at < s.size; ++at) store_byte(s.dst + at, load_byte(s.src + at));
         }
         asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-        asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
     }
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }

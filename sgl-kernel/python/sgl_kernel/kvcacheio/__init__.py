@@ -47,7 +47,9 @@ __all__ = [
 ]
 
 LOAD_WARPS = 64
-BACKUP_WARPS = 32
+# More are hardly faster, and fill what leads to the link: 32 slowed a decode on an H200 by half, 16 by 1.4 %
+# (docs/records/measurements.md).
+BACKUP_WARPS = 16
 
 
 def copy_pages(

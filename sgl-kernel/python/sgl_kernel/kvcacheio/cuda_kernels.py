@@ -6,7 +6,7 @@ in the tests; has not run on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -28,10 +28,11 @@ WARPS = THREADS // 32
 SEGMENT_BYTES = 512
 SEGMENTS_AT_ONCE = 8
 _MAX_SEGMENTS = (1 << 31) - 1
-# As in the source: what a lane copies at a time, and its places in shared memory.
-BULK_BYTES = 1024
+# As in the source: a block's ring, and the places in it that a lane has.
+BULK_RING_BYTES = 128 << 10
 BULK_SLOTS = 4
-BULK_SHARED_BYTES = 32 * BULK_SLOTS * BULK_BYTES
+# What a lane copies at a time: a run, within these limits.
+LEAST_BULK_BYTES, MOST_BULK_BYTES = 1024, 8192
 # Warps of `kernel` in whose place one of `bulk` comes.
 _WARPS_PER_BULK_BLOCK = 32
 
@@ -57,15 +58,23 @@ def copy_pages(
         indices = [pages.to(device, torch.int64, non_blocking=True).contiguous() for pages in (src_pages, dst_pages)]
         kernel = _kernel(device.index, is_bulk)
         with cupy.cuda.Device(device.index), cupy.cuda.ExternalStream(stream.cuda_stream):
-            for launch in _prepared(src, dst, BULK_BYTES if is_bulk else SEGMENT_BYTES):
+            segment_bytes = bulk_segment_bytes(src.run_bytes) if is_bulk else SEGMENT_BYTES
+            for launch in _prepared(src, dst, segment_bytes):
                 arguments = launch.arguments(indices, device_address)
                 num_segments = int(arguments[-1])
                 if is_bulk:
-                    grid = min(-(-num_warps // _WARPS_PER_BULK_BLOCK), -(-num_segments // 32))
-                    kernel((grid,), (32,), arguments, shared_mem=BULK_SHARED_BYTES)
+                    lanes = min(32, BULK_RING_BYTES // (BULK_SLOTS * segment_bytes))
+                    grid = min(-(-num_warps // _WARPS_PER_BULK_BLOCK), -(-num_segments // lanes))
+                    kernel((grid,), (32,), arguments, shared_mem=BULK_RING_BYTES)
                 else:
                     grid = min(-(-num_warps // WARPS), -(-num_segments // (WARPS * SEGMENTS_AT_ONCE)))
                     kernel((grid,), (THREADS,), arguments)
+
+
+def bulk_segment_bytes(run_bytes: Sequence[int]) -> int:
+    """What a lane copies at a time, a power of two. run_bytes: of each component's page and layer."""
+    whole = 1 << (max(run_bytes) - 1).bit_length()
+    return min(max(whole, LEAST_BULK_BYTES), MOST_BULK_BYTES)
 
 
 @dataclass(frozen=True)
@@ -141,7 +150,7 @@ def device_address(t: torch.Tensor) -> int:
 def _kernel(device_index: int, is_bulk: bool) -> Any:
     kernel = _module(device_index).get_function(BULK_KERNEL if is_bulk else KERNEL)
     if is_bulk:
-        kernel.max_dynamic_shared_size_bytes = BULK_SHARED_BYTES
+        kernel.max_dynamic_shared_size_bytes = BULK_RING_BYTES
     return kernel
 
 
