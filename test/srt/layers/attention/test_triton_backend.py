@@ -71,7 +71,9 @@ def test_it_compiles_for_sm_90(dtype: str, head_dim: int, page_size: int, table:
 
     tiles, block_d = Tiles.of(head_dim, TORCH_TYPES[dtype]), 1 << (head_dim - 1).bit_length()
     shape = {"HEAD_DIM": head_dim, "BLOCK_D": block_d}
-    paged = {**shape, "PAGE_SIZE": page_size, "BY_SLOT": table == "slots", "GROUP": 4}
+    # Pools where K and V lie alike; once unlike each other.
+    paged = {**shape, "PAGE_SIZE": page_size, "BY_SLOT": table == "slots", "GROUP": 4, "IN_TOKENS": head_dim != 256}
+    paged["TILE_IN_PAGE"] = page_size == 64
     of_extend = {**paged, "BLOCK_M": tiles.extend_queries, "BLOCK_N": tiles.extend_keys}
     of_decode = {**paged, "BLOCK_H": 16, "BLOCK_N": tiles.decode_keys, "LEAST": 256, "AT_ONCE": 128}
     merged = {**shape, "ROWS": 16}
@@ -107,6 +109,7 @@ def test_partials_compile_for_sm_90(pages: str):
 
     tiles = Tiles.of(128, torch.bfloat16)
     constants = {"PAGE_SIZE": 16, "BY_SLOT": False, "HEAD_DIM": 128, "BLOCK_D": 128, "GROUP": 4}
+    constants |= {"IN_TOKENS": True, "TILE_IN_PAGE": False}
     of_extend = constants | {"BLOCK_M": tiles.extend_queries, "BLOCK_N": tiles.extend_keys}
     of_decode = constants | {"BLOCK_H": 16, "BLOCK_N": tiles.decode_keys, "LEAST": 256, "AT_ONCE": 128}
     of_decode |= {"reqs_ptr": None, "row_starts_ptr": None}

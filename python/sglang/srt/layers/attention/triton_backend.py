@@ -110,10 +110,11 @@ class _Plan:
 @dataclass(frozen=True)
 class _Table:
     """The places of a batch's keys, as triton_kernels.py reads them. pages: slots if by_slot, on the queries'
-    device."""
+    device. skip: 0 in a batch's table; other kernels are compiled for tables that may have one."""
 
     pages: torch.Tensor
     by_slot: bool = False
+    may_skip: bool = False
     skip: int = 0
 
 
@@ -189,7 +190,7 @@ class TritonAttnBackend:
         self._partials.move_to_end(key)
         out = q.new_empty(q.shape, dtype=torch.float32)
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-        self._attend(q, view, _Table(segment.pages, skip=segment.skip), plan, scale, out, lse)
+        self._attend(q, view, _Table(segment.pages, may_skip=True, skip=segment.skip), plan, scale, out, lse)
         return out, lse
 
     # -- inside -------------------------------------------------------------------------------------------------
@@ -263,14 +264,18 @@ class TritonAttnBackend:
         """Fills out, and lse unless it is None."""
         num_heads, head_dim = q.shape[1:]
         heads, extends = _heads_of(q, view), plan.extends
+        assert scale > 0, f"a scale of {scale}"
         assert q.stride(2) == 1, "the values of a head lie side by side"
         assert table.pages.is_contiguous(), "pages lie side by side in their table"
         tiles = self._tiles_for(q)
         shape = {"HEAD_DIM": head_dim, "BLOCK_D": max(16, triton.next_power_of_2(head_dim))}
+        page_tokens = _page_tokens(view)
         paged = {**shape, "PAGE_SIZE": view.page_size, "BY_SLOT": table.by_slot, "GROUP": heads.group}
+        paged["IN_TOKENS"] = page_tokens is not None
+        from_page_start = not (table.by_slot or table.may_skip)
         keys = (table.pages, plan.starts, plan.kv_lens)
         strides = (*q.stride()[:2], *view.k.stride()[:3], *view.v.stride()[:3])
-        numbers = (*strides, scale * _LOG2_E, table.skip)
+        numbers = (*strides, page_tokens or 0, scale * _LOG2_E, table.skip)
         with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
             if extends is not None and (num_blocks := len(extends.blocks[0])):
                 parts, part_lses = _parts(q, extends.num_slots, heads.num_kv_heads, tiles.extend_queries)
@@ -292,6 +297,7 @@ class TritonAttnBackend:
                     **paged,
                     BLOCK_M=tiles.extend_queries,
                     BLOCK_N=tiles.extend_keys,
+                    TILE_IN_PAGE=from_page_start and view.page_size % tiles.extend_keys == 0,
                     num_warps=tiles.extend_warps,
                     num_stages=tiles.num_stages,
                 )
@@ -336,6 +342,7 @@ class TritonAttnBackend:
                     **paged,
                     BLOCK_H=rows,
                     BLOCK_N=tiles.decode_keys,
+                    TILE_IN_PAGE=from_page_start and view.page_size % tiles.decode_keys == 0,
                     LEAST=_MIN_DECODE_SPLIT,
                     AT_ONCE=_LENS_AT_ONCE,
                     num_warps=tiles.decode_warps,
@@ -411,6 +418,16 @@ def split_extends(
 
 def _heads_of(q: torch.Tensor, view: KVView) -> Heads:
     return Heads(view.k.shape[2], q.shape[1] // view.k.shape[2])
+
+
+def _page_tokens(view: KVView) -> int | None:
+    """Tokens from the start of a page to that of the next, where K and V lie alike and a token's place counts whole
+    ones; else None."""
+    (num_pages, *_), (page_stride, token_stride, _, _) = view.k.shape, view.k.stride()
+    if view.v.stride()[:2] != (page_stride, token_stride) or token_stride <= 0 or page_stride % token_stride:
+        return None
+    page_tokens = page_stride // token_stride
+    return page_tokens if num_pages * page_tokens < 1 << 31 else None
 
 
 def _parts(q: torch.Tensor, num_slots: int, num_heads: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:

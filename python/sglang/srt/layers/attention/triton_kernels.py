@@ -14,8 +14,12 @@ Pointers are to: q, out (num_tokens, num_heads, HEAD_DIM), lse (num_tokens, num_
 `KVView`, strides in elements, of any dtype, which becomes q's when it is read. int32 or int64: table, of pages, or
 with BY_SLOT of slots (page * PAGE_SIZE + offset), one per key; and per request starts, its first entry in the table,
 and kv_lens. int32, per request: row_starts (its first token in q), q_lens, num_before (keys in front of its first
-query's own; kv_lens where every query sees all). scale is the factor on q.k times log2(e). out and lse are
+query's own; kv_lens where every query sees all). scale, above 0, is the factor on q.k times log2(e). out and lse are
 contiguous. parts, part_lses: float32, what splits leave, part_lses of base 2; where a split has no keys, 0 and -inf.
+
+With IN_TOKENS, K and V have the same strides of pages and tokens, and a page's is page_tokens times a token's. With
+TILE_IN_PAGE, the table has pages, skip is 0, and PAGE_SIZE is a multiple of BLOCK_N, so that a block of keys, which
+begins at a multiple of BLOCK_N, lies in one page.
 """
 
 from __future__ import annotations
@@ -34,19 +38,32 @@ _ARRAYS += ["merge_reqs_ptr", "merge_firsts_ptr", "merge_slots_ptr", "merge_coun
 
 
 @triton.jit
-def _place_of(table_ptr, n, mask, PAGE_SIZE: tl.constexpr, BY_SLOT: tl.constexpr):
-    """Page and offset in it of keys n, skip included; page 0 where masked. mask: None for none."""
+def _rows_of(table_ptr, n, mask, strides, PAGE_SIZE: tl.constexpr, BY_SLOT: tl.constexpr, IN_TOKENS: tl.constexpr):
+    """Where keys n, skip included, begin in K and in V, in elements, int64; in page 0 where masked. mask: None for
+    none."""
+    k_page_stride, k_token_stride, v_page_stride, v_token_stride, page_tokens = strides
+    # Divisions of signed numbers would also have to round those below zero.
+    n = n.to(tl.uint32)
     entry = n if BY_SLOT else n // PAGE_SIZE
     if mask is None:
         found = tl.load(table_ptr + entry)
     else:
         found = tl.load(table_ptr + entry, mask=mask, other=0)
-    if PAGE_SIZE == 1:
-        return found.to(tl.int64), tl.zeros_like(n)
     if BY_SLOT:
-        page = found // PAGE_SIZE
-        return page.to(tl.int64), (found - page * PAGE_SIZE).to(tl.int32)
-    return found.to(tl.int64), n - entry * PAGE_SIZE
+        # A slot is below 2**31.
+        slot = found.to(tl.uint32)
+        page = slot // PAGE_SIZE
+        offset = (slot - page * PAGE_SIZE).to(tl.int32)
+        page = page.to(tl.int32)
+    else:
+        page = found.to(tl.int32)
+        offset = (n - entry * PAGE_SIZE).to(tl.int32)
+    if IN_TOKENS:
+        # One 32-bit multiplication serves K and V. Products of 64 bits take several instructions for each key.
+        row = (page * page_tokens + offset).to(tl.int64) * k_token_stride
+        return row, row
+    page, offset = page.to(tl.int64), offset.to(tl.int64)
+    return page * k_page_stride + offset * k_token_stride, page * v_page_stride + offset * v_token_stride
 
 
 @triton.jit
@@ -60,6 +77,8 @@ def _attend(
     scale,
     PAGE_SIZE: tl.constexpr,
     BY_SLOT: tl.constexpr,
+    IN_TOKENS: tl.constexpr,
+    TILE_IN_PAGE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -70,34 +89,49 @@ def _attend(
     visible (BLOCK_M,): the number of keys that each query sees. Without MASKED each query sees all keys, and they are
     whole blocks."""
     acc, highest, total = state
-    table_ptr, k_ptr, v_ptr, k_page_stride, k_token_stride, v_page_stride, v_token_stride, skip = keys
+    table_ptr, k_ptr, v_ptr, strides, skip = keys
     d = tl.arange(0, BLOCK_D)
     d_mask = d < HEAD_DIM
     for start in tl.range(first, end, BLOCK_N):
-        n = start + tl.arange(0, BLOCK_N)
-        if MASKED:
-            n_mask = n < end
-            page, offset = _place_of(table_ptr, skip + n, n_mask, PAGE_SIZE, BY_SLOT)
-            k_mask = n_mask[None, :] & d_mask[:, None]
-            v_mask = n_mask[:, None] & d_mask[None, :]
+        of_block = tl.arange(0, BLOCK_N)
+        n = start + of_block
+        n_mask = n < end
+        if TILE_IN_PAGE:
+            # One page for all keys, so that their addresses differ from those before by one number.
+            k_page_stride, k_token_stride, v_page_stride, v_token_stride, _ = strides
+            entry = start // PAGE_SIZE
+            page = tl.load(table_ptr + entry).to(tl.int64)
+            offset = start - entry * PAGE_SIZE
+            k_tile = k_ptr + (page * k_page_stride + offset * k_token_stride)
+            v_tile = v_ptr + (page * v_page_stride + offset * v_token_stride)
+            k_row, v_row = of_block * k_token_stride, of_block * v_token_stride
         else:
-            page, offset = _place_of(table_ptr, skip + n, None, PAGE_SIZE, BY_SLOT)
-            k_mask = tl.broadcast_to(d_mask[:, None], (BLOCK_D, BLOCK_N))
-            v_mask = tl.broadcast_to(d_mask[None, :], (BLOCK_N, BLOCK_D))
-        k_row = page * k_page_stride + offset * k_token_stride
-        k = tl.load(k_ptr + k_row[None, :] + d[:, None], mask=k_mask, other=0.0).to(q.dtype)
-        scores = tl.dot(q, k, input_precision="ieee") * scale
+            k_tile, v_tile = k_ptr, v_ptr
+            k_row, v_row = _rows_of(
+                table_ptr, skip + n, n_mask if MASKED else None, strides, PAGE_SIZE, BY_SLOT, IN_TOKENS
+            )
+        k_ptrs = k_tile + k_row[None, :] + d[:, None]
+        v_ptrs = v_tile + v_row[:, None] + d[None, :]
+        if MASKED:
+            k = tl.load(k_ptrs, mask=n_mask[None, :] & d_mask[:, None], other=0.0)
+            v = tl.load(v_ptrs, mask=n_mask[:, None] & d_mask[None, :], other=0.0)
+        elif HEAD_DIM < BLOCK_D:
+            k = tl.load(k_ptrs, mask=tl.broadcast_to(d_mask[:, None], (BLOCK_D, BLOCK_N)), other=0.0)
+            v = tl.load(v_ptrs, mask=tl.broadcast_to(d_mask[None, :], (BLOCK_N, BLOCK_D)), other=0.0)
+        else:
+            k = tl.load(k_ptrs)
+            v = tl.load(v_ptrs)
+        scores = tl.dot(q, k.to(q.dtype), input_precision="ieee")
         if MASKED:
             scores = tl.where(n_mask[None, :] & (n[None, :] < visible[:, None]), scores, -float("inf"))
-        new_highest = tl.maximum(highest, tl.max(scores, 1))
-        # For a query that has seen no keys yet: -inf - -inf would be NaN.
-        base = tl.where(new_highest == -float("inf"), 0.0, new_highest)
-        weights = tl.exp2(scores - base[:, None])
+        new_highest = tl.maximum(highest, tl.max(scores, 1) * scale)
+        # For a query that has seen no keys yet: -inf - -inf would be NaN. Without a mask each sees some.
+        base = tl.where(new_highest == -float("inf"), 0.0, new_highest) if MASKED else new_highest
+        # Scaled and shifted by one instruction.
+        weights = tl.exp2(scores * scale - base[:, None])
         shrink = tl.exp2(highest - base)
         total = total * shrink + tl.sum(weights, 1)
-        v_row = page * v_page_stride + offset * v_token_stride
-        v = tl.load(v_ptr + v_row[:, None] + d[None, :], mask=v_mask, other=0.0).to(q.dtype)
-        acc = acc * shrink[:, None] + tl.dot(weights.to(q.dtype), v, input_precision="ieee")
+        acc = acc * shrink[:, None] + tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision="ieee")
         highest = new_highest
     return acc, highest, total
 
@@ -113,6 +147,8 @@ def _attend_all(
     scale,
     PAGE_SIZE: tl.constexpr,
     BY_SLOT: tl.constexpr,
+    IN_TOKENS: tl.constexpr,
+    TILE_IN_PAGE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -126,10 +162,38 @@ def _attend_all(
         tl.zeros((BLOCK_M,), tl.float32),
     )
     state = _attend(
-        q, state, keys, visible, first, unmasked_end, scale, PAGE_SIZE, BY_SLOT, HEAD_DIM, BLOCK_D, BLOCK_N, False
+        q,
+        state,
+        keys,
+        visible,
+        first,
+        unmasked_end,
+        scale,
+        PAGE_SIZE,
+        BY_SLOT,
+        IN_TOKENS,
+        TILE_IN_PAGE,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_N,
+        False,
     )
     state = _attend(
-        q, state, keys, visible, unmasked_end, end, scale, PAGE_SIZE, BY_SLOT, HEAD_DIM, BLOCK_D, BLOCK_N, True
+        q,
+        state,
+        keys,
+        visible,
+        unmasked_end,
+        end,
+        scale,
+        PAGE_SIZE,
+        BY_SLOT,
+        IN_TOKENS,
+        TILE_IN_PAGE,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_N,
+        True,
     )
     acc, highest, total = state
     return acc / tl.where(total == 0.0, 1.0, total)[:, None], highest + tl.log2(total)
@@ -197,11 +261,14 @@ def extend_kernel(
     v_page_stride,
     v_token_stride,
     v_head_stride,
+    page_tokens,
     scale,
     skip,
     split_tokens,
     PAGE_SIZE: tl.constexpr,
     BY_SLOT: tl.constexpr,
+    IN_TOKENS: tl.constexpr,
+    TILE_IN_PAGE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -237,10 +304,7 @@ def extend_kernel(
         table,
         k_ptr + kv_head * k_head_stride,
         v_ptr + kv_head * v_head_stride,
-        k_page_stride,
-        k_token_stride,
-        v_page_stride,
-        v_token_stride,
+        (k_page_stride, k_token_stride, v_page_stride, v_token_stride, page_tokens),
         skip,
     )
     visible = before + m + 1
@@ -250,7 +314,21 @@ def extend_kernel(
     seen_by_all = tl.minimum(end, before + first_row // GROUP + 1) // BLOCK_N * BLOCK_N
     seen_by_all = tl.maximum(seen_by_all, first_key)
     out, lse = _attend_all(
-        q, keys, visible, first_key, seen_by_all, end, scale, PAGE_SIZE, BY_SLOT, HEAD_DIM, BLOCK_M, BLOCK_D, BLOCK_N
+        q,
+        keys,
+        visible,
+        first_key,
+        seen_by_all,
+        end,
+        scale,
+        PAGE_SIZE,
+        BY_SLOT,
+        IN_TOKENS,
+        TILE_IN_PAGE,
+        HEAD_DIM,
+        BLOCK_M,
+        BLOCK_D,
+        BLOCK_N,
     )
     if slot < 0:
         places = tokens * (num_kv_heads * GROUP) + head
@@ -360,6 +438,7 @@ def decode_kernel(
     v_page_stride,
     v_token_stride,
     v_head_stride,
+    page_tokens,
     scale,
     skip,
     num_decodes,
@@ -367,6 +446,8 @@ def decode_kernel(
     head_blocks,
     PAGE_SIZE: tl.constexpr,
     BY_SLOT: tl.constexpr,
+    IN_TOKENS: tl.constexpr,
+    TILE_IN_PAGE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -418,10 +499,7 @@ def decode_kernel(
         table,
         k_ptr + kv_head * k_head_stride,
         v_ptr + kv_head * v_head_stride,
-        k_page_stride,
-        k_token_stride,
-        v_page_stride,
-        v_token_stride,
+        (k_page_stride, k_token_stride, v_page_stride, v_token_stride, page_tokens),
         skip,
     )
     first = (program - first_program) * split_tokens
@@ -430,7 +508,21 @@ def decode_kernel(
     visible = tl.zeros((BLOCK_H,), tl.int32) + kv_len
     whole = first + (end - first) // BLOCK_N * BLOCK_N
     out, lse = _attend_all(
-        q, keys, visible, first, whole, end, scale, PAGE_SIZE, BY_SLOT, HEAD_DIM, BLOCK_H, BLOCK_D, BLOCK_N
+        q,
+        keys,
+        visible,
+        first,
+        whole,
+        end,
+        scale,
+        PAGE_SIZE,
+        BY_SLOT,
+        IN_TOKENS,
+        TILE_IN_PAGE,
+        HEAD_DIM,
+        BLOCK_H,
+        BLOCK_D,
+        BLOCK_N,
     )
     if kv_len <= split_tokens:
         places = row * num_heads + heads
