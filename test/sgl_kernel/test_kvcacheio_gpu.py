@@ -75,6 +75,46 @@ def test_any_quota_is_exact_and_in_stream_order(backend: str, num_warps: int):
     assert np.array_equal(found.view(torch.uint8).numpy(), result)
 
 
+@pytest.mark.parametrize("on_default_stream", [False, True], ids=["a stream", "the default stream"])
+@pytest.mark.parametrize("src_layout", ["page_first", "layer_first"])
+@pytest.mark.parametrize("copy_engines", ["dma", "direct"])
+def test_hundreds_of_scattered_copies(copy_engines: str, src_layout: str, on_default_stream: bool):
+    """Layer by layer, there and back, with runs of all lengths among single pages. On a stream of its own linear
+    copies are one batch; the driver refuses batches on the default stream."""
+    if reason := kvcacheio.why_not(copy_engines, "cuda"):
+        pytest.skip(reason)
+    src, dst = (
+        Pool(each, 900, 3, 16, torch.bfloat16, i, (2, 64)) for i, each in ((1, src_layout), (2, "layer_first"))
+    )
+    rng = np.random.default_rng(3)
+    pieces = np.split(np.arange(900), np.sort(rng.permutation(900)[:500]))
+    src_pages = np.concatenate([pieces[i] for i in rng.permutation(len(pieces))[:400]])
+    if src_layout == "layer_first":  # linear copies of one to many pages
+        dst_pages = (src_pages + 100) % 900
+    else:
+        dst_pages = rng.permutation(900)[: len(src_pages)]
+    ids = torch.from_numpy(src_pages.copy()), torch.from_numpy(dst_pages.copy())
+    result = expected(src, dst, src_pages.tolist(), dst_pages.tolist())
+    (host, source), (buffer, target) = place(src, False), place(dst, True)
+    stream = torch.cuda.default_stream() if on_default_stream else torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for layer in range(3):
+            of, to = source.layer(layer), target.layer(layer)
+            kvcacheio.copy_pages(of, to, *ids, backend=copy_engines)
+        found = buffer.to("cpu")
+        assert np.array_equal(found.view(torch.uint8).numpy(), result)
+        # Behind a write of the same stream, which the copies read.
+        buffer.zero_()
+        for layer in range(3):
+            kvcacheio.copy_pages(target.layer(layer), source.layer(layer), *ids[::-1], backend=copy_engines)
+        stream.synchronize()
+    zeros = Pool("layer_first", 900, 3, 16, torch.bfloat16, 2, (2, 64))
+    zeros.buffer.zero_()
+    back = expected(zeros, src, dst_pages.tolist(), src_pages.tolist())
+    assert np.array_equal(host.view(torch.uint8).numpy(), back)
+
+
 def test_whole_pages_through_a_staging_buffer():
     pytest.importorskip("cupy")
     src, dst = Pool("page_first", 90, 3, 2, torch.bfloat16, 1), Pool("layer_first", 80, 3, 2, torch.bfloat16, 2)

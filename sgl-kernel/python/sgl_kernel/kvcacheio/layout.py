@@ -107,6 +107,11 @@ class KVPages:
         return tuple(each.shape[2:].numel() * each.dtype.itemsize for each in self.components)
 
     @cached_property
+    def format(self) -> tuple[tuple[torch.dtype, int, torch.Size], ...]:
+        """Of each component: dtype, num_layers, and the shape of a page. Pages of equal formats can be copied."""
+        return tuple((each.dtype, each.shape[0], each.shape[2:]) for each in self.components)
+
+    @cached_property
     def layers(self) -> tuple[KVPages, ...]:
         """The same pages, layer by layer."""
         return tuple(
@@ -155,6 +160,8 @@ def page_is_one_run(t: torch.Tensor) -> bool:
 
 def check_fit(src: KVPages, dst: KVPages) -> None:
     """Raise KVLayoutError unless pages of src can be copied to pages of dst."""
+    if src.format == dst.format:
+        return
     if len(src.components) != len(dst.components):
         raise KVLayoutError(
             f"a page has {len(src.components)} components in the source and {len(dst.components)} in the destination"
@@ -181,20 +188,27 @@ def check_indices(src: KVPages, dst: KVPages, src_pages: torch.Tensor, dst_pages
     for name, pages, pool in (("src_pages", src_pages, src), ("dst_pages", dst_pages, dst)):
         if pages.dim() != 1 or pages.dtype not in (torch.int64, torch.int32):
             raise KVLayoutError(f"{name} must be (n,) int64 or int32, not {tuple(pages.shape)} {pages.dtype}")
-        if pages.is_cpu and len(pages):
+        if pages.is_cpu and not _all_exist(pages, pool.num_pages):
             low, high = bounds(pages)
-            if low < 0 or high >= pool.num_pages:
-                raise KVLayoutError(
-                    f"{name} has pages {low} to {high}, index out of range for a pool of {pool.num_pages}"
-                )
-    if len(src_pages) != len(dst_pages):
+            raise KVLayoutError(
+                f"{name} has pages {low} to {high}, index out of range for a pool of {pool.num_pages}"
+            )
+    if src_pages.shape != dst_pages.shape:
         raise KVLayoutError(f"{len(src_pages)} source pages and {len(dst_pages)} destination pages")
 
 
-def bounds(pages: torch.Tensor) -> tuple[int, int]:
-    if len(pages) <= 16:  # numpy's fixed cost is that of so many numbers
+def _all_exist(pages: torch.Tensor, num_pages: int) -> bool:
+    """pages: (n,) int32 or int64 in host memory."""
+    if pages.shape[0] <= 16:  # numpy's fixed cost is that of so many numbers
         few = pages.tolist()
-        return min(few), max(few)
+        return not few or (min(few) >= 0 and max(few) < num_pages)
+    array: np.ndarray = pages.numpy()
+    # Without a sign, a negative number is larger than all pages: one pass is enough.
+    return bool(np.maximum.reduce(array.view(np.uint64 if array.itemsize == 8 else np.uint32)) < num_pages)
+
+
+def bounds(pages: torch.Tensor) -> tuple[int, int]:
+    """The smallest and the largest of pages, (n,) in host memory, n > 0."""
     array: np.ndarray = pages.numpy()
     return int(array.min()), int(array.max())
 

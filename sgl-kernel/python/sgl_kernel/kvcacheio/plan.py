@@ -1,7 +1,8 @@
 """Plans for the copy engines: as few and as large copies as the indices allow. Pure numpy.
 
 Knows addresses, not memory: the same plan is executed by numpy on the CPU (the tests, and `dma` without a GPU) and by
-asynchronous copies on a GPU. Imports no torch.
+asynchronous copies on a GPU. A `PlanCache` keeps the last plans, because all layers of a load have the same one.
+Imports no torch.
 
     pages      3 4 5 | 9 | 6 7          `merge`: a run goes on while both sides go up by one
     to         0 1 2 | 3 | 7 8          -> 3 runs per layer and component instead of 6 pages
@@ -15,6 +16,8 @@ Where a run is shorter than the number of layers, rows are layers instead of pag
 from __future__ import annotations
 
 import itertools
+import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -171,6 +174,82 @@ def _plan_one(component: _Component, runs: _PageRuns, max_pitch: int) -> np.ndar
     result = np.concatenate(parts)
     result["component"] = component.index
     return result
+
+
+@dataclass(frozen=True)
+class CopyPlan:
+    """The copies of a plan, and those of them that one call can enqueue. Not to be changed: it is kept."""
+
+    # All, (n,) COPY.
+    copies: np.ndarray
+    # Those of several rows, (s,) COPY.
+    strided: np.ndarray
+    # The others, but for empty ones: (3, m) uint64, destination and source from the base addresses on, size.
+    linear: np.ndarray
+    # Their components, (m,).
+    linear_components: np.ndarray
+
+    @property
+    def nbytes(self) -> int:
+        return self.copies.nbytes + self.strided.nbytes + self.linear.nbytes + self.linear_components.nbytes
+
+    @staticmethod
+    def of(copies: np.ndarray) -> CopyPlan:
+        """copies: (n,) COPY."""
+        is_strided = copies["height"] != 1
+        flat = copies[~is_strided & (copies["width"] > 0)]
+        linear = np.stack([flat["dst"], flat["src"], flat["width"]]).astype(np.uint64)
+        return CopyPlan(copies, copies[is_strided], linear, flat["component"].astype(np.intp))
+
+    def table(self, src: Sequence[int], dst: Sequence[int]) -> np.ndarray:
+        """The linear copies as `MemcpyBatch` takes them, (3, m) uint64. src, dst: addresses of the components."""
+        table = self.linear.copy()
+        for row, bases in zip(table, (dst, src)):
+            row += np.array(bases, np.uint64)[self.linear_components]
+        return table
+
+
+# What a kept plan takes besides its arrays and page numbers, about.
+_ENTRY_BYTES = 2048
+
+
+class PlanCache:
+    """The plans that were used last, in at most max_bytes together. For any thread.
+
+    A plan is found by the page numbers themselves, so that index arrays may be freed or changed. It fits all pools of
+    the same strides, such as the layers of one pool.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        # Plans with their sizes, page numbers included.
+        self._plans: OrderedDict[tuple[object, ...], tuple[CopyPlan, int]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def plan(self, src_pages: np.ndarray, dst_pages: np.ndarray, pools: PoolPair, merge: bool) -> CopyPlan:
+        """See `plan_copies`."""
+        sides = (each for pages in (src_pages, dst_pages) for each in (pages.dtype.char, pages.tobytes()))
+        key = (pools, merge, *sides)
+        with self._lock:
+            found = self._plans.get(key)
+            if found is not None:
+                self._plans.move_to_end(key)
+                return found[0]
+        made = CopyPlan.of(plan_copies(src_pages, dst_pages, pools, merge))
+        size = made.nbytes + src_pages.nbytes + dst_pages.nbytes + _ENTRY_BYTES
+        with self._lock:
+            if key not in self._plans:
+                self._plans[key] = made, size
+                self._num_bytes += size
+            while self._num_bytes > self._max_bytes:
+                _, (_, freed) = self._plans.popitem(last=False)
+                self._num_bytes -= freed
+        return made
+
+    def check_invariants(self) -> None:
+        with self._lock:
+            assert self._num_bytes == sum(size for _, size in self._plans.values()) <= self._max_bytes
 
 
 @dataclass(frozen=True)

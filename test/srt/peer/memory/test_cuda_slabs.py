@@ -7,12 +7,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import importlib.util
 import os
 import select
-import shutil
 import socket
-import subprocess
 import sys
 import time
 import weakref
@@ -35,6 +32,7 @@ from sglang.srt.peer.memory.slabs import SlabError, SlabRange, allocate_slab
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.raw_tensor import raw_tensor
 from support.children import children
+from support.cuda_header import assert_signatures, assert_values, layout_of, needs_header
 from support.device_emulator import emulated_device
 from support.fake_cuda_driver import FakeCudaDriver
 from support.local_engine import LocalEngine
@@ -93,17 +91,6 @@ def owned(driver: CudaDriver | None, num_slabs: int, slab: int = SLAB) -> CudaSl
 # -- the binding ------------------------------------------------------------------------------------------------
 
 
-def header() -> Path | None:
-    """cuda.h, of a toolkit or of Triton."""
-    folders = [*Path("/usr/local").glob("cuda*/include")]
-    if triton := importlib.util.find_spec("triton"):
-        folders += [Path(each) / "backends/nvidia/include" for each in triton.submodule_search_locations or ()]
-    return next((folder for folder in folders if (folder / "cuda.h").exists()), None)
-
-
-needs_header = pytest.mark.skipif(
-    header() is None or shutil.which("gcc") is None, reason="needs gcc and the CUDA toolkit's cuda.h"
-)
 STRUCTS = {
     "CUmemLocation": cuda_driver.MemLocation,
     "CUmemAllocationProp": cuda_driver.MemAllocationProp,
@@ -119,55 +106,21 @@ CONSTANTS = {
     "CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED": cuda_driver.ATTRIBUTE_VIRTUAL_MEMORY,
     "CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED": cuda_driver.ATTRIBUTE_POSIX_FILE_DESCRIPTOR,
 }
-C_TYPES = {
-    ctypes.c_int: "int",
-    ctypes.c_uint: "unsigned int",
-    ctypes.c_ubyte: "unsigned char",
-    ctypes.c_ulonglong: "unsigned long long",  # size_t, too
-    ctypes.c_void_p: "void*",
-    ctypes.c_char_p: "const char*",
-} | {struct: name for name, struct in STRUCTS.items()}
-
-
-def compile_c(tmp_path: Path, source: str, *flags: str) -> Path:
-    (tmp_path / "check.c").write_text(f"#include <cuda.h>\n#include <stddef.h>\n#include <stdio.h>\n{source}")
-    command = ["gcc", f"-I{header()}", *flags, str(tmp_path / "check.c"), "-o", str(tmp_path / "check")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return tmp_path / "check"
 
 
 @needs_header
 def test_structs_and_constants_are_those_of_the_header(tmp_path: Path):
-    expected: dict[str, int] = {}
-    for name, struct in STRUCTS.items():
-        expected[f"sizeof({name})"] = ctypes.sizeof(struct)
-        for each, *_ in struct._fields_:
-            expected[f"offsetof({name}, {each})"] = getattr(struct, each).offset
+    expected = layout_of(STRUCTS) | CONSTANTS
     for each, *_ in cuda_driver.MemAllocFlags._fields_:
         expected[f"offsetof(CUmemAllocationProp, allocFlags.{each})"] = (
             cuda_driver.MemAllocationProp.allocFlags.offset + getattr(cuda_driver.MemAllocFlags, each).offset
         )
-    expected |= CONSTANTS
-    lines = "".join(f'printf("%lld\\n", (long long)({each}));\n' for each in expected)
-    done = subprocess.run([compile_c(tmp_path, f"int main() {{ {lines} }}")], capture_output=True, text=True)
-    assert dict(zip(expected, map(int, done.stdout.split()), strict=True)) == expected
+    assert_values(tmp_path, expected)
 
 
 @needs_header
 def test_functions_take_what_the_header_says(tmp_path: Path):
-    """Each is called by a function whose parameters are ours; not linked. Contexts and streams are pointers, and a
-    size_t is as long as a long long."""
-    source = ""
-    for name, takes in cuda_driver.SIGNATURES.items():
-        parameters = [C_TYPES[each] if each in C_TYPES else f"{C_TYPES[each._type_]}*" for each in takes]
-        arguments = [f"a{i}" for i in range(len(takes))]
-        for i, parameter in enumerate(parameters):
-            if parameter in ("void**", "unsigned long long*"):
-                arguments[i] = f"(void*){arguments[i]}"
-        declared = ", ".join(f"{parameter} a{i}" for i, parameter in enumerate(parameters))
-        source += f"CUresult our_{name}({declared}) {{ return {name}({', '.join(arguments)}); }}\n"
-    compile_c(tmp_path, source, "-c", "-Wall", "-Wconversion", "-Werror")
+    assert_signatures(tmp_path, cuda_driver.SIGNATURES, STRUCTS)
 
 
 def test_a_machine_without_a_driver_says_so(monkeypatch: pytest.MonkeyPatch):
