@@ -2,6 +2,7 @@
 
     python benchmark/bench_gpu_engine.py [--device cpu] [--parts prefill,decode,stream,documents] [--budget-s N]
                                          [--variant-s N] [--documents N] [--document-tokens N]
+                                         [--piece-tokens N]
 
 *Documents*: questions about documents that are on the host and not on the device, in rounds, as in LooGLE. A round's
 questions come at once and in random order, several to a document. Variants: no hierarchy; copies of pages of 32
@@ -45,6 +46,7 @@ from sglang.srt.model_executor.executor import StepResult
 from sglang.srt.model_executor.launch import LaunchMode
 from sglang.srt.models.registry import get_model_class
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs
 from support.local_engine import Generation, LocalEngine
 
 # config.json of meta-llama/Llama-3.1-8B-Instruct, but for what belongs to its tokenizer.
@@ -241,6 +243,7 @@ class Rig:
                 "attention_backend": model.attention,
                 "io_backend": io_backend,
                 "graph_batch_size": graph_batch_size,
+                "graph_prefill_tokens": ServerArgs.cuda_graph_max_bs_prefill,
             }
         self.engine = LocalEngine(
             model.config,
@@ -535,6 +538,7 @@ class Bench:
                     yield {
                         "context / device": times,
                         "context": length,
+                        "piece": s.streaming_piece,
                         "TTFT s": answer.first_token_s,
                         "TPOT ms": 1e3 * (answer.end_s - answer.first_token_s) / (s.streaming_output - 1),
                         "streamed": int(rig.counters().get("streamed_tokens", 0) - before.get("streamed_tokens", 0)),
@@ -564,11 +568,15 @@ def main() -> None:
     parser.add_argument("--variant-s", type=float, default=15.0, help="for the rounds of a variant")
     parser.add_argument("--documents", type=int, help="how many")
     parser.add_argument("--document-tokens", type=int)
+    parser.add_argument("--piece-tokens", type=int, help="of one layer, which a buffer of the stream cache holds")
     args = parser.parse_args()
     deadline = time.monotonic() + args.budget_s
     sizes = Sizes() if args.device == "cuda" else TINY
     sizes = replace(
-        sizes, documents=args.documents or sizes.documents, document=args.document_tokens or sizes.document
+        sizes,
+        documents=args.documents or sizes.documents,
+        document=args.document_tokens or sizes.document,
+        streaming_piece=args.piece_tokens or sizes.streaming_piece,
     )
     rows: list[dict[str, Any]] = []
     settings = {**vars(args), "sizes": vars(sizes)}
