@@ -245,6 +245,7 @@ class Rig:
                 "graph_batch_size": graph_batch_size,
                 "graph_prefill_tokens": ServerArgs.cuda_graph_max_bs_prefill,
             }
+        options |= overrides
         self.engine = LocalEngine(
             model.config,
             num_device_pages=device_tokens // page_size,
@@ -253,7 +254,6 @@ class Rig:
             debug=False,
             model=model.model,
             **options,
-            **overrides,
         )
         # By launch: its seconds, and when it ended.
         self.results: dict[int, StepResult] = {}

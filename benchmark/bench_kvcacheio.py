@@ -21,6 +21,7 @@ time, each round another part.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import sys
 import time
@@ -287,7 +288,7 @@ class Run:
                         "host": host_layout,
                         "pages": order,
                         "run bytes": max(pools.host.run_bytes),
-                        "auto": _auto(bench.device, direction),
+                        "auto": _auto(bench.device, direction, max(pools.host.run_bytes)),
                         "memcpy GB/s": limit,
                     }
                     self.rows.append(row)
@@ -314,9 +315,9 @@ class Run:
         row[f"{name} issuing"] = issuing
 
 
-def _auto(device: str, direction: str) -> str:
+def _auto(device: str, direction: str, run_bytes: int) -> str:
     """The variant that `auto` chooses."""
-    chosen = pick_backend("auto", device)
+    chosen = pick_backend("auto", device, run_bytes, to_host=direction != "load")
     if chosen != "kernel":
         return chosen
     quota = kvcacheio.LOAD_WARPS if direction == "load" else kvcacheio.BACKUP_WARPS
@@ -372,8 +373,11 @@ def main() -> None:
     shapes = {name: SHAPES[name] for name in names}
     for shape, inner in (shapes or {f"{args.layers} layers": (args.layers, args.heads, args.head_dim)}).items():
         bench = Bench(args.tokens, *inner, device, args.host_memory)
-        for page_size in page_sizes:
-            run.measure(bench, shape, page_size, args.layouts.split(","), args.orders.split(","))
+        settle(device)
+        # The driver takes no batches of copies on the default stream.
+        with torch.cuda.stream(torch.cuda.Stream()) if device == "cuda" else contextlib.nullcontext():
+            for page_size in page_sizes:
+                run.measure(bench, shape, page_size, args.layouts.split(","), args.orders.split(","))
     print_table(f"Transfers of {args.tokens:,} tokens, {device}, ratios to memcpy", printed(run.rows))
     plans = plan_rows(bench, page_sizes, args.rounds)
     print_table("Planning one layer", plans)

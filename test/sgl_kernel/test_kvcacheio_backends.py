@@ -280,6 +280,13 @@ def test_picking_a_backend(monkeypatch: pytest.MonkeyPatch):
     assert pick("auto", "cuda") == "kernel" and kvcacheio.available_kernel("kernel") == "triton"
     installed["triton"] = False
     assert pick("auto", "cuda") == "dma"
+    # Large runs, where copies come in batches.
+    installed |= {"cupy": True, "triton": True}
+    for batch, chosen in ((None, "kernel"), (object(), "dma")):
+        monkeypatch.setattr(kvcacheio.pick, "memcpy_batch", lambda batch=batch: batch)
+        assert pick("auto", "cuda", 128 << 10) == pick("auto", "cuda", 16 << 10, to_host=True) == chosen
+        assert pick("auto", "cuda", 16 << 10) == pick("auto", "cuda", 2 << 10, to_host=True) == "kernel"
+    installed |= {"cupy": False, "triton": False}
     with pytest.raises(KVLayoutError, match="use dma instead"):
         kvcacheio.available_kernel("kernel")
     with pytest.raises(KVLayoutError, match="'rdma' is none of auto"):

@@ -415,7 +415,7 @@ def _copy_pages(src: KVPages, dst: KVPages, src_pages: Any, dst_pages: Any, **op
     if not any(isinstance(side.components[0], EmulatedTensor) for side in (src, dst)):
         real_copy_pages(src, dst, src_pages, dst_pages, **options)
         return
-    chosen = kvcacheio.pick_backend(options.get("backend", "auto"), _DEVICE)
+    chosen = kvcacheio.pick_between(options.get("backend", "auto"), src, dst)
     on_device = chosen in ("kernel", "cuda", "triton")
     for pages in (src_pages, dst_pages):
         assert isinstance(pages, EmulatedTensor) == on_device, f"page numbers for {chosen} lie on the wrong side"

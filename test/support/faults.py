@@ -82,10 +82,10 @@ class FaultyLink(CopyLink):
         """From now on the link does not hang."""
         self._hang_rate, self._polls_left = 0.0, 0
 
-    def _load_layer(self, op: TransferOp, src: torch.Tensor, dst: torch.Tensor, layer: int) -> None:
-        if self._fail_at.get(op.ticket.seq) == layer:
+    def _load_layers(self, op: TransferOp, src: torch.Tensor, dst: torch.Tensor, layers: range) -> None:
+        if self._fail_at.get(op.ticket.seq) in layers:
             raise LoadFailedError("injected")
-        super()._load_layer(op, src, dst, layer)
+        super()._load_layers(op, src, dst, layers)
 
     def _back_up(self, op: TransferOp, src: torch.Tensor, dst: torch.Tensor, fence: Fence | None) -> None:
         if op.ticket.seq in self._fail_at:

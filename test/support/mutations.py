@@ -286,24 +286,24 @@ def split_forgets_ticket() -> Any:
 @mutation
 def load_in_wrong_order() -> Any:
     """A load puts pages into each other's places."""
-    load = CopyLink._load_layer
+    load = CopyLink._load_layers
 
-    def patched(self: Any, op: Any, src: torch.Tensor, dst: torch.Tensor, layer: int) -> None:
-        load(self, op, src.flip(0), dst, layer)
+    def patched(self: Any, op: Any, src: torch.Tensor, dst: torch.Tensor, layers: range) -> None:
+        load(self, op, src.flip(0), dst, layers)
 
-    return mock.patch.object(CopyLink, "_load_layer", patched)
+    return mock.patch.object(CopyLink, "_load_layers", patched)
 
 
 @mutation
 def load_forgets_v() -> Any:
     """A load copies K twice."""
-    transfer = link_module.transfer_kv_per_layer_pf_lf
+    transfer = link_module.transfer_kv_all_layer_pf_lf
 
-    def patched(host: Any, pages: Any, src: Any, dst: Any, layer: int, **options: Any) -> None:
-        transfer(host, pages, src, dst, layer, **options)
+    def patched(host: Any, pages: Any, src: Any, dst: Any, **options: Any) -> None:
+        transfer(host, pages, src, dst, **options)
         pages.v.index_copy_(1, dst, pages.k.index_select(1, dst))
 
-    return mock.patch.object(link_module, "transfer_kv_per_layer_pf_lf", patched)
+    return mock.patch.object(link_module, "transfer_kv_all_layer_pf_lf", patched)
 
 
 @mutation

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from sgl_kernel.kvcacheio import dma
-from sglang.srt.mem_cache.link import CopyLink, CopyOptions, index_device
+from sgl_kernel.kvcacheio import KVLayoutError, dma
+from sglang.srt.mem_cache.link import CopyLink, CopyOptions, index_device, layer_groups
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.page_layout import PageLayout
@@ -162,10 +162,10 @@ def test_a_failed_copy_fails_the_operation_and_not_the_link(stream, caplog):
 
 def test_after_a_failed_layer_no_other_layer_is_copied(stream):
     class BrokenLink(CopyLink):
-        def _load_layer(self, op: TransferOp, src: torch.Tensor, dst: torch.Tensor, layer: int) -> None:
-            if layer == 1:
+        def _load_layers(self, op: TransferOp, src: torch.Tensor, dst: torch.Tensor, layers: range) -> None:
+            if 1 in layers:
                 raise LoadFailedError("layer 1 broke")
-            super()._load_layer(op, src, dst, layer)
+            super()._load_layers(op, src, dst, layers)
 
     pools = Pools()
     before = raw(pools.device.kv)
@@ -210,6 +210,21 @@ def test_the_backend_that_was_asked_for_copies(stream, monkeypatch):
         d2h.submit(pools.backup(0, ids(0, 1), ids(5, 6)))
         settle(stream)
         assert merged == expected * (LAYERS + 1), "a call per layer, and one for the backup"
+
+
+def test_a_kernel_loads_layers_in_groups_and_the_first_alone():
+    assert layer_groups(3, 1) == [range(0, 1), range(1, 2), range(2, 3)]
+    assert layer_groups(13, 4) == [range(0, 1), range(1, 2), range(2, 4), range(4, 8), range(8, 12), range(12, 13)]
+    assert layer_groups(1, 4) == [range(0, 1)]
+
+
+def test_a_group_of_layers_is_part_of_a_pool():
+    pages = Pools().host.kv_pages
+    part = pages.part(range(1, LAYERS))
+    assert part is pages.part(range(1, LAYERS)) and part.num_layers == LAYERS - 1
+    assert part.k.data_ptr() == pages.layer(1).k.data_ptr() and pages.part(range(1, 2)) is pages.layer(1)
+    with pytest.raises(KVLayoutError, match="of a pool with layers 0 to"):
+        pages.part(range(1, LAYERS + 1))
 
 
 def test_page_numbers_lie_where_the_backend_reads_them():

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sgl_kernel.kvcacheio import KVPages, transfer_kv_per_layer_pf_lf
+from sgl_kernel.kvcacheio import KVPages, pick_backend, transfer_kv_per_layer_pf_lf
 from sglang.srt.mem_cache.kv_view import KVSegment, KVView
 from sglang.srt.mem_cache.link import CopiesPages, HasPages, index_device
 from sglang.srt.mem_cache.memory_pool import DevicePool
@@ -95,7 +95,11 @@ class LayerStreamCache:
         self.stream = stream
         self._sources = sources
         self._device_pool = device_pool
+        # For all tiers: the page numbers of a piece lie in one place.
         self._io_backend = io_backend
+        if device_pool.kv.is_cuda:
+            run_bytes = max(device_pool.kv_pages.run_bytes)
+            self._io_backend = pick_backend(io_backend, device_pool.kv.device, run_bytes)
         self._limits = rate_limits or {}
         self._layer_bytes = device_pool.page_layout.layer_bytes
         device = device_pool.kv.device

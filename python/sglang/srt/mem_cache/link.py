@@ -16,7 +16,13 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from sgl_kernel.kvcacheio import KVPages, pick_backend, transfer_kv_all_layer_lf_pf, transfer_kv_per_layer_pf_lf
+from sgl_kernel.kvcacheio import (
+    KVPages,
+    pick_backend,
+    pick_between,
+    transfer_kv_all_layer_lf_pf,
+    transfer_kv_all_layer_pf_lf,
+)
 from sglang.srt.mem_cache.rate_limit import RateLimit
 from sglang.srt.mem_cache.transfer import GateError, LoadFailedError, OpResult, Ticket, Tier, TransferOp
 from sglang.srt.utils.device import to_device
@@ -25,6 +31,11 @@ from sglang.srt.utils.stream import Event, Stream
 logger = logging.getLogger(__name__)
 
 _KEPT_OPERATIONS = 4096
+# Layers of a load that one launch of a kernel copies; the first are few, because a forward pass waits for them. A
+# launch begins when the kernel that holds the multiprocessors ends: beside large products of matrices a load with a
+# launch per layer got 7 of 48 GB/s on an H200.
+_LAYERS_AT_ONCE = 4
+_KERNELS = ("kernel", "cuda", "triton", "bulk")
 
 
 class HasPages(Protocol):
@@ -129,11 +140,14 @@ class CopyLink:
         self.stream = stream
         self.fence = fence
         self.notify = notify
-        self.io_backend = options.io_backend
         self.rate_limit = options.rate_limit
-        self._index_device = index_device(
-            options.io_backend, options.device or device_pool.kv_pages.components[0].device
-        )
+        # Where kernels run.
+        self._device = options.device or device_pool.kv_pages.device
+        above, below = device_pool.kv_pages, host_pool.kv_pages
+        self._load_backend = self._backend(options.io_backend, below, above)
+        self._backup_backend = self._backend(options.io_backend, above, below)
+        in_groups = self._device.type != "cpu" and self._copier is None and self._load_backend in _KERNELS
+        self._groups = layer_groups(above.num_layers, _LAYERS_AT_ONCE if in_groups else 1)
         self._operations: dict[int, _Operation] = {}
         self._next_seq = 0
         self._results: deque[OpResult] = deque()
@@ -145,9 +159,9 @@ class CopyLink:
         operation = self._operations[seq] = _Operation(op.ticket)
         self._operations.pop(seq - _KEPT_OPERATIONS, None)
         if op.src != Tier.DEVICE:
-            for layer in range(self.device_pool.kv_pages.num_layers):
-                self._enqueue(op, operation, partial(self._load_layer, op, layer=layer))
-                operation.layer_events.append(self.stream.record())
+            for layers in self._groups:
+                self._enqueue(op, operation, partial(self._load_layers, op, layers=layers))
+                operation.layer_events += [self.stream.record()] * len(layers)
         else:
             fence = None if op.after is None else self.fence(op.after)
             if fence is not None:
@@ -181,14 +195,15 @@ class CopyLink:
 
     # -- on the stream ------------------------------------------------------------------------------------------
 
-    def _load_layer(self, op: TransferOp, src: torch.Tensor, dst: torch.Tensor, layer: int) -> None:
+    def _load_layers(self, op: TransferOp, src: torch.Tensor, dst: torch.Tensor, layers: range) -> None:
         all_layers = self.device_pool.kv_pages
-        pages = all_layers.layer(layer)
-        with self._pace(op.size_bytes // all_layers.num_layers):
+        pages = all_layers.part(layers)
+        with self._pace(op.size_bytes * len(layers) // all_layers.num_layers):
             if self._copier is not None:
-                self._copier.load_layer(layer, pages, src, dst, self.io_backend)
+                self._copier.load_layer(layers[0], pages, src, dst, self._load_backend)
                 return
-            transfer_kv_per_layer_pf_lf(self.host_pool.kv_pages, pages, src, dst, layer, backend=self.io_backend)
+            host_pages = self.host_pool.kv_pages.part(layers)
+            transfer_kv_all_layer_pf_lf(host_pages, pages, src, dst, backend=self._load_backend)
 
     def _back_up(self, op: TransferOp, src: torch.Tensor, dst: torch.Tensor, fence: Fence | None) -> None:
         if fence is not None and fence.failed:
@@ -196,9 +211,9 @@ class CopyLink:
         pages = self.device_pool.kv_pages
         with self._pace(op.size_bytes):
             if self._copier is not None:
-                self._copier.back_up(pages, src, dst, self.io_backend)
+                self._copier.back_up(pages, src, dst, self._backup_backend)
                 return
-            transfer_kv_all_layer_lf_pf(pages, self.host_pool.kv_pages, src, dst, backend=self.io_backend)
+            transfer_kv_all_layer_lf_pf(pages, self.host_pool.kv_pages, src, dst, backend=self._backup_backend)
 
     def _pace(self, size_bytes: int) -> AbstractContextManager[None]:
         return self.rate_limit.transfer(size_bytes) if self.rate_limit else nullcontext()
@@ -217,7 +232,10 @@ class CopyLink:
         try:
             if operation.frames is None:
                 # Converted once per operation, not per layer.
-                operation.frames = self._indices(op.src_frames), self._indices(op.dst_frames)
+                backend = self._backup_backend if op.src == Tier.DEVICE else self._load_backend
+                where = index_device(backend, self._device)
+                src, dst = (to_device(each.astype(np.int64), where) for each in (op.src_frames, op.dst_frames))
+                operation.frames = src, dst
             work(*operation.frames)
         except LoadFailedError as error:
             operation.error = str(error)
@@ -225,8 +243,11 @@ class CopyLink:
             logger.exception("%s failed", operation.ticket)
             operation.error = str(error) or type(error).__name__
 
-    def _indices(self, frames: np.ndarray) -> torch.Tensor:
-        return to_device(frames.astype(np.int64), self._index_device)
+    def _backend(self, io_backend: str, src: KVPages, dst: KVPages) -> str:
+        """What `auto` is; the CPU's code chooses for itself."""
+        if self._device.type == "cpu":
+            return io_backend
+        return pick_backend(io_backend, self._device) if self._copier else pick_between(io_backend, src, dst)
 
     def _end(self, operation: _Operation) -> None:
         operation.ended = self.stream.mark()
@@ -241,7 +262,17 @@ class CopyLink:
         self.notify()
 
 
+def layer_groups(num_layers: int, most: int) -> list[range]:
+    """Layers that are loaded together, in order: one, one, two, then `most`, if that is more than one."""
+    sizes: list[int] = []
+    left = num_layers
+    while left:
+        sizes.append(min(left, most, 1 << max(len(sizes) - 1, 0)))
+        left -= sizes[-1]
+    ends = np.cumsum(sizes, dtype=int).tolist()
+    return [range(end - size, end) for size, end in zip(sizes, ends)]
+
+
 def index_device(io_backend: str, device: torch.device) -> torch.device:
     """The device on which page numbers must lie: the GPU for a kernel, host memory for the code that plans copies."""
-    chosen = pick_backend(io_backend, device)
-    return device if chosen in ("kernel", "cuda", "triton", "bulk") else torch.device("cpu")
+    return device if pick_backend(io_backend, device) in _KERNELS else torch.device("cpu")

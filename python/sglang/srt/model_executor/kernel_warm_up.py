@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from sgl_kernel.kvcacheio import KVPages, transfer_kv_all_layer_lf_pf, transfer_kv_per_layer_pf_lf
+from sgl_kernel.kvcacheio import KVPages, pick_between, transfer_kv_all_layer_lf_pf, transfer_kv_per_layer_pf_lf
 from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
 from sglang.srt.mem_cache.kv_view import KVSegment, PagedSegments
 from sglang.srt.mem_cache.link import index_device
@@ -68,10 +68,13 @@ def warm_up_transfers(pool: DevicePool, host_pages: KVPages, io_backend: str) ->
     """The page of the pool's scratch slot, which it must have, to the host's first page and back, on the current
     stream. io_backend: see `kvcacheio.pick_backend`."""
     assert pool.scratch_slot is not None, "a warm-up writes to a scratch slot"
-    where = index_device(io_backend, pool.kv_pages.device)
-    scratch, first = (torch.tensor([page], device=where) for page in (pool.scratch_slot // pool.page_size, 0))
-    transfer_kv_all_layer_lf_pf(pool.kv_pages, host_pages, scratch, first, backend=io_backend)
-    transfer_kv_per_layer_pf_lf(host_pages, pool.kv_pages.layer(0), first, scratch, 0, backend=io_backend)
+    device, frames = pool.kv_pages.device, (pool.scratch_slot // pool.page_size, 0)
+    backend = pick_between(io_backend, pool.kv_pages, host_pages)
+    scratch, first = (torch.tensor([page], device=index_device(backend, device)) for page in frames)
+    transfer_kv_all_layer_lf_pf(pool.kv_pages, host_pages, scratch, first, backend=backend)
+    backend = pick_between(io_backend, host_pages, pool.kv_pages)
+    scratch, first = (torch.tensor([page], device=index_device(backend, device)) for page in frames)
+    transfer_kv_per_layer_pf_lf(host_pages, pool.kv_pages.layer(0), first, scratch, 0, backend=backend)
 
 
 def _batch(reqs: Sequence[tuple[int, int]], pool: DevicePool, scale: float, device: torch.device) -> ForwardBatch:

@@ -28,7 +28,14 @@ import torch
 
 from sgl_kernel.kvcacheio import reference
 from sgl_kernel.kvcacheio.layout import KVLayoutError, KVPages, check_fit, check_indices
-from sgl_kernel.kvcacheio.pick import BACKENDS, HOST_BACKENDS, available_kernel, pick_backend, why_not
+from sgl_kernel.kvcacheio.pick import (
+    BACKENDS,
+    HOST_BACKENDS,
+    available_kernel,
+    pick_backend,
+    pick_between,
+    why_not,
+)
 
 __all__ = [
     "BACKENDS",
@@ -38,6 +45,7 @@ __all__ = [
     "KVPages",
     "copy_pages",
     "pick_backend",
+    "pick_between",
     "transfer_kv_all_layer",
     "transfer_kv_all_layer_lf_pf",
     "transfer_kv_all_layer_pf_lf",
@@ -71,7 +79,7 @@ def copy_pages(
     if not len(src_pages) or not src.num_layers:
         return
     device = dst.device if dst.is_cuda else src.device
-    chosen = pick_backend(backend, device)
+    chosen = pick_between(backend, src, dst)
     if chosen in HOST_BACKENDS and device.type != "cpu":
         raise KVLayoutError(f"the {chosen} backend copies in host memory only; use auto, kernel, dma or direct")
     if chosen == "reference":
@@ -151,10 +159,10 @@ def transfer_kv_all_layer_pf_lf(
     dst_pages: torch.Tensor,
     **options: Unpack[CopyOptions],
 ) -> None:
-    """Scatter a landing buffer: all layers of pages that arrived in the host's page layout, in device memory or
-    pinned.
+    """Load all layers of pages in the host's page layout, in pinned memory, or in a landing buffer of the device.
 
-    Upstream has no such function. landing: page-first. dst: the device pool.
+    Upstream has no such function. landing: page-first; dst: the device pool; both may be some of the layers
+    (`KVPages.part`).
     """
     copy_pages(landing, dst, src_pages, dst_pages, **options)
 

@@ -124,6 +124,20 @@ class KVPages:
             raise KVLayoutError(f"layer {layer_id} of a pool with layers 0 to {self.num_layers - 1}")
         return self.layers[layer_id]
 
+    def part(self, layers: range) -> KVPages:
+        """The same pages, some layers that follow each other. The same object each time."""
+        if len(layers) == 1:
+            return self.layer(layers[0])
+        if layers not in self._parts:
+            if not 0 <= layers.start < layers.stop <= self.num_layers or layers.step != 1:
+                raise KVLayoutError(f"layers {layers} of a pool with layers 0 to {self.num_layers - 1}")
+            self._parts[layers] = KVPages(*(each[layers.start : layers.stop] for each in self.components))
+        return self._parts[layers]
+
+    @cached_property
+    def _parts(self) -> dict[range, KVPages]:
+        return {}
+
     def name(self, index: int) -> str:
         """The name of a component, for messages."""
         return "KV"[index] if len(self.components) == 2 else f"component {index}"

@@ -69,7 +69,7 @@ def test_it_compiles_for_sm_90(dtype: str, head_dim: int, page_size: int, table:
         merge_extends_kernel,
     )
 
-    tiles, block_d = Tiles.of(head_dim, TORCH_TYPES[dtype]), 1 << (head_dim - 1).bit_length()
+    tiles, block_d = Tiles.of(head_dim, TORCH_TYPES[dtype], page_size), 1 << (head_dim - 1).bit_length()
     shape = {"HEAD_DIM": head_dim, "BLOCK_D": block_d}
     # Pools where K and V lie alike; once unlike each other.
     paged = {**shape, "PAGE_SIZE": page_size, "BY_SLOT": table == "slots", "GROUP": 4, "IN_TOKENS": head_dim != 256}
@@ -107,7 +107,7 @@ def test_partials_compile_for_sm_90(pages: str):
     from sglang.srt.layers.attention.triton_backend import Tiles
     from sglang.srt.layers.attention.triton_kernels import decode_kernel, extend_kernel
 
-    tiles = Tiles.of(128, torch.bfloat16)
+    tiles = Tiles.of(128, torch.bfloat16, 64)
     constants = {"PAGE_SIZE": 16, "BY_SLOT": False, "HEAD_DIM": 128, "BLOCK_D": 128, "GROUP": 4}
     constants |= {"IN_TOKENS": True, "TILE_IN_PAGE": False}
     of_extend = constants | {"BLOCK_M": tiles.extend_queries, "BLOCK_N": tiles.extend_keys}

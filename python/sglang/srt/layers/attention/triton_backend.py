@@ -1,8 +1,7 @@
 """`TritonAttnBackend`: attention on a GPU, straight from the pages, by the kernels in triton_kernels.py.
 
 Owns the plan of the forward batch it is working on, on the queries' device, and the plans of the last few partials.
-Writes no KV and reads only the slots that the segments name. Tested under Triton's interpreter, on the CPU; has not
-run on a GPU, and its tile sizes are unmeasured.
+Writes no KV and reads only the slots that the segments name.
 
 The kernels look pages up in the table of a `PagedSegments` themselves. A decode's plan copies nothing to the device.
 An extend's plan is one copy from pinned memory, without a wait. Lists of `KVSegment`s become a table of slots.
@@ -54,16 +53,18 @@ class Tiles:
     extend_keys: int = 64
     extend_warps: int = 8
     decode_keys: int = 64
-    decode_warps: int = 4
+    decode_warps: int = 2
     # The fewest at which Triton holds K and V twice, so that the next keys come while these are multiplied.
     num_stages: int = 5
 
     @classmethod
-    def of(cls, head_dim: int, dtype: torch.dtype) -> Tiles:
-        """The largest tiles that fit into an SM's shared memory, 227 KiB on Hopper."""
-        if triton.next_power_of_2(head_dim) * dtype.itemsize <= 256:
-            return cls()
-        return cls(extend_queries=64, extend_keys=32, decode_keys=32)
+    def of(cls, head_dim: int, dtype: torch.dtype, page_size: int) -> Tiles:
+        """Of the tiles that fit into an SM's shared memory, 227 KiB on Hopper, the fastest on an H200 with heads of
+        128 (docs/records/experiments.md). More keys pay where a tile is no part of a page: its page numbers
+        are looked up while others are multiplied."""
+        if triton.next_power_of_2(head_dim) * dtype.itemsize > 256:
+            return cls(extend_queries=64, extend_keys=32, decode_keys=32)
+        return cls() if page_size % cls.extend_keys == 0 else cls(extend_keys=128)
 
 
 @dataclass(frozen=True)
@@ -144,8 +145,8 @@ class TritonAttnBackend:
     request and its keys from kv_lens, starts and table on the device. Where kv_len is 0 it finds none, and the row is
     zero. A replay therefore needs nothing from the host. Without `capturing`, short batches have no splits.
 
-    tiles, num_sms (the number of programs that run at once): None to derive them from the first queries and their
-    GPU.
+    tiles, num_sms (the number of programs that run at once): None to derive them from the first queries, pages and
+    their GPU.
     """
 
     def __init__(self, tiles: Tiles | None = None, num_sms: int | None = None) -> None:
@@ -184,7 +185,7 @@ class TritonAttnBackend:
         if plan is None:
             q_lens, kv_lens, causal = (np.array([each]) for each in key)
             before = kv_lens - q_lens * causal
-            plan = self._partials[key] = self._make_plan(q_lens, kv_lens, before, q, _heads_of(q, view))
+            plan = self._partials[key] = self._make_plan(q_lens, kv_lens, before, q, view)
             if len(self._partials) > _KEPT_PARTIALS:
                 self._partials.popitem(last=False)
         self._partials.move_to_end(key)
@@ -198,20 +199,20 @@ class TritonAttnBackend:
     def _make_batch(
         self, segments: Sequence[list[KVSegment]], view: KVView, q_lens: tuple[int, ...], q: torch.Tensor
     ) -> _Batch:
-        queries, page_size, heads = np.array(q_lens, np.int64), view.page_size, _heads_of(q, view)
+        queries, page_size = np.array(q_lens, np.int64), view.page_size
         if isinstance(segments, PagedSegments):
             assert segments.page_size == page_size, f"pages of {segments.page_size} tokens in a pool of {page_size}"
             assert np.array_equal(segments.q_lens, queries), "queries that the segments were not made for"
             kv_lens = segments.kv_lens
             on_device = segments.device_starts, segments.device_kv_lens
-            plan = self._make_plan(queries, kv_lens, kv_lens - queries, q, heads, on_device)
+            plan = self._make_plan(queries, kv_lens, kv_lens - queries, q, view, on_device)
             return _Batch(segments, q_lens, _Table(segments.table), plan)
         key = BatchKey.of(segments, page_size, q_lens)
         flat = [segment for of_req in segments for segment in of_req if segment.length > 0]
         slots = torch.cat(segment_slots(flat, page_size)) if flat else torch.zeros(0, dtype=torch.int64)
         kv_lens = np.array([sum(segment.length for segment in of_req) for of_req in segments], np.int64)
         is_causal = np.array([bool(of_req) and of_req[-1].causal for of_req in segments], np.bool_)
-        plan = self._make_plan(queries, kv_lens, kv_lens - queries * is_causal, q, heads)
+        plan = self._make_plan(queries, kv_lens, kv_lens - queries * is_causal, q, view)
         return _Batch(key, q_lens, _Table(slots.to(q.device), by_slot=True), plan)
 
     def _make_plan(
@@ -220,7 +221,7 @@ class TritonAttnBackend:
         kv_lens: np.ndarray,
         before: np.ndarray,
         q: torch.Tensor,
-        heads: Heads,
+        view: KVView,
         on_device: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> _Plan:
         """q_lens, kv_lens, before: (num_reqs,) int64. on_device: starts and kv_lens, where they are on the device;
@@ -230,7 +231,8 @@ class TritonAttnBackend:
         if num_decodes == len(q_lens):
             starts, lens = on_device or to_device_together([np.cumsum(kv_lens) - kv_lens, kv_lens], q.device)
             return _Plan(starts, lens, num_decodes, longest, None)
-        splits = split_extends(q_lens, kv_lens, before, heads, self._tiles_for(q), self._sms_of(q.device))
+        heads, tiles = _heads_of(q, view), self._tiles_for(q, view)
+        splits = split_extends(q_lens, kv_lens, before, heads, tiles, self._sms_of(q.device))
         columns = [
             *splits.columns,
             *(np.cumsum(q_lens) - q_lens, q_lens, before, np.flatnonzero(is_decode)),
@@ -267,7 +269,7 @@ class TritonAttnBackend:
         assert scale > 0, f"a scale of {scale}"
         assert q.stride(2) == 1, "the values of a head lie side by side"
         assert table.pages.is_contiguous(), "pages lie side by side in their table"
-        tiles = self._tiles_for(q)
+        tiles = self._tiles_for(q, view)
         shape = {"HEAD_DIM": head_dim, "BLOCK_D": max(16, triton.next_power_of_2(head_dim))}
         page_tokens = _page_tokens(view)
         paged = {**shape, "PAGE_SIZE": view.page_size, "BY_SLOT": table.by_slot, "GROUP": heads.group}
@@ -365,9 +367,9 @@ class TritonAttnBackend:
                         ROWS=_MERGED_ROWS,
                     )
 
-    def _tiles_for(self, q: torch.Tensor) -> Tiles:
+    def _tiles_for(self, q: torch.Tensor, view: KVView) -> Tiles:
         if self._tiles is None:
-            self._tiles = Tiles.of(q.shape[2], q.dtype)
+            self._tiles = Tiles.of(q.shape[2], q.dtype, view.page_size)
         return self._tiles
 
     def _sms_of(self, device: torch.device) -> int:
