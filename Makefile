@@ -106,6 +106,7 @@ $(CLIENTS)/.setup-done: $(STAMP)
 # so that several processes pay.
 test-gpu: gpu-site
 	SGLANG_TEST_DEVICE=cuda $(GPU_PY) -m pytest $(GPU_PARALLEL) -m 'not slow' $(DEVICE_SUITES)
+	SGLANG_TEST_DEVICE=cuda SGLANG_TEST_IO_BACKEND=dma $(GPU_PY) -m pytest $(GPU_PARALLEL) -m 'not slow' $(DEVICE_SUITES)
 	$(GPU_PY) -m pytest $(GPU_PARALLEL) -m gpu $$(grep -rlE --include='test_*.py' 'pytest\.mark\.gpu' test)
 
 # Our kernels' accesses, by CUDA's memory checker; allocations one by one, so that it knows where each ends. A graph

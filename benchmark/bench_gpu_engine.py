@@ -6,7 +6,7 @@
 
 *Documents*: questions about documents that are on the host and not on the device, in rounds, as in LooGLE. A round's
 questions come at once and in random order, several to a document. Variants: no hierarchy; copies of pages of 32
-tokens; the kernel alone; scheduling alone; everything. Before the first round every variant has computed all
+tokens; the kernel alone; scheduling alone; everything, with pages of 1 and of 64 tokens. Before the first round every variant has computed all
 documents once and loaded one. *Prefill*: one prompt, beside a product of matrices. *Decode*: a full batch, beside the
 time to read the weights and the KV once. *Stream*: a request that fits the device, and one twice as long, layer by
 layer through a stream cache. On the CPU the embedded model's shape, everything tiny: that shows that the script runs.
@@ -154,6 +154,7 @@ VARIANTS = (
     Variant("no hierarchy", 1, "auto", UNSCHEDULED, has_host=False),
     Variant("kernel only", 1, "kernel", UNSCHEDULED),
     Variant("scheduling only", 32, "direct", SCHEDULED),
+    Variant("everything, page 64", 64, "auto", SCHEDULED),
 )
 
 

@@ -120,7 +120,7 @@ class LocalEngine:
     load_bytes_per_s: loads from the host are no faster, nor is what is streamed from there. make_pool: the device
     pool, called like `MHATokenToKVPool`. borrow: memory of peers that comes and goes, given what `BorrowedMemory` has
     to know of the engine. device: "cuda" for a GPU's; None for `device_under_test`. attention_backend: the device's
-    own by default. io_backend: as the server's flag. graph_batch_size, graph_prefill_tokens: of the
+    own by default. io_backend: as the server's flag; by default SGLANG_TEST_IO_BACKEND, or auto. graph_batch_size, graph_prefill_tokens: of the
     largest decode that is a CUDA graph, and of the largest prefill whose layers are.
     clock: seconds, of what the scheduler is told; when_idle is called whenever there is nothing to do but to wait, so
     that a test with a clock of its own knows when to turn it. evidence: the canary's folder. vocabulary_file: for
@@ -149,7 +149,7 @@ class LocalEngine:
         borrow: Callable[..., BorrowedMemory] | None = None,
         device: str | None = None,
         attention_backend: AttentionBackend | None = None,
-        io_backend: str = "auto",
+        io_backend: str | None = None,
         load_format: str = "auto",
         graph_batch_size: int = 0,
         graph_prefill_tokens: int = 0,
@@ -159,6 +159,7 @@ class LocalEngine:
         **overrides: Any,
     ) -> None:
         self.model_config = model_config
+        io_backend = io_backend or os.environ.get("SGLANG_TEST_IO_BACKEND", "auto")
         # With its index, which tensors have, too.
         where = torch.device("cuda", 0) if (device or device_under_test()) == "cuda" else CPU
         backend = attention_backend or _attention_for(where)

@@ -408,8 +408,11 @@ class ServerArgs:
         0,
         "number of buffers for requests that are longer than the device pool; 2 is enough, 0 turns streaming off",
     )
-    layer_stream_tokens: int = arg(
-        LAYER_STREAM, 4096, "tokens of one layer that a buffer holds; 0 holds as many as the host pool"
+    layer_stream_tokens: int | None = arg(
+        LAYER_STREAM,
+        None,
+        "tokens of one layer that a buffer holds; 0 holds as many as the host pool",
+        unset="16384 on a GPU, 4096 on a CPU",
     )
     layer_stream_disk_size: float = arg(
         LAYER_STREAM, 0.0, "size in GB of a swap file for a request that exceeds device and host together"
@@ -594,7 +597,9 @@ class ServerArgs:
         if self.layer_stream_disk_size and not self.layer_stream:
             raise ValueError("--layer-stream-disk-size is for requests that stream: add --layer-stream")
         require(self.layer_stream_disk_size >= 0, "layer_stream_disk_size", "0 or more GB")
-        require(self.layer_stream_tokens >= 0, "layer_stream_tokens", "0 or more tokens")
+        require(
+            self.layer_stream_tokens is None or self.layer_stream_tokens >= 0, "layer_stream_tokens", "0 or more tokens"
+        )
         require(
             self.layer_stream_max_tpot is None or self.layer_stream_max_tpot > 0,
             "layer_stream_max_tpot",

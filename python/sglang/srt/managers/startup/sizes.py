@@ -80,7 +80,7 @@ def build_config(
     num_pages, num_host_pages = sizes.tolist()
     layer_stream = None
     if args.layer_stream:
-        layer_stream, num_left = layer_stream_sizes_for(args, num_pages, num_host_pages, model.num_layers)
+        layer_stream, num_left = layer_stream_sizes_for(args, num_pages, num_host_pages, model.num_layers, device)
         if num_left < 1:
             raise StartupError(
                 f"the buffers of --layer-stream take all {num_pages * args.page_size} tokens of the device: lower "
@@ -153,13 +153,17 @@ def graph_batch_size_for(args: ServerArgs, model: ModelConfig, config: Scheduler
 
 
 def layer_stream_sizes_for(
-    args: ServerArgs, num_pages: int, num_host_pages: int, num_layers: int
+    args: ServerArgs, num_pages: int, num_host_pages: int, num_layers: int, device: torch.device
 ) -> tuple[LayerStreamConfig, int]:
     """The buffers of the layer stream cache, and the pages that they leave of the device's num_pages."""
     in_whole_layers, _ = layer_stream_sizes(num_pages * num_layers, [num_host_pages], num_layers, args.layer_stream)
     buffer_pages = in_whole_layers
-    if args.layer_stream_tokens:
-        buffer_pages = min(buffer_pages, -(-args.layer_stream_tokens // args.page_size))
+    tokens = args.layer_stream_tokens
+    if tokens is None:
+        # On a GPU the host's work for each piece is longer than the piece's own (docs/records/measurements.md).
+        tokens = 4096 if device.type == "cpu" else 16384
+    if tokens:
+        buffer_pages = min(buffer_pages, -(-tokens // args.page_size))
     left = (num_pages * num_layers - args.layer_stream * buffer_pages) // num_layers
     logger.info(
         "layer stream: %d buffers of %d tokens of a layer, which leaves %d tokens on the device",
