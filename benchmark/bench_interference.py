@@ -23,7 +23,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ from common import print_table, write_json
 from yardsticks import settle
 
 DIRECTIONS = ("load", "back up")
+# Of a load, by one launch, as the engine's.
+LAYERS = 4
 # Transfers that are issued and not completed.
 DEPTH = 4
 RAMP_UP_S = 1.0
@@ -100,6 +102,8 @@ def cases_on(device: str) -> list[Case]:
     # As the engine's loads, whose stream is urgent.
     quotas = [name for name in by_name if name.startswith((f"{kernel} ", "bulk "))]
     cases += [Case(by_name[name], 1, "scattered", urgent=True) for name in quotas]
+    in_groups = replace(by_name[f"{kernel} 64"], name=f"{kernel} 64, {LAYERS} layers", layers_at_once=LAYERS)
+    cases += [Case(in_groups, 1, "scattered", urgent=True)]
     if "dma" in by_name:
         cases += [Case(by_name["dma"], page, "scattered") for page in (16, 64, 1)]
         cases += [Case(by_name["dma"], page, "in runs") for page in (1, 16)]
@@ -257,7 +261,8 @@ class Traffic:
 
 
 def operation_of(bench: Bench, case: Case, direction: str, sizes: Sizes) -> Callable[[], int]:
-    """A load is one layer of all pages, a backup all layers of some pages. The pages differ each time."""
+    """A load is one layer of all pages, or as many as one launch copies; a backup all layers of some pages. The pages
+    differ each time."""
     if case.variant is None:
         turn = 0
         host, device = (m.view(bench.num_layers, -1) for m in (bench.host_memory, bench.device_memory))
@@ -274,7 +279,7 @@ def operation_of(bench: Bench, case: Case, direction: str, sizes: Sizes) -> Call
     variant = case.variant
     pools, pages = bench.pools(case.page_size, "page_first"), bench.indices(case.page_size, case.order)
     few = min(len(pages[0]), max(1, sizes.backup_tokens // case.page_size))
-    units = 1 if direction == "load" and not variant.staged else few
+    units = variant.layers_at_once if direction == "load" and not variant.staged else few
     return lambda: bench.transfer(variant, direction, pools, pages, units)
 
 

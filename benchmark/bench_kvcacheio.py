@@ -63,13 +63,17 @@ class Variant:
     backend: str | None = None
     num_warps: int = 64
     staged: bool = False
+    # Of a load, by one launch or plan.
+    layers_at_once: int = 1
 
     @property
     def is_kernel(self) -> bool:
         return self.backend in GPU_QUOTAS
 
     def can(self, direction: str, host_layout: str) -> bool:
-        return not self.staged or (direction == "load" and host_layout == "page_first")
+        if direction != "load":
+            return not self.staged and self.layers_at_once == 1
+        return not self.staged or host_layout == "page_first"
 
 
 def variants_on(device: str) -> list[Variant]:
@@ -181,9 +185,10 @@ class Bench:
         elif variant.backend is None:
             _copy_twice(src, dst, of, range(first, first + units) if by_layer else None)
         elif by_layer:
-            for layer in range(first, first + units):
+            for layer in range(first, first + units, variant.layers_at_once):
                 options: dict[str, Any] = {"backend": variant.backend, "num_warps": variant.num_warps}
-                kvcacheio.copy_pages(src.layer(layer), dst.layer(layer), *of, **options)
+                layers = range(layer, min(layer + variant.layers_at_once, first + units))
+                kvcacheio.copy_pages(src.part(layers), dst.part(layers), *of, **options)
         else:
             kvcacheio.copy_pages(src, dst, *of, backend=variant.backend, num_warps=variant.num_warps)
         return units * (len(pages[0]) * pools.page_bytes // self.num_layers if by_layer else pools.page_bytes)

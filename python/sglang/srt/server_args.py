@@ -211,7 +211,7 @@ class ServerArgs:
     disable_cuda_graph: bool = arg(DEVICE, False, "on a GPU, launch each kernel by itself")
     disable_prefill_cuda_graph: bool = arg(DEVICE, False, "on a GPU, launch each kernel of a prefill by itself")
     cuda_graph_max_bs_prefill: int = arg(
-        DEVICE, 256, "on a GPU, the tokens of the largest prefill whose layers are CUDA graphs"
+        DEVICE, 512, "on a GPU, the tokens of the largest prefill whose layers are CUDA graphs"
     )
     cuda_graph_max_bs_decode: int | None = arg(
         DEVICE,
@@ -598,7 +598,9 @@ class ServerArgs:
             raise ValueError("--layer-stream-disk-size is for requests that stream: add --layer-stream")
         require(self.layer_stream_disk_size >= 0, "layer_stream_disk_size", "0 or more GB")
         require(
-            self.layer_stream_tokens is None or self.layer_stream_tokens >= 0, "layer_stream_tokens", "0 or more tokens"
+            self.layer_stream_tokens is None or self.layer_stream_tokens >= 0,
+            "layer_stream_tokens",
+            "0 or more tokens",
         )
         require(
             self.layer_stream_max_tpot is None or self.layer_stream_max_tpot > 0,

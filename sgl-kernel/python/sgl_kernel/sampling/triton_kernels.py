@@ -1,7 +1,7 @@
 """Top-k and top-p by a search for the least probability that is kept, in Triton.
 
 Positive floats are ordered as their bits are, so that 30 halvings find it among all floats up to 1. Each looks at a
-row once. Checked under Triton's interpreter, compiled for sm_90 in the tests; has not run on a GPU.
+row once.
 """
 
 from __future__ import annotations
@@ -10,14 +10,24 @@ import torch
 import triton
 import triton.language as tl
 
+from sgl_kernel.triton_launch import launch
+
 # Probabilities that a program looks at at once.
 _BLOCK = 8192
 
 
 def keep_top(probs: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor) -> None:
     """See `sgl_kernel.sampling.keep_top`."""
-    _keep_top_kernel[(probs.shape[0],)](
-        probs, top_ks, top_ps, probs.stride(0), probs.shape[1], BLOCK=_BLOCK, num_warps=16
+    launch(
+        _keep_top_kernel,
+        (probs.shape[0],),
+        probs,
+        top_ks,
+        top_ps,
+        probs.stride(0),
+        probs.shape[1],
+        BLOCK=_BLOCK,
+        num_warps=16,
     )
 
 

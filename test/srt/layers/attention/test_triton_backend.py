@@ -35,6 +35,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA de
 TORCH_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TORCH_TYPES |= {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
 HEADS = [(2, 5, 24), (1, 80, 8), (1, 8, 128)]
+HEADS_ON_A_GPU = [*HEADS, (8, 4, 128), (8, 1, 64)]
 SMALL: dict[str, Any] = {"kv_heads": 2, "group": 1, "head_dim": 16}
 INT_TYPES = (torch.int32, torch.int64)
 
@@ -74,14 +75,15 @@ def test_it_compiles_for_sm_90(dtype: str, head_dim: int, page_size: int, table:
     # Pools where K and V lie alike; once unlike each other.
     paged = {**shape, "PAGE_SIZE": page_size, "BY_SLOT": table == "slots", "GROUP": 4, "IN_TOKENS": head_dim != 256}
     paged["TILE_IN_PAGE"] = page_size == 64
-    of_extend = {**paged, "BLOCK_M": tiles.extend_queries, "BLOCK_N": tiles.extend_keys}
+    tile_keys = tiles.extend_keys if table == "slots" else tiles.extend_keys_of_pages
+    of_extend = {**paged, "BLOCK_M": tiles.extend_queries, "BLOCK_N": tile_keys}
     of_decode = {**paged, "BLOCK_H": 16, "BLOCK_N": tiles.decode_keys, "LEAST": 256, "AT_ONCE": 128}
     merged = {**shape, "ROWS": 16}
     pages = "i64" if table == "slots" else table
     extend = compiled(
         extend_kernel, dtype, {**of_extend, "lse_ptr": None}, tiles.extend_warps, tiles.num_stages, pages, kv=kv
     )
-    ptx, kv_bytes = extend.asm["ptx"], 2 * tiles.extend_keys * block_d * TORCH_TYPES[kv].itemsize
+    ptx, kv_bytes = extend.asm["ptx"], 2 * tile_keys * block_d * TORCH_TYPES[kv].itemsize
     assert extend.metadata.shared > 2 * kv_bytes
     if dtype != "fp32":
         assert "wgmma.mma_async" in ptx and "cp.async.cg.shared.global" in ptx, ptx
@@ -107,7 +109,7 @@ def test_partials_compile_for_sm_90(pages: str):
     from sglang.srt.layers.attention.triton_backend import Tiles
     from sglang.srt.layers.attention.triton_kernels import decode_kernel, extend_kernel
 
-    tiles = Tiles.of(128, torch.bfloat16, 64)
+    tiles = Tiles.of(128, torch.bfloat16, 16)
     constants = {"PAGE_SIZE": 16, "BY_SLOT": False, "HEAD_DIM": 128, "BLOCK_D": 128, "GROUP": 4}
     constants |= {"IN_TOKENS": True, "TILE_IN_PAGE": False}
     of_extend = constants | {"BLOCK_M": tiles.extend_queries, "BLOCK_N": tiles.extend_keys}
@@ -163,7 +165,7 @@ def test_splits_of_extends_cover_each_key_once():
     for _ in range(200):
         num_reqs, num_sms = rng.randint(1, 6), rng.choice((1, 24, 132))
         heads = Heads(rng.choice((1, 2, 8)), rng.choice((1, 3, 4, 80)))
-        tiles = Tiles(extend_queries=rng.choice((16, 128)), extend_keys=rng.choice((16, 64)))
+        tiles = Tiles(extend_queries=rng.choice((16, 128)), extend_keys_of_pages=rng.choice((64, 128)))
         q_lens = np.array([rng.choice((1, 2, 48, 700)) for _ in range(num_reqs)])
         before = np.array([rng.choice((0, 5, 12_000)) for _ in range(num_reqs)])
         kv_lens = before + q_lens
@@ -207,17 +209,17 @@ def test_splits_of_extends_cover_each_key_once():
     ],
     ids=str,
 )
-def test_on_a_gpu(page_size: int, dtype: torch.dtype, kv_dtype: torch.dtype | None):
-    """Each pair compiles some 30 kernels, so that there are few."""
+@pytest.mark.parametrize("seed", range(len(HEADS_ON_A_GPU)))
+def test_on_a_gpu(page_size: int, dtype: torch.dtype, kv_dtype: torch.dtype | None, seed: int):
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
+    kv_heads, group, head_dim = HEADS_ON_A_GPU[seed]
     backend = TritonAttnBackend()
-    for seed, (kv_heads, group, head_dim) in enumerate([*HEADS, (8, 4, 128), (8, 1, 64)]):
-        for layout in LAYOUTS:
-            options = {"kv_heads": kv_heads, "group": group, "head_dim": head_dim, "max_prefix": 3000}
-            case = on_gpu(Case(seed, page_size, layout, dtype, **options, kv_dtype=kv_dtype))
-            check_batch(backend, case)
-            check_partials(backend, case)
+    for layout in LAYOUTS:
+        options = {"kv_heads": kv_heads, "group": group, "head_dim": head_dim, "max_prefix": 3000}
+        case = on_gpu(Case(seed, page_size, layout, dtype, **options, kv_dtype=kv_dtype))
+        check_batch(backend, case)
+        check_partials(backend, case)
 
 
 @needs_triton
@@ -445,7 +447,9 @@ def main() -> None:
 
     torch.set_num_threads(1)
     # Small tiles: several of them, with tails in both directions.
-    backend = TritonAttnBackend(Tiles(extend_queries=16, extend_keys=16, decode_keys=32), num_sms=24)
+    backend = TritonAttnBackend(
+        Tiles(extend_queries=16, extend_keys=16, extend_keys_of_pages=32, decode_keys=32), num_sms=24
+    )
     for what in sys.argv[1].split(","):
         print(f"{globals()[what](backend)} {what} are right")
 

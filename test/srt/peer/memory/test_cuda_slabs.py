@@ -425,16 +425,15 @@ def test_another_gpu_uses_a_slab():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_gpus_memory_is_given_back():
+    """Two thirds of what is free, and once more. Other tests use the GPU at the same time."""
     torch.zeros(1, device=GPU)
-    slab = 64 << 20
-    owned(None, 1, slab).close()
-    before = torch.cuda.mem_get_info(GPU)[0]
-    lender, borrower = owned(None, 8, slab), make(None, 8, slab, 2 * slab)
     assert cuda_slabs.cuda_driver().granularity(0) == 2 << 20
-    borrower.map(3, lender.fileno(0))
-    lender.slab(0).fill_(1)
-    torch.cuda.synchronize()
-    assert borrower.slab(3).sum() == slab and before - torch.cuda.mem_get_info(GPU)[0] >= 8 * slab
-    lender.close()
-    borrower.unmap(3)
-    assert before - torch.cuda.mem_get_info(GPU)[0] < slab
+    slab = torch.cuda.mem_get_info(GPU)[0] // 12 >> 21 << 21
+    for _ in range(2):
+        lender, borrower = owned(None, 8, slab), make(None, 8, slab, 2 * slab)
+        borrower.map(3, lender.fileno(0))
+        lender.slab(0)[:1000].fill_(1)
+        torch.cuda.synchronize()
+        assert borrower.slab(3)[:1000].sum() == 1000
+        lender.close()
+        borrower.unmap(3)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import triton
 
+from sgl_kernel.triton_launch import launch
 from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata, BatchKey
 from sglang.srt.layers.attention.triton_kernels import (
     decode_kernel,
@@ -51,6 +52,8 @@ class Tiles:
 
     extend_queries: int = 128
     extend_keys: int = 64
+    # Where the pages of a `PagedSegments` are read, and no lse is asked for, which take more of an SM's memory.
+    extend_keys_of_pages: int = 64
     extend_warps: int = 8
     decode_keys: int = 64
     decode_warps: int = 2
@@ -63,8 +66,8 @@ class Tiles:
         128 (docs/records/experiments.md). More keys pay where a tile is no part of a page: its page numbers
         are looked up while others are multiplied."""
         if triton.next_power_of_2(head_dim) * dtype.itemsize > 256:
-            return cls(extend_queries=64, extend_keys=32, decode_keys=32)
-        return cls() if page_size % cls.extend_keys == 0 else cls(extend_keys=128)
+            return cls(extend_queries=64, extend_keys=32, extend_keys_of_pages=32, decode_keys=32)
+        return cls() if page_size % cls.extend_keys == 0 or dtype.itemsize > 2 else cls(extend_keys_of_pages=128)
 
 
 @dataclass(frozen=True)
@@ -280,8 +283,12 @@ class TritonAttnBackend:
         numbers = (*strides, page_tokens or 0, scale * _LOG2_E, table.skip)
         with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
             if extends is not None and (num_blocks := len(extends.blocks[0])):
+                in_pages = lse is None and not table.by_slot
+                tile_keys = tiles.extend_keys_of_pages if in_pages else tiles.extend_keys
                 parts, part_lses = _parts(q, extends.num_slots, heads.num_kv_heads, tiles.extend_queries)
-                extend_kernel[(num_blocks, heads.num_kv_heads)](
+                launch(
+                    extend_kernel,
+                    (num_blocks, heads.num_kv_heads),
                     q,
                     view.k,
                     view.v,
@@ -298,14 +305,16 @@ class TritonAttnBackend:
                     extends.split_tokens,
                     **paged,
                     BLOCK_M=tiles.extend_queries,
-                    BLOCK_N=tiles.extend_keys,
-                    TILE_IN_PAGE=from_page_start and view.page_size % tiles.extend_keys == 0,
+                    BLOCK_N=tile_keys,
+                    TILE_IN_PAGE=from_page_start and view.page_size % tile_keys == 0,
                     num_warps=tiles.extend_warps,
                     num_stages=tiles.num_stages,
                 )
                 if num_merges := len(extends.merges[0]):
                     chunks = tiles.extend_queries // _MERGED_ROWS
-                    merge_extends_kernel[(num_merges, heads.num_kv_heads, chunks)](
+                    launch(
+                        merge_extends_kernel,
+                        (num_merges, heads.num_kv_heads, chunks),
                         parts,
                         part_lses,
                         out,
@@ -327,7 +336,9 @@ class TritonAttnBackend:
                     num_more = -(-programs // (heads.num_kv_heads * head_blocks))
                 parts, part_lses = _parts(q, num_decodes + num_more if num_more else 0, num_heads, 1)
                 of_decodes = (None, None) if extends is None else (extends.decodes, extends.rows)
-                decode_kernel[(num_decodes + num_more, heads.num_kv_heads * head_blocks)](
+                launch(
+                    decode_kernel,
+                    (num_decodes + num_more, heads.num_kv_heads * head_blocks),
                     q,
                     view.k,
                     view.v,
@@ -351,7 +362,9 @@ class TritonAttnBackend:
                     num_stages=tiles.num_stages,
                 )
                 if num_more:
-                    merge_decodes_kernel[(num_decodes, -(-num_heads // _MERGED_ROWS))](
+                    launch(
+                        merge_decodes_kernel,
+                        (num_decodes, -(-num_heads // _MERGED_ROWS)),
                         parts,
                         part_lses,
                         out,
@@ -405,7 +418,8 @@ def split_extends(
     reqs, firsts, ends = reqs[order], firsts[order], ends[order]
     num_more = -(-_MORE_EXTEND_PROGRAMS * num_sms // heads.num_kv_heads)
     tokens = max(_MIN_EXTEND_SPLIT, -(-int(ends.sum()) // num_more))
-    tokens = -(-tokens // tiles.extend_keys) * tiles.extend_keys
+    tile = max(tiles.extend_keys, tiles.extend_keys_of_pages)
+    tokens = -(-tokens // tile) * tile
     counts = np.maximum(-(-ends // tokens), 1)
     is_split = counts > 1
     # Blocks that are split have all the slots, and they come first.

@@ -1,0 +1,91 @@
+"""Repeated launches go to what was compiled for the same numbers, types and alignment, with all arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from sgl_kernel import triton_launch
+from sgl_kernel.triton_launch import launch
+
+
+class Compiled:
+    """What a launch by Triton returns."""
+
+    def __init__(self, calls: list[tuple[Any, ...]]) -> None:
+        self._calls = calls
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
+        return lambda *values: self._calls.append((grid, *values))
+
+
+class Kernel:
+    """A `triton.jit` function of two tensors, a number and two constants."""
+
+    arg_names = ("x_ptr", "y_ptr", "n", "BLOCK", "LAST")
+
+    def __init__(self, is_interpreted: bool = False) -> None:
+        self.compiled = 0
+        self.direct: list[tuple[Any, ...]] = []
+        self._is_interpreted = is_interpreted
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Compiled | None]:
+        def run(*args: Any, BLOCK: int, LAST: bool | None, num_warps: int = 4) -> Compiled | None:
+            assert len(args) == 3
+            self.compiled += 1
+            return None if self._is_interpreted else Compiled(self.direct)
+
+        return run
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(triton_launch, "_kept", {})
+    yield
+
+
+def test_the_second_launch_goes_to_the_compiled_kernel_with_its_own_tensors() -> None:
+    kernel, (x, y, z) = Kernel(), (torch.zeros(64) for _ in range(3))
+    launch(kernel, (7, 2), x, y, 5, LAST=None, num_warps=8, BLOCK=32)
+    launch(kernel, (7, 2), z, None, 5, LAST=None, num_warps=8, BLOCK=32)
+    assert kernel.compiled == 2 and kernel.direct == []
+    launch(kernel, (7, 2), y, z, 5, LAST=None, num_warps=8, BLOCK=32)
+    assert kernel.compiled == 2
+    ((grid, *values),) = kernel.direct
+    assert grid == (7, 2, 1) and values[0] is y and values[1] is z and values[2:] == [5, 32, None]
+
+
+@pytest.mark.parametrize(
+    "change", ["kernel", "grid", "number", "dtype", "alignment", "no tensor", "constant", "option", "nothing"]
+)
+def test_what_triton_compiles_anew_is_compiled_anew(change: str) -> None:
+    kernel, x, y = Kernel(), torch.zeros(64), torch.zeros(64)
+    first = {"BLOCK": 32, "LAST": True, "num_warps": 4}
+    launch(kernel, (7,), x, y, 16, **first)
+    other = Kernel() if change == "kernel" else kernel
+    grid = (8,) if change == "grid" else (7,)
+    x = {"dtype": x.to(torch.float16), "alignment": x[1:], "no tensor": None}.get(change, x)
+    number = 17 if change == "number" else 16
+    changed = {"constant": {"BLOCK": 64}, "option": {"num_warps": 8}}.get(change, {})
+    launch(other, grid, x, y, number, **{**first, **changed})
+    assert len(kernel.direct) == (change == "nothing")
+    assert kernel.compiled + other.compiled * (other is not kernel) == 2 - (change == "nothing")
+
+
+def test_the_interpreter_runs_each_launch() -> None:
+    kernel = Kernel(is_interpreted=True)
+    for _ in range(3):
+        launch(kernel, (1,), torch.zeros(4), torch.zeros(4), 1, BLOCK=1, LAST=False)
+    assert kernel.compiled == 3 and not triton_launch._kept
+
+
+def test_no_more_are_kept_than_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_launch, "_MOST_KEPT", 3)
+    kernel = Kernel()
+    for n in range(20):
+        launch(kernel, (1,), None, None, n, BLOCK=1, LAST=False)
+        assert len(triton_launch._kept) <= 3
+    assert kernel.compiled == 20
