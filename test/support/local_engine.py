@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from sgl_kernel.kvcacheio import KERNELS, pick_backend
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constrained.grammar_cache import GrammarCache
 from sglang.srt.constrained.grammar_rows import GrammarRows
@@ -186,7 +187,13 @@ class LocalEngine:
             page_bytes=layout.page_bytes,
             context_len=c.context_length,
             eos_token_ids=c.eos_token_ids,
-            **{"num_layers": c.num_layers, "load_or_recompute": False, **overrides},
+            **{
+                "num_layers": c.num_layers,
+                "load_or_recompute": False,
+                "loads_by_kernel": where.type == "cuda"
+                and pick_backend(io_backend, where, max(layout.run_bytes)) in KERNELS,
+                **overrides,
+            },
         )
         self.device_pool = pool = make_pool(
             num_device_pages,

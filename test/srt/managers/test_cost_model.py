@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang.srt.managers.cost_model import CostModel, LoadLimit, non_negative_solution
+from sglang.srt.managers.expected_times import ExpectedTimes
 from sglang.srt.mem_cache.transfer import D2H, H2D
+from sglang.srt.utils.time_units import Seconds
 
 # An 8B model: some ms to start, 50 us per token, a little per cached token, attention.
 TRUE = {"fixed_s": 4e-3, "token_s": 5e-5, "context_s": 1e-7, "pair_s": 2e-9}
@@ -126,6 +128,27 @@ def test_samples_that_are_all_alike_are_scaled_by_tokens_and_bytes(num_samples: 
     assert model.load_seconds(2**26) == pytest.approx(64e-3, rel=0.01)
     assert model.load_seconds(2**14) == pytest.approx(1e-3 / 64, rel=0.1)
     assert model.decode_seconds() == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize("by_kernel", [False, True])
+def test_loads_that_wait_for_prefills_do_not_make_loads_slow(by_kernel: bool):
+    """Of 1.6 GB, beside prefills and alone: computing makes a kernel's loads slow, so that they are no reason to
+    compute."""
+    model, size = CostModel(BYTES_PER_TOKEN, loads_by_kernel=by_kernel), 1_600_000_000
+    for _ in range(10):
+        model.add_copy(size, 0.033, H2D)
+        model.add_copy(size, 0.040, D2H)
+    for _ in range(30):
+        model.add_copy(size, 0.24, H2D)
+    assert model.load_seconds(size) == pytest.approx(0.04 if by_kernel else 0.24, rel=0.05)
+
+
+@pytest.mark.parametrize(("by_kernel", "times"), [(False, 2), (True, 8)])
+def test_a_load_by_a_kernel_is_overdue_later(by_kernel: bool, times: int):
+    expected = ExpectedTimes(1000.0, 4, by_kernel)
+    expected.loads[H2D].begin(0, 0.1, Seconds(5.0))
+    assert not expected.loads[H2D].is_overdue(Seconds(5.0 + times * 0.1 - 0.01))
+    assert expected.loads[H2D].is_overdue(Seconds(5.0 + times * 0.1 + 0.01))
 
 
 def test_a_feature_that_was_never_there_costs_nothing():

@@ -209,12 +209,15 @@ class _PrefillFit(_Fit):
 
 
 class CostModel:
-    """bytes_per_token: the size of a token's KV on the link that loads it."""
+    """bytes_per_token: the size of a token's KV on the link that loads it. loads_by_kernel: loads wait for a GPU's
+    prefills, and count as no slower than backups. Otherwise what is computed instead would make loads slow, and
+    slow loads would be computed instead."""
 
-    def __init__(self, bytes_per_token: float) -> None:
+    def __init__(self, bytes_per_token: float, loads_by_kernel: bool = False) -> None:
         if not bytes_per_token > 0:
             raise ValueError(f"bytes per token must be above 0, got {bytes_per_token}")
         self._bytes_per_token = bytes_per_token
+        self._loads_by_kernel = loads_by_kernel
         # Costs that the samples do not tell apart are put down to new tokens, and to bytes.
         self._prefill = _PrefillFit()
         self._decode = _Fit(ridge=(1e-6, 1e-3, 1e-3))
@@ -289,7 +292,7 @@ class CostModel:
             return None
         # The first one may have been slow by chance, but not again after it was doubted.
         is_doubtful = there.num_samples == 1 and self._patience[link] == _PATIENCE
-        return min(measured) if is_doubtful else measured[0]
+        return min(measured) if is_doubtful or self._loads_by_kernel else measured[0]
 
     def usual_load_seconds(self, link: str) -> float | None:
         """Of a load of USUAL_TOKENS; while no load was measured on a link, of as many the other way; None while

@@ -15,6 +15,9 @@ from sglang.srt.managers.schedule_policy import NO_LOADS, LoadTimes, PrefillWork
 from sglang.srt.mem_cache.transfer import EXEC, FETCH, H2D, P2D, Ticket
 from sglang.srt.utils.time_units import Seconds
 
+# Of the time that is expected. Beside a prefill a kernel's load got 7 of 48 GB/s on an H200.
+_OVERDUE_TIMES_OF_KERNELS = 8.0
+
 
 @dataclass
 class _Issued:
@@ -28,8 +31,9 @@ class _Issued:
 class Forecast:
     """Seconds, as in `StepInputs.now`. free_at: when all that has been issued is expected to be over."""
 
-    def __init__(self) -> None:
+    def __init__(self, overdue_times: float = OVERDUE_TIMES) -> None:
         self.free_at = 0.0
+        self._overdue_times = overdue_times
         self._issued: dict[int, _Issued] = {}
 
     def begin(self, seq: int, seconds: float, now: Seconds) -> None:
@@ -51,7 +55,7 @@ class Forecast:
     def is_overdue(self, now: Seconds) -> bool:
         """Whether the oldest operation takes far longer than expected."""
         oldest = next(iter(self._issued.values()), None)
-        return oldest is not None and now > oldest.end + max(OVERDUE_S, (OVERDUE_TIMES - 1) * oldest.seconds)
+        return oldest is not None and now > oldest.end + max(OVERDUE_S, (self._overdue_times - 1) * oldest.seconds)
 
     def times_of(self, seq: int) -> tuple[float, float] | None:
         """When an operation is expected to begin, or began, and to end; None if it is over."""
@@ -60,14 +64,15 @@ class Forecast:
 
 
 class ExpectedTimes:
-    """bytes_per_token: of KV, on the link from the host. num_layers: of the model; loads arrive layer by layer. now:
-    seconds, as in `StepInputs.now`, set at every step."""
+    """bytes_per_token: of KV, on the link from the host. num_layers: of the model; loads arrive layer by layer.
+    loads_by_kernel: see `SchedulerConfig`. now: seconds, as in `StepInputs.now`, set at every step."""
 
-    def __init__(self, bytes_per_token: float, num_layers: int) -> None:
+    def __init__(self, bytes_per_token: float, num_layers: int, loads_by_kernel: bool = False) -> None:
         self.now = Seconds(0.0)
-        self.costs = CostModel(bytes_per_token)
+        self.costs = CostModel(bytes_per_token, loads_by_kernel)
         self.launches = Forecast()
-        self.loads = {link: Forecast() for link in (H2D, P2D)}
+        overdue_times = _OVERDUE_TIMES_OF_KERNELS if loads_by_kernel else OVERDUE_TIMES
+        self.loads = {link: Forecast(overdue_times) for link in (H2D, P2D)}
         self.fetches = Forecast()
         self._bytes_per_token = bytes_per_token
         self._num_layers = num_layers

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from sgl_kernel.kvcacheio import (
+    KERNELS,
     KVPages,
     pick_backend,
     pick_between,
@@ -35,7 +36,6 @@ _KEPT_OPERATIONS = 4096
 # launch begins when the kernel that holds the multiprocessors ends: beside large products of matrices a load with a
 # launch per layer got 7 of 48 GB/s on an H200.
 _LAYERS_AT_ONCE = 4
-_KERNELS = ("kernel", "cuda", "triton", "bulk")
 
 
 class HasPages(Protocol):
@@ -146,7 +146,7 @@ class CopyLink:
         above, below = device_pool.kv_pages, host_pool.kv_pages
         self._load_backend = self._backend(options.io_backend, below, above)
         self._backup_backend = self._backend(options.io_backend, above, below)
-        in_groups = self._device.type != "cpu" and self._copier is None and self._load_backend in _KERNELS
+        in_groups = self._device.type != "cpu" and self._copier is None and self._load_backend in KERNELS
         self._groups = layer_groups(above.num_layers, _LAYERS_AT_ONCE if in_groups else 1)
         self._operations: dict[int, _Operation] = {}
         self._next_seq = 0
@@ -275,4 +275,4 @@ def layer_groups(num_layers: int, most: int) -> list[range]:
 
 def index_device(io_backend: str, device: torch.device) -> torch.device:
     """The device on which page numbers must lie: the GPU for a kernel, host memory for the code that plans copies."""
-    return device if pick_backend(io_backend, device) in _KERNELS else torch.device("cpu")
+    return device if pick_backend(io_backend, device) in KERNELS else torch.device("cpu")

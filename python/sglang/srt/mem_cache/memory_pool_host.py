@@ -159,7 +159,7 @@ def pin_memory(
 
 
 def cuda_register(address: int, size_bytes: int) -> None:
-    """Has not run on a GPU."""
+    """Pin memory that exists. Raises HostMemoryError."""
     error = int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0))
     if error:
         raise HostMemoryError(
@@ -169,7 +169,6 @@ def cuda_register(address: int, size_bytes: int) -> None:
 
 
 def cuda_unregister(address: int) -> None:
-    """Has not run on a GPU."""
     torch.cuda.cudart().cudaHostUnregister(address)
 
 

@@ -1,4 +1,4 @@
-"""`CudaGraphRunner`: decodes as CUDA graphs, one per batch size. Has not run on a GPU.
+"""`CudaGraphRunner`: decodes as CUDA graphs, one per batch size.
 
 Owns the graphs and the memory that they read their inputs from. A decode starts some ten kernels per layer, which
 takes the host longer than the GPU takes for a small batch; a graph starts all of them at once. The model's forward

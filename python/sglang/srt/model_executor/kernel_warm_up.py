@@ -1,5 +1,5 @@
 """Each kind of batch once before the first request, and a load and a backup: the request would wait for kernels to be
-compiled otherwise. Has not run on a GPU."""
+compiled otherwise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`CudaStream`: a stream of a GPU, and the threads that give it work. Has not run on a GPU.
+"""`CudaStream`: a stream of a GPU, and the threads that give it work.
 
 Owns a CUDA stream, the thread on which work is given to it, and the thread that waits for the device on request.
 Work runs on the host in the order in which it was enqueued, with the CUDA stream current; what it

@@ -31,6 +31,7 @@ from sgl_kernel.kvcacheio.layout import KVLayoutError, KVPages, check_fit, check
 from sgl_kernel.kvcacheio.pick import (
     BACKENDS,
     HOST_BACKENDS,
+    KERNELS,
     available_kernel,
     pick_backend,
     pick_between,
@@ -40,6 +41,7 @@ from sgl_kernel.kvcacheio.pick import (
 __all__ = [
     "BACKENDS",
     "BACKUP_WARPS",
+    "KERNELS",
     "LOAD_WARPS",
     "KVLayoutError",
     "KVPages",

@@ -1,7 +1,6 @@
 """`kernel` in CUDA C++: compiles `csrc/kvcacheio.cu` at first use, through CuPy and NVRTC, and launches it.
 
-Owns the compiled module, one per device, and the addresses of pools between which it has copied. Compiled for sm_90
-in the tests; has not run on a GPU.
+Owns the compiled module, one per device, and the addresses of pools between which it has copied.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`MemcpyBatch`: many linear copies by few calls of the CUDA driver, as of cuda.h 13.0. Has not run on a GPU.
+"""`MemcpyBatch`: many linear copies by few calls of the CUDA driver, as of cuda.h 13.0.
 
 Owns the binding to libcuda. Knows addresses, not pools. Imports no torch.
 

@@ -19,6 +19,8 @@ from sgl_kernel.kvcacheio.memcpy_batch import memcpy_batch
 
 # Those that copy in host memory only.
 HOST_BACKENDS = ("cpu", "reference")
+# Those that run on a GPU's multiprocessors.
+KERNELS = ("kernel", "cuda", "triton", "bulk")
 # Compute capability.
 _BULK_FROM = (9, 0)
 # Bytes of a page and layer from which on `auto` is `dma`. A page that is backed up is one 2-D copy.

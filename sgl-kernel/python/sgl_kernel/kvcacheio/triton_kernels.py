@@ -1,7 +1,7 @@
 """`kernel` in Triton: the same copy where CuPy is missing or the GPU is not NVIDIA's.
 
 Owns no memory. Values travel as integers, so that no bit pattern changes. Byte-exact under Triton's interpreter
-(which checks index arithmetic, not races), compiled for sm_90 in the tests; has not run on a GPU.
+(which checks index arithmetic, not races), and on an H200.
 
 Every program takes tiles of rows (runs: one component of one page and one layer) and words. Loads bypass L1 (`.cg`),
 and stores leave L2 first (`.cs`); Triton has no `L1::no_allocate`.

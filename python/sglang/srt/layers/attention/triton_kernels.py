@@ -4,8 +4,7 @@ attention's online softmax, in base 2. Programs may work at a part of a request'
 
 Own no memory. Key n of a request is token (skip + n) % PAGE_SIZE of page table[start + (skip + n) // PAGE_SIZE].
 Nothing else of a pool is read, so that other frames may hold NaN. A query sees the keys before its own, or all of
-them according to `num_before`. Exact to rounding under Triton's interpreter, compiled for sm_90 in the tests; have
-not run on a GPU.
+them according to `num_before`. Exact to rounding under Triton's interpreter, and on an H200.
 
 The query heads of a KV head, GROUP of them, are packed into one matrix with the tokens: row r of a request is head
 r % GROUP of token r // GROUP. So 48 tokens fill 192 rows at 4 heads, and keys are read once for all of them.

@@ -7,6 +7,7 @@ import logging
 
 import torch
 
+from sgl_kernel.kvcacheio import KERNELS, pick_backend
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.model_families import TRANSFORMERS
 from sglang.srt.distributed.parallel_state import TensorParallelGroup
@@ -111,12 +112,19 @@ def build_config(
         bubble_filling=args.hicache_bubble_filling != "off",
         holds_batches=args.hicache_bubble_filling == "decode",
         load_or_recompute=args.hicache_load_or_recompute == "on",
+        loads_by_kernel=device.type == "cuda" and picks_kernel(args, model, group, device),
         insert_at=args.hicache_publish_at,
         deferral_threshold=args.hicache_deferral_threshold,
         layer_stream=layer_stream,
         num_swap_pages=int(args.layer_stream_disk_size * 1e9 / group.size) // page_bytes,
         canary_rate=args.hicache_canary,
     )
+
+
+def picks_kernel(args: ServerArgs, model: ModelConfig, group: TensorParallelGroup, device: torch.device) -> bool:
+    """Whether kernels load pages from the host."""
+    run_bytes = max(page_layout(model, args.page_size, group.size).run_bytes)
+    return pick_backend(args.hicache_io_backend, device, run_bytes) in KERNELS
 
 
 def _host_pages(

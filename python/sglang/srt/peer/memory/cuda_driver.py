@@ -1,5 +1,5 @@
 """`CudaDriver`: the part of the CUDA driver that slabs of GPU memory need: its virtual memory management, as of
-cuda.h 13.0. Has not run on a GPU.
+cuda.h 13.0.
 
 Owns the binding to libcuda. A method is one call of the driver, nearly under its name there. A call that fails raises
 SlabError with the names of the function and of the error. Methods are called within `on`.

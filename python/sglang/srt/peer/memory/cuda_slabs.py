@@ -1,4 +1,4 @@
-"""`CudaSlabRange`: slabs of a GPU's memory, for processes on that GPU or on one that reaches it. Has not run on one.
+"""`CudaSlabRange`: slabs of a GPU's memory, for processes on that GPU or on one that reaches it, where it has not run.
 
 As in `slabs.py`, but with the driver's virtual memory management:
 
