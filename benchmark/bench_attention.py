@@ -154,12 +154,13 @@ def main() -> None:
     for name in names:
         if reason := why_not(name, device):
             parser.error(reason)
-    backends = [make_attention_backend(name, device) for name in names]
     rows: list[dict[str, object]] = []
     for batch in GPU_BATCHES if device == "cuda" else CPU_BATCHES:
         for page_size in (int(each) for each in args.page_sizes.split(",")):
             # Measured beside every batch, because the machine may have other work.
             flops, bandwidth = bench.matrix_flops(), bench.memory_bytes_per_s()
+            # New ones, as they may choose their tiles by their first pages.
+            backends = [make_attention_backend(name, device) for name in names]
             for name, seconds in zip(names, bench.attend(backends, batch, page_size)):
                 row: dict[str, object] = {
                     "backend": name,

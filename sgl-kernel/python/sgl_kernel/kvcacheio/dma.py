@@ -4,8 +4,8 @@ Owns the plans that were used last, and no other memory; the staging buffer is t
 
 On a GPU all linear copies of a plan are one batch (`memcpy_batch.py`). 2-D copies are issued one by one, through
 CuPy. So are all copies where they are one or two, on the default stream, and with a driver before CUDA 13.0. One by
-one, a copy takes 3.7 to 4.7 µs to issue, and a load of scattered pages reaches 0.12 of a large copy's rate with 32 KiB
-per page and layer, and 0.24 with 128 KiB. In batches it reaches 0.5 and 0.98 (H200, 2026-11-27).
+one, a copy takes 3.7 to 4.7 µs to issue, and a load of scattered pages reaches 0.12 of a large copy's rate with 32
+KiB per page and layer, and 0.24 with 128 KiB. In batches it reaches 0.5 and 0.98 (H200, 2026-11-27).
 """
 
 from __future__ import annotations

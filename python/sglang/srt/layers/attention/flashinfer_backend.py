@@ -3,8 +3,8 @@
 Owns FlashInfer's wrappers, their workspace, and the plan of the forward batch it is working on. Writes no KV and
 reads only the pages that the segments name.
 
-Without a GPU the tests check its calls against the signatures of FlashInfer 0.6.14, and its plans with a stand-in that
-computes attention from the same arguments.
+Without a GPU the tests check its calls against the signatures of FlashInfer 0.6.14, and its plans with a stand-in
+that computes attention from the same arguments.
 
 FlashInfer (0.6.14, `page.cuh`, `batch_prefill.cu`) needs 16-bit queries and KV; K and V of one pool with equal
 strides, whole 16-byte words, the values of a head side by side. The distance between pages and between tokens is

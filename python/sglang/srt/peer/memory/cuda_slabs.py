@@ -1,4 +1,4 @@
-"""`CudaSlabRange`: slabs of a GPU's memory, for processes on that GPU or on one that reaches it, where it has not run.
+"""`CudaSlabRange`: slabs of a GPU's memory, for processes on that GPU, or on one that reaches it (not tried).
 
 As in `slabs.py`, but with the driver's virtual memory management:
 
