@@ -161,7 +161,7 @@ def graph_batch_size_for(args: ServerArgs, model: ModelConfig, config: Scheduler
 
 
 def layer_stream_sizes_for(
-    args: ServerArgs, num_pages: int, num_host_pages: int, num_layers: int, device: torch.device
+    args: ServerArgs, num_pages: int, num_host_pages: int, num_layers: int, device: torch.device = CPU
 ) -> tuple[LayerStreamConfig, int]:
     """The buffers of the layer stream cache, and the pages that they leave of the device's num_pages."""
     in_whole_layers, _ = layer_stream_sizes(num_pages * num_layers, [num_host_pages], num_layers, args.layer_stream)
