@@ -131,6 +131,13 @@ gpu-site:
 ifneq ($(WHEELS),)
 	rm -rf $(GPU_SITE)
 	$(GPU_PYTHON) -m pip install --quiet --no-index --no-deps --no-compile --target $(GPU_SITE) $(wildcard $(WHEELS)/*.whl)
+# FlashInfer compiles for minutes where its modules do not come along, built ahead: NAME/NAME.so each.
+ifneq ($(wildcard $(WHEELS)/flashinfer-aot),)
+	mkdir -p $(GPU_SITE)/flashinfer/data/aot
+	cp -r $(WHEELS)/flashinfer-aot/. $(GPU_SITE)/flashinfer/data/aot
+else
+	rm -rf $(GPU_SITE)/flashinfer $(GPU_SITE)/flashinfer_python-*
+endif
 endif
 
 fuzz: setup

@@ -286,6 +286,7 @@ def test_picking_a_backend(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(kvcacheio.pick, "memcpy_batch", lambda batch=batch: batch)
         assert pick("auto", "cuda", 128 << 10) == pick("auto", "cuda", 16 << 10, to_host=True) == chosen
         assert pick("auto", "cuda", 16 << 10) == pick("auto", "cuda", 2 << 10, to_host=True) == "kernel"
+    assert [kvcacheio.page_size_for_dma(size) for size in (2048, 1000, 512 << 10)] == [32, 128, 1]
     installed |= {"cupy": False, "triton": False}
     with pytest.raises(KVLayoutError, match="use dma instead"):
         kvcacheio.available_kernel("kernel")

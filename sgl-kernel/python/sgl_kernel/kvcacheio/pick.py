@@ -60,6 +60,12 @@ def pick_backend(requested: str, device: torch.device | str, run_bytes: int = 0,
     return "kernel" if _installed("cupy") or _installed("triton") else "dma"
 
 
+def page_size_for_dma(token_bytes: int) -> int:
+    """The smallest page, a power of two, that `auto` loads by copy engines. token_bytes: of the largest component of
+    a token and layer."""
+    return 1 << (-(-_DMA_LOADS_FROM // token_bytes) - 1).bit_length()
+
+
 def available_kernel(requested: str) -> str:
     """The implementation of `kernel`: cuda where CuPy is installed, else triton. An explicit name stays."""
     if requested in ("cuda", "triton"):

@@ -7,7 +7,7 @@ import logging
 
 import torch
 
-from sgl_kernel.kvcacheio import KERNELS, pick_backend
+from sgl_kernel.kvcacheio import KERNELS, page_size_for_dma, pick_backend
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.model_families import TRANSFORMERS
 from sglang.srt.distributed.parallel_state import TensorParallelGroup
@@ -88,6 +88,7 @@ def build_config(
                 "--layer-stream or --layer-stream-tokens, or raise --max-total-tokens"
             )
         num_pages = num_left
+    loads_by_kernel = device.type == "cuda" and picks_kernel(args, model, group, device)
     chunk = args.chunked_prefill_size if args.chunked_prefill_size > 0 else model.context_length
     return SchedulerConfig(
         page_size=args.page_size,
@@ -112,7 +113,7 @@ def build_config(
         bubble_filling=args.hicache_bubble_filling != "off",
         holds_batches=args.hicache_bubble_filling == "decode",
         load_or_recompute=args.hicache_load_or_recompute == "on",
-        loads_by_kernel=device.type == "cuda" and picks_kernel(args, model, group, device),
+        loads_by_kernel=loads_by_kernel,
         insert_at=args.hicache_publish_at,
         deferral_threshold=args.hicache_deferral_threshold,
         layer_stream=layer_stream,
@@ -122,9 +123,16 @@ def build_config(
 
 
 def picks_kernel(args: ServerArgs, model: ModelConfig, group: TensorParallelGroup, device: torch.device) -> bool:
-    """Whether kernels load pages from the host."""
+    """Whether kernels load pages from the host, which the log tells."""
     run_bytes = max(page_layout(model, args.page_size, group.size).run_bytes)
-    return pick_backend(args.hicache_io_backend, device, run_bytes) in KERNELS
+    by_kernel = pick_backend(args.hicache_io_backend, device, run_bytes) in KERNELS
+    if by_kernel and args.enable_hierarchical_cache:
+        logger.info(
+            "hicache: kernels load pages of %d tokens, and wait for prefills; copy engines do from --page-size %d on",
+            args.page_size,
+            page_size_for_dma(run_bytes // args.page_size),
+        )
+    return by_kernel
 
 
 def _host_pages(
