@@ -31,9 +31,9 @@ from bench_kvcacheio import Bench, Variant, variants_on
 from common import print_table, write_json
 from yardsticks import settle
 
+from sglang.srt.mem_cache.link import LAYERS_AT_ONCE
+
 DIRECTIONS = ("load", "back up")
-# Of a load, by one launch, as the engine's.
-LAYERS = 4
 # Transfers that are issued and not completed.
 DEPTH = 4
 RAMP_UP_S = 1.0
@@ -102,7 +102,9 @@ def cases_on(device: str) -> list[Case]:
     # As the engine's loads, whose stream is urgent.
     quotas = [name for name in by_name if name.startswith((f"{kernel} ", "bulk "))]
     cases += [Case(by_name[name], 1, "scattered", urgent=True) for name in quotas]
-    in_groups = replace(by_name[f"{kernel} 64"], name=f"{kernel} 64, {LAYERS} layers", layers_at_once=LAYERS)
+    in_groups = replace(
+        by_name[f"{kernel} 64"], name=f"{kernel} 64, {LAYERS_AT_ONCE} layers", layers_at_once=LAYERS_AT_ONCE
+    )
     cases += [Case(in_groups, 1, "scattered", urgent=True)]
     if "dma" in by_name:
         cases += [Case(by_name["dma"], page, "scattered") for page in (16, 64, 1)]

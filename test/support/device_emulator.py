@@ -416,7 +416,7 @@ def _copy_pages(src: KVPages, dst: KVPages, src_pages: Any, dst_pages: Any, **op
         real_copy_pages(src, dst, src_pages, dst_pages, **options)
         return
     chosen = kvcacheio.pick_between(options.get("backend", "auto"), src, dst)
-    on_device = chosen in ("kernel", "cuda", "triton")
+    on_device = chosen in kvcacheio.KERNELS
     for pages in (src_pages, dst_pages):
         assert isinstance(pages, EmulatedTensor) == on_device, f"page numbers for {chosen} lie on the wrong side"
     src_side, dst_side = (KVPages(*map(_to_host, side.components)) for side in (src, dst))

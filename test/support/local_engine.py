@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from sgl_kernel.kvcacheio import KERNELS, pick_backend
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constrained.grammar_cache import GrammarCache
 from sglang.srt.constrained.grammar_rows import GrammarRows
@@ -44,7 +43,7 @@ from sglang.srt.managers.storage_setup import StorageSetup
 from sglang.srt.mem_cache.block_store import BlockStore
 from sglang.srt.mem_cache.check_link import CheckLink
 from sglang.srt.mem_cache.layer_stream_cache import LayerStreamCache
-from sglang.srt.mem_cache.link import CopyOptions, HasPages
+from sglang.srt.mem_cache.link import CopyOptions, HasPages, kernel_links_of
 from sglang.srt.mem_cache.memory_pool import DevicePool, MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.page_layout import PageLayout
@@ -190,8 +189,9 @@ class LocalEngine:
             **{
                 "num_layers": c.num_layers,
                 "load_or_recompute": False,
-                "loads_by_kernel": where.type == "cuda"
-                and pick_backend(io_backend, where, max(layout.run_bytes)) in KERNELS,
+                "kernel_links": kernel_links_of(io_backend, max(layout.run_bytes), where)
+                if where.type == "cuda"
+                else (),
                 **overrides,
             },
         )

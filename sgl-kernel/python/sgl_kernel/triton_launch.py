@@ -25,8 +25,9 @@ _kept: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[Any, ...]]] = {}
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """`kernel[grid](*args, **options)` on the current stream.
 
-    kernel: a function of `triton.jit` that lives as long as the process. args: tensors, numbers or None for its first
-    parameters. options: its other parameters, which are constants, and Triton's options.
+    kernel: a function of `triton.jit` that lives as long as the process, without hooks. args: tensors, numbers or
+    None for its first parameters, of one type each time. options: all its other parameters, which are constants,
+    and Triton's options.
     """
     signature: list[Any] = []
     on_gpu = False
@@ -42,10 +43,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
         compiled, constants = kept
         compiled(*args, *constants)
         return
+    constants = tuple(options[name] for name in kernel.arg_names[len(args) :])
     done = kernel[grid](*args, **options)
     if done is None:  # the interpreter's
         return
     if len(_kept) >= _MOST_KEPT:
         _kept.clear()
-    constants = tuple(options[name] for name in kernel.arg_names[len(args) :])
     _kept[key] = done[(*grid, 1, 1)[:3]], constants

@@ -134,18 +134,20 @@ def test_samples_that_are_all_alike_are_scaled_by_tokens_and_bytes(num_samples: 
 def test_loads_that_wait_for_prefills_do_not_make_loads_slow(by_kernel: bool):
     """Of 1.6 GB, beside prefills and alone: computing makes a kernel's loads slow, so that they are no reason to
     compute."""
-    model, size = CostModel(BYTES_PER_TOKEN, loads_by_kernel=by_kernel), 1_600_000_000
+    model, size = CostModel(BYTES_PER_TOKEN, (H2D,) if by_kernel else ()), 1_600_000_000
     for _ in range(10):
         model.add_copy(size, 0.033, H2D)
         model.add_copy(size, 0.040, D2H)
     for _ in range(30):
         model.add_copy(size, 0.24, H2D)
     assert model.load_seconds(size) == pytest.approx(0.04 if by_kernel else 0.24, rel=0.05)
+    tokens = size // BYTES_PER_TOKEN
+    assert model.there_and_back_seconds(tokens, H2D) == pytest.approx(0.08 if by_kernel else 0.28, rel=0.05)
 
 
 @pytest.mark.parametrize(("by_kernel", "times"), [(False, 2), (True, 8)])
 def test_a_load_by_a_kernel_is_overdue_later(by_kernel: bool, times: int):
-    expected = ExpectedTimes(1000.0, 4, by_kernel)
+    expected = ExpectedTimes(1000.0, 4, (H2D,) if by_kernel else ())
     expected.loads[H2D].begin(0, 0.1, Seconds(5.0))
     assert not expected.loads[H2D].is_overdue(Seconds(5.0 + times * 0.1 - 0.01))
     assert expected.loads[H2D].is_overdue(Seconds(5.0 + times * 0.1 + 0.01))

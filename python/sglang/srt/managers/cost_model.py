@@ -7,7 +7,7 @@ order give the same numbers on every rank, whatever predictions are made in betw
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from sglang.srt.mem_cache.transfer import BACKUP_LINKS, D2H, D2P, H2D, P2D
@@ -209,15 +209,15 @@ class _PrefillFit(_Fit):
 
 
 class CostModel:
-    """bytes_per_token: the size of a token's KV on the link that loads it. loads_by_kernel: loads wait for a GPU's
+    """bytes_per_token: the size of a token's KV on the link that loads it. kernel_links: their loads wait for a GPU's
     prefills, and count as no slower than backups. Otherwise what is computed instead would make loads slow, and
     slow loads would be computed instead."""
 
-    def __init__(self, bytes_per_token: float, loads_by_kernel: bool = False) -> None:
+    def __init__(self, bytes_per_token: float, kernel_links: Collection[str] = ()) -> None:
         if not bytes_per_token > 0:
             raise ValueError(f"bytes per token must be above 0, got {bytes_per_token}")
         self._bytes_per_token = bytes_per_token
-        self._loads_by_kernel = loads_by_kernel
+        self._kernel_links = kernel_links
         # Costs that the samples do not tell apart are put down to new tokens, and to bytes.
         self._prefill = _PrefillFit()
         self._decode = _Fit(ridge=(1e-6, 1e-3, 1e-3))
@@ -286,24 +286,30 @@ class CostModel:
     def load_seconds(self, num_bytes: int, link: str = H2D) -> float | None:
         """load_latency_s + load_byte_s * bytes. While no load was measured on that link, as many as the other way;
         None while nothing was."""
-        there, back = self._copies[link], self._copies[_OTHER_WAY[link]]
-        measured = [fit.seconds((1.0, num_bytes)) for fit in _informed((there, back), num_bytes)]
+        measured = [fit.seconds((1.0, num_bytes)) for fit in self._fits_of_loads(link, num_bytes)]
         if not measured:
             return None
         # The first one may have been slow by chance, but not again after it was doubted.
-        is_doubtful = there.num_samples == 1 and self._patience[link] == _PATIENCE
-        return min(measured) if is_doubtful or self._loads_by_kernel else measured[0]
+        is_doubtful = self._copies[link].num_samples == 1 and self._patience[link] == _PATIENCE
+        return min(measured) if is_doubtful else measured[0]
+
+    def _fits_of_loads(self, link: str, num_bytes: float) -> list[_CopyFit]:
+        """What tells of loads of that size, the better first; of a kernel's loads only the fit that is faster."""
+        fits = _informed((self._copies[link], self._copies[_OTHER_WAY[link]]), num_bytes)
+        if link not in self._kernel_links:
+            return fits
+        return sorted(fits, key=lambda fit: fit.seconds((1.0, num_bytes)))[:1]
 
     def usual_load_seconds(self, link: str) -> float | None:
         """Of a load of USUAL_TOKENS; while no load was measured on a link, of as many the other way; None while
         nothing was."""
-        fits = _informed((self._copies[link], self._copies[_OTHER_WAY[link]]), self._usual_bytes)
+        fits = self._fits_of_loads(link, self._usual_bytes)
         return self._usual_seconds(fits[:1]) if fits else None
 
     def there_and_back_seconds(self, num_tokens: int, load_link: str) -> float | None:
         """Seconds for which copying tokens from the device and loading them again takes the links, as a part of
         operations of USUAL_TOKENS. None while nothing was measured."""
-        fits = _informed((self._copies[load_link], self._copies[_OTHER_WAY[load_link]]), self._usual_bytes)
+        fits = self._fits_of_loads(load_link, self._usual_bytes)
         return 2 * self._usual_seconds(fits) * num_tokens / USUAL_TOKENS if fits else None
 
     @property
@@ -386,7 +392,7 @@ class CostModel:
         context_s, by which each loaded token hides a little of its own load, and the latency of the link. None while
         either side is not known, or if the cost of loads does not depend on their size.
         """
-        fits = _informed((self._copies[H2D], self._copies[D2H]), self._usual_bytes)
+        fits = self._fits_of_loads(H2D, self._usual_bytes)
         load_token_s = self._bytes_per_token * fits[0].coefficients[1] if fits else 0.0
         if load_token_s == 0 or not self._prefill.num_samples:
             return None

@@ -6,7 +6,7 @@ step's inputs. What is not known yet takes no time, so that nothing is decided b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from sglang.srt.managers.cost_model import CostModel
@@ -65,14 +65,16 @@ class Forecast:
 
 class ExpectedTimes:
     """bytes_per_token: of KV, on the link from the host. num_layers: of the model; loads arrive layer by layer.
-    loads_by_kernel: see `SchedulerConfig`. now: seconds, as in `StepInputs.now`, set at every step."""
+    kernel_links: see `SchedulerConfig`. now: seconds, as in `StepInputs.now`, set at every step."""
 
-    def __init__(self, bytes_per_token: float, num_layers: int, loads_by_kernel: bool = False) -> None:
+    def __init__(self, bytes_per_token: float, num_layers: int, kernel_links: Collection[str] = ()) -> None:
         self.now = Seconds(0.0)
-        self.costs = CostModel(bytes_per_token, loads_by_kernel)
+        self.costs = CostModel(bytes_per_token, kernel_links)
         self.launches = Forecast()
-        overdue_times = _OVERDUE_TIMES_OF_KERNELS if loads_by_kernel else OVERDUE_TIMES
-        self.loads = {link: Forecast(overdue_times) for link in (H2D, P2D)}
+        self.loads = {
+            link: Forecast(_OVERDUE_TIMES_OF_KERNELS if link in kernel_links else OVERDUE_TIMES)
+            for link in (H2D, P2D)
+        }
         self.fetches = Forecast()
         self._bytes_per_token = bytes_per_token
         self._num_layers = num_layers

@@ -74,7 +74,7 @@ class LoadPlanner:
     def __init__(self, config: SchedulerConfig, cache: KVCache, queues: RequestQueues) -> None:
         self.config = config
         self.policies = CachePolicies.of(config)
-        self.expected = ExpectedTimes(config.page_bytes / config.page_size, config.num_layers, config.loads_by_kernel)
+        self.expected = ExpectedTimes(config.page_bytes / config.page_size, config.num_layers, config.kernel_links)
         # Seconds that launches have waited for loads.
         self.stall_s = 0.0
         # Requests that this step's launch leaves out because their loads are not in.

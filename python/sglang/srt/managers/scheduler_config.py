@@ -85,9 +85,9 @@ class SchedulerConfig:
     holds_batches: bool = False
     # See `recompute_prefix_len`, and `blocks_to_fetch` for storage.
     load_or_recompute: bool = True
-    # Loads are kernels of the GPU that computes: beside a prefill they wait for multiprocessors. What they take then
-    # is no property of the link.
-    loads_by_kernel: bool = False
+    # Links whose loads are kernels of the GPU that computes: beside a prefill they wait for multiprocessors. What
+    # they take then is no property of the link.
+    kernel_links: tuple[str, ...] = ()
     # When what a launch computes can be shared: at its "launch", since later ones follow it on the device, or at its
     # "completion", as upstream.
     insert_at: str = "launch"

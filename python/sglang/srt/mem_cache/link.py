@@ -25,7 +25,7 @@ from sgl_kernel.kvcacheio import (
     transfer_kv_all_layer_pf_lf,
 )
 from sglang.srt.mem_cache.rate_limit import RateLimit
-from sglang.srt.mem_cache.transfer import GateError, LoadFailedError, OpResult, Ticket, Tier, TransferOp
+from sglang.srt.mem_cache.transfer import H2D, P2D, GateError, LoadFailedError, OpResult, Ticket, Tier, TransferOp
 from sglang.srt.utils.device import to_device
 from sglang.srt.utils.stream import Event, Stream
 
@@ -35,7 +35,7 @@ _KEPT_OPERATIONS = 4096
 # Layers of a load that one launch of a kernel copies; the first are few, because a forward pass waits for them. A
 # launch begins when the kernel that holds the multiprocessors ends: beside large products of matrices a load with a
 # launch per layer got 7 of 48 GB/s on an H200.
-_LAYERS_AT_ONCE = 4
+LAYERS_AT_ONCE = 4
 
 
 class HasPages(Protocol):
@@ -147,7 +147,7 @@ class CopyLink:
         self._load_backend = self._backend(options.io_backend, below, above)
         self._backup_backend = self._backend(options.io_backend, above, below)
         in_groups = self._device.type != "cpu" and self._copier is None and self._load_backend in KERNELS
-        self._groups = layer_groups(above.num_layers, _LAYERS_AT_ONCE if in_groups else 1)
+        self._groups = layer_groups(above.num_layers, LAYERS_AT_ONCE if in_groups else 1)
         self._operations: dict[int, _Operation] = {}
         self._next_seq = 0
         self._results: deque[OpResult] = deque()
@@ -262,8 +262,14 @@ class CopyLink:
         self.notify()
 
 
+def kernel_links_of(io_backend: str, run_bytes: int, device: torch.device) -> tuple[str, ...]:
+    """Links whose loads are kernels of a GPU. run_bytes: of a page and layer in the host's pool."""
+    runs = {H2D: run_bytes, P2D: 0}
+    return tuple(link for link, size in runs.items() if pick_backend(io_backend, device, size) in KERNELS)
+
+
 def layer_groups(num_layers: int, most: int) -> list[range]:
-    """Layers that are loaded together, in order: one, one, two, then `most`, if that is more than one."""
+    """Layers that are loaded together, in order: one, one, and then twice as many each time, up to `most`."""
     sizes: list[int] = []
     left = num_layers
     while left:

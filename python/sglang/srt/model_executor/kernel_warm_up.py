@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from sgl_kernel.kvcacheio import KVPages, pick_between, transfer_kv_all_layer_lf_pf, transfer_kv_per_layer_pf_lf
+from sgl_kernel.kvcacheio import KVPages, pick_between, transfer_kv_all_layer_lf_pf, transfer_kv_all_layer_pf_lf
 from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
 from sglang.srt.mem_cache.kv_view import KVSegment, PagedSegments
-from sglang.srt.mem_cache.link import index_device
+from sglang.srt.mem_cache.link import LAYERS_AT_ONCE, index_device, layer_groups
 from sglang.srt.mem_cache.memory_pool import DevicePool
 from sglang.srt.model_executor.forward_batch_info import CausalLM, ForwardBatch, ForwardMode, StreamedRequest
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -74,7 +74,10 @@ def warm_up_transfers(pool: DevicePool, host_pages: KVPages, io_backend: str) ->
     transfer_kv_all_layer_lf_pf(pool.kv_pages, host_pages, scratch, first, backend=backend)
     backend = pick_between(io_backend, host_pages, pool.kv_pages)
     scratch, first = (torch.tensor([page], device=index_device(backend, device)) for page in frames)
-    transfer_kv_per_layer_pf_lf(host_pages, pool.kv_pages.layer(0), first, scratch, 0, backend=backend)
+    for layers in layer_groups(host_pages.num_layers, LAYERS_AT_ONCE):
+        transfer_kv_all_layer_pf_lf(
+            host_pages.part(layers), pool.kv_pages.part(layers), first, scratch, backend=backend
+        )
 
 
 def _batch(reqs: Sequence[tuple[int, int]], pool: DevicePool, scale: float, device: torch.device) -> ForwardBatch:

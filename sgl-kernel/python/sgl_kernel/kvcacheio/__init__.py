@@ -152,7 +152,7 @@ def transfer_kv_all_layer_lf_pf(
 
     src: the device pool. host: pinned for a GPU; other layouts than page-first will do.
     """
-    options.setdefault("num_warps", BACKUP_WARPS)
+    options.setdefault("num_warps", LOAD_WARPS if host.is_cuda else BACKUP_WARPS)
     copy_pages(src, host, src_pages, dst_pages, **options)
 
 

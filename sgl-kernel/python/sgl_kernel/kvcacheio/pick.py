@@ -85,7 +85,7 @@ def why_not(requested: str, device: torch.device | str) -> str | None:
     if requested not in BACKENDS:
         return f"it is none of {', '.join(BACKENDS)}"
     if torch.device(device).type == "cpu":
-        needs_gpu = requested in ("kernel", "cuda", "triton", "bulk")
+        needs_gpu = requested in KERNELS
         return "it needs a GPU; on the CPU use auto, dma or direct" if needs_gpu else None
     if requested in HOST_BACKENDS:
         return "it copies in host memory only; use auto, kernel, dma or direct"

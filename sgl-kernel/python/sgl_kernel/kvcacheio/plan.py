@@ -238,6 +238,8 @@ class PlanCache:
                 return found[0]
         made = CopyPlan.of(plan_copies(src_pages, dst_pages, pools, merge))
         size = made.nbytes + src_pages.nbytes + dst_pages.nbytes + _ENTRY_BYTES
+        if size > self._max_bytes:
+            return made
         with self._lock:
             if key not in self._plans:
                 self._plans[key] = made, size

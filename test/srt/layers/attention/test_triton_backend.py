@@ -62,7 +62,7 @@ def test_under_the_interpreter(what: str):
 def test_it_compiles_for_sm_90(dtype: str, head_dim: int, page_size: int, table: str, kv: str):
     """In a process without the interpreter. Products of 16-bit matrices must be Hopper's, loads of keys copies into
     shared memory that overlap with them, K and V twice in shared memory, which must suffice."""
-    from sglang.srt.layers.attention.triton_backend import Tiles
+    from sglang.srt.layers.attention.triton_backend import HOPPER_SHARED_BYTES, Tiles
     from sglang.srt.layers.attention.triton_kernels import (
         decode_kernel,
         extend_kernel,
@@ -70,7 +70,10 @@ def test_it_compiles_for_sm_90(dtype: str, head_dim: int, page_size: int, table:
         merge_extends_kernel,
     )
 
-    tiles, block_d = Tiles.of(head_dim, TORCH_TYPES[dtype], page_size), 1 << (head_dim - 1).bit_length()
+    tiles, block_d = (
+        Tiles.of(head_dim, TORCH_TYPES[dtype], page_size, HOPPER_SHARED_BYTES),
+        1 << (head_dim - 1).bit_length(),
+    )
     shape = {"HEAD_DIM": head_dim, "BLOCK_D": block_d}
     # Pools where K and V lie alike; once unlike each other.
     paged = {**shape, "PAGE_SIZE": page_size, "BY_SLOT": table == "slots", "GROUP": 4, "IN_TOKENS": head_dim != 256}
@@ -92,7 +95,8 @@ def test_it_compiles_for_sm_90(dtype: str, head_dim: int, page_size: int, table:
     # A batch of decodes, and once those beside extends.
     for reqs in [{"reqs_ptr": None, "row_starts_ptr": None}] + [{}] * (head_dim == 64):
         given = {**of_decode, **reqs}
-        decode = compiled(decode_kernel, dtype, given, tiles.decode_warps, tiles.num_stages, pages, kv=kv)
+        warps = tiles.decode_warps(16, block_d, TORCH_TYPES[dtype])
+        decode = compiled(decode_kernel, dtype, given, warps, tiles.num_stages, pages, kv=kv)
         ptx, kv_bytes = decode.asm["ptx"], 2 * tiles.decode_keys * block_d * TORCH_TYPES[kv].itemsize
         assert decode.metadata.shared > 2 * kv_bytes
         if dtype != "fp32":
@@ -106,10 +110,10 @@ def test_it_compiles_for_sm_90(dtype: str, head_dim: int, page_size: int, table:
 @pytest.mark.parametrize("pages", ["i64", "i32"])
 def test_partials_compile_for_sm_90(pages: str):
     """float32 out, and lse; of the pages of a buffer, and of the executor's table."""
-    from sglang.srt.layers.attention.triton_backend import Tiles
+    from sglang.srt.layers.attention.triton_backend import HOPPER_SHARED_BYTES, Tiles
     from sglang.srt.layers.attention.triton_kernels import decode_kernel, extend_kernel
 
-    tiles = Tiles.of(128, torch.bfloat16, 16)
+    tiles = Tiles.of(128, torch.bfloat16, 16, HOPPER_SHARED_BYTES)
     constants = {"PAGE_SIZE": 16, "BY_SLOT": False, "HEAD_DIM": 128, "BLOCK_D": 128, "GROUP": 4}
     constants |= {"IN_TOKENS": True, "TILE_IN_PAGE": False}
     of_extend = constants | {"BLOCK_M": tiles.extend_queries, "BLOCK_N": tiles.extend_keys}
@@ -117,7 +121,7 @@ def test_partials_compile_for_sm_90(pages: str):
     of_decode |= {"reqs_ptr": None, "row_starts_ptr": None}
     for kernel, given, num_warps in (
         (extend_kernel, of_extend, tiles.extend_warps),
-        (decode_kernel, of_decode, tiles.decode_warps),
+        (decode_kernel, of_decode, tiles.decode_warps(16, 128, torch.bfloat16)),
     ):
         result = compiled(kernel, "bf16", given, num_warps, tiles.num_stages, pages, "fp32", starts="i32")
         assert "st.global" in result.asm["ptx"]
@@ -153,6 +157,18 @@ def compiled(
 
     types = {name: type_of(name) for name in names}
     return compile_for_sm_90(kernel, types, constants, aligned, num_warps, num_stages)
+
+
+@needs_triton
+def test_a_gpu_with_less_shared_memory_and_wide_heads_get_other_tiles():
+    from sglang.srt.layers.attention.triton_backend import HOPPER_SHARED_BYTES, Tiles
+
+    ada, bf16 = 99 << 10, torch.bfloat16
+    assert Tiles.of(128, bf16, 1, HOPPER_SHARED_BYTES).extend_keys_of_pages == 128
+    assert Tiles.of(128, bf16, 64, HOPPER_SHARED_BYTES) == Tiles.of(128, bf16, 1, ada) == Tiles()
+    assert Tiles.of(64, torch.float32, 1, HOPPER_SHARED_BYTES) == Tiles()
+    warps = [Tiles().decode_warps(*each) for each in ((16, 128, bf16), (32, 128, bf16), (16, 64, torch.float32))]
+    assert warps == [2, 4, 2] and Tiles().decode_warps(16, 256, bf16) == 4
 
 
 @needs_triton

@@ -11,9 +11,11 @@ import torch
 
 from sglang.srt.distributed.parallel_state import SINGLE_RANK
 from sglang.srt.managers.startup.device import page_layout
-from sglang.srt.managers.startup.sizes import build_config, picks_kernel
+from sglang.srt.managers.startup.sizes import build_config, kernel_links
+from sglang.srt.mem_cache.transfer import H2D, P2D
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.child_process import StartupError
+from sglang.srt.utils.device import CPU
 from support.tiny_model import tiny_llama
 
 
@@ -23,13 +25,14 @@ def test_a_gpu_with_small_pages_says_how_large_they_should_be(
     model = tiny_llama(tmp_path)
     args = ServerArgs(model_path="embedded", enable_hierarchical_cache=True, page_size=1, hicache_io_backend="kernel")
     with caplog.at_level(logging.INFO):
-        assert picks_kernel(args, model, SINGLE_RANK, torch.device("cuda"))
+        assert kernel_links(args, model, SINGLE_RANK, torch.device("cuda")) == (H2D, P2D)
     run_bytes = page_layout(model, 1, 1).run_bytes[0]
     (message,) = (record.message for record in caplog.records)
     size = int(re.search(r"--page-size (\d+)", message)[1])  # type: ignore[index]
     assert size * run_bytes >= 64 << 10 > size // 2 * run_bytes
     args = ServerArgs(model_path="embedded", enable_hierarchical_cache=True, page_size=1, hicache_io_backend="dma")
-    assert not picks_kernel(args, model, SINGLE_RANK, torch.device("cuda"))
+    assert kernel_links(args, model, SINGLE_RANK, torch.device("cuda")) == ()
+    assert kernel_links(args, model, SINGLE_RANK, CPU) == ()
 
 
 def test_buffers_that_leave_the_device_nothing_are_refused(tmp_path: Path) -> None:

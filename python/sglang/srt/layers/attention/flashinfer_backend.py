@@ -275,6 +275,7 @@ class FlashInferAttnBackend:
 
     def _plan_partial(self, q: torch.Tensor, segment: KVSegment, page_size: int, shape: _Shape) -> _Partial:
         if len(self._partials) < _KEPT_PARTIALS:
+            # Compiled for decodes anyway.
             planned = self._extend_wrapper(q.device, "fa2")
         else:
             planned = self._partials.popitem(last=False)[1].planned

@@ -41,6 +41,8 @@ _MORE_EXTEND_PROGRAMS = 1
 _LENS_AT_ONCE = 128
 # Rows that a program merges.
 _MERGED_ROWS = 16
+# That a program may have.
+HOPPER_SHARED_BYTES = 227 << 10
 # The plans of partials that are kept. A request that streams has one for its pieces, one for its last piece, and a
 # few for the tokens on the device.
 _KEPT_PARTIALS = 16
@@ -56,18 +58,22 @@ class Tiles:
     extend_keys_of_pages: int = 64
     extend_warps: int = 8
     decode_keys: int = 64
-    decode_warps: int = 2
     # The fewest at which Triton holds K and V twice, so that the next keys come while these are multiplied.
     num_stages: int = 5
 
     @classmethod
-    def of(cls, head_dim: int, dtype: torch.dtype, page_size: int) -> Tiles:
-        """Of the tiles that fit into an SM's shared memory, 227 KiB on Hopper, the fastest on an H200 with heads of
-        128 (docs/records/experiments.md). More keys pay where a tile is no part of a page: its page numbers
-        are looked up while others are multiplied."""
+    def of(cls, head_dim: int, dtype: torch.dtype, page_size: int, shared_bytes: int) -> Tiles:
+        """Of the tiles that fit into an SM's shared memory, of which a program may have shared_bytes, the fastest on
+        an H200 with heads of 128 (docs/records/experiments.md). More keys pay where a tile is no part of a page: its
+        page numbers are looked up while others are multiplied."""
         if triton.next_power_of_2(head_dim) * dtype.itemsize > 256:
             return cls(extend_queries=64, extend_keys=32, extend_keys_of_pages=32, decode_keys=32)
-        return cls() if page_size % cls.extend_keys == 0 or dtype.itemsize > 2 else cls(extend_keys_of_pages=128)
+        has_room = shared_bytes >= HOPPER_SHARED_BYTES and dtype.itemsize <= 2
+        return cls(extend_keys_of_pages=128) if has_room and page_size % cls.extend_keys else cls()
+
+    def decode_warps(self, rows: int, block_d: int, dtype: torch.dtype) -> int:
+        """rows: query heads of a program. Two warps have registers for 16 rows of 128 values of 16 bits."""
+        return 2 if rows * block_d * dtype.itemsize <= 16 * 128 * 2 else 4
 
 
 @dataclass(frozen=True)
@@ -358,7 +364,7 @@ class TritonAttnBackend:
                     TILE_IN_PAGE=from_page_start and view.page_size % tiles.decode_keys == 0,
                     LEAST=_MIN_DECODE_SPLIT,
                     AT_ONCE=_LENS_AT_ONCE,
-                    num_warps=tiles.decode_warps,
+                    num_warps=tiles.decode_warps(rows, shape["BLOCK_D"], q.dtype),
                     num_stages=tiles.num_stages,
                 )
                 if num_more:
@@ -382,7 +388,11 @@ class TritonAttnBackend:
 
     def _tiles_for(self, q: torch.Tensor, view: KVView) -> Tiles:
         if self._tiles is None:
-            self._tiles = Tiles.of(q.shape[2], q.dtype, view.page_size)
+            shared_bytes = HOPPER_SHARED_BYTES
+            if q.is_cuda:
+                properties = triton.runtime.driver.active.utils.get_device_properties(q.device.index)
+                shared_bytes = properties["max_shared_mem"]
+            self._tiles = Tiles.of(q.shape[2], q.dtype, view.page_size, shared_bytes)
         return self._tiles
 
     def _sms_of(self, device: torch.device) -> int:

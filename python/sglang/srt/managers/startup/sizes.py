@@ -7,14 +7,16 @@ import logging
 
 import torch
 
-from sgl_kernel.kvcacheio import KERNELS, page_size_for_dma, pick_backend
+from sgl_kernel.kvcacheio import page_size_for_dma
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.model_families import TRANSFORMERS
 from sglang.srt.distributed.parallel_state import TensorParallelGroup
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.managers.scheduler_config import LayerStreamConfig, PriorityConfig, SchedulerConfig
 from sglang.srt.managers.startup.device import free_memory, kv_cache_bytes, page_layout
+from sglang.srt.mem_cache.link import kernel_links_of
 from sglang.srt.mem_cache.memory_pool_host import host_pages_that_fit
+from sglang.srt.mem_cache.transfer import H2D
 from sglang.srt.models.registry import get_model_class
 from sglang.srt.peer.protocol.elastic_units import layer_stream_sizes
 from sglang.srt.server_args import ServerArgs
@@ -88,7 +90,6 @@ def build_config(
                 "--layer-stream or --layer-stream-tokens, or raise --max-total-tokens"
             )
         num_pages = num_left
-    loads_by_kernel = device.type == "cuda" and picks_kernel(args, model, group, device)
     chunk = args.chunked_prefill_size if args.chunked_prefill_size > 0 else model.context_length
     return SchedulerConfig(
         page_size=args.page_size,
@@ -113,7 +114,7 @@ def build_config(
         bubble_filling=args.hicache_bubble_filling != "off",
         holds_batches=args.hicache_bubble_filling == "decode",
         load_or_recompute=args.hicache_load_or_recompute == "on",
-        loads_by_kernel=loads_by_kernel,
+        kernel_links=kernel_links(args, model, group, device),
         insert_at=args.hicache_publish_at,
         deferral_threshold=args.hicache_deferral_threshold,
         layer_stream=layer_stream,
@@ -122,17 +123,21 @@ def build_config(
     )
 
 
-def picks_kernel(args: ServerArgs, model: ModelConfig, group: TensorParallelGroup, device: torch.device) -> bool:
-    """Whether kernels load pages from the host, which the log tells."""
+def kernel_links(
+    args: ServerArgs, model: ModelConfig, group: TensorParallelGroup, device: torch.device
+) -> tuple[str, ...]:
+    """See `SchedulerConfig`. The log tells if the host's pages are loaded by kernels."""
+    if device.type != "cuda":
+        return ()
     run_bytes = max(page_layout(model, args.page_size, group.size).run_bytes)
-    by_kernel = pick_backend(args.hicache_io_backend, device, run_bytes) in KERNELS
-    if by_kernel and args.enable_hierarchical_cache:
+    found = kernel_links_of(args.hicache_io_backend, run_bytes, device)
+    if H2D in found and args.enable_hierarchical_cache:
         logger.info(
             "hicache: kernels load pages of %d tokens, and wait for prefills; copy engines do from --page-size %d on",
             args.page_size,
             page_size_for_dma(run_bytes // args.page_size),
         )
-    return by_kernel
+    return found
 
 
 def _host_pages(
