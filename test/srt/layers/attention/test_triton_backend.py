@@ -310,6 +310,7 @@ def watch_grids() -> dict[str, tuple[int, ...]]:
     class Watched:
         def __init__(self, name: str) -> None:
             self.name, self.kernel = name, getattr(triton_backend, name)
+            self.arg_names = self.kernel.arg_names
 
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             grids[self.name] = grid
