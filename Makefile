@@ -101,7 +101,7 @@ $(CLIENTS)/.setup-done: $(STAMP)
 		sglang-router smg
 	touch $@
 
-# Equality, tiers and failures with the pools on the GPU, which are worth most. Then the kernels: only the files that
+# Equality, tiers and failures with the pools on the GPU, which are worth most, and with copy engines. Then the kernels: only the files that
 # have such tests, as the others' imports may be missing where nothing can be installed. Triton compiles for minutes,
 # so that several processes pay.
 test-gpu: gpu-site

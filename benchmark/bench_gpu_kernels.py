@@ -5,7 +5,8 @@
 *Kernels*: of a decode as a CUDA graph and of a prefill, per launch: how many, and their time on the device. *Host*: a
 prompt of few new tokens behind a document that is on the device, with and without graphs between the attentions, and
 by how often Python's lock changes hands: the time to first token, and what the compute thread takes to enqueue the
-launch, by the clock and of its CPU. --profile-host prints the functions of that thread.
+launch, by the clock and of its CPU. --profile-host prints what is called meanwhile, from Python 3.12 on by any
+thread.
 
 Model and engine are those of bench_gpu_engine.py. On the CPU everything is tiny, and no kernels are seen.
 """

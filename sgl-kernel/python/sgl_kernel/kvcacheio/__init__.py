@@ -59,7 +59,7 @@ __all__ = [
 ]
 
 LOAD_WARPS = 64
-# More are hardly faster, and fill what leads to the link: 32 slowed a decode on an H200 by half, 16 by 1.4 %
+# More are hardly faster, and fill what leads to the link: 32 slowed a decode on an H200 by half, 16 by 3 %
 # (docs/records/measurements.md).
 BACKUP_WARPS = 16
 

@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from sgl_kernel.libcuda import MemLocation, error_of
+
 FUNCTION = "cuMemcpyBatchAsync_v2"
 # A driver of CUDA 13.0 crashed in one call with 51,828 copies (vLLM issue 49276).
 MAX_COPIES = 4096
@@ -25,12 +27,6 @@ SOURCE_IN_STREAM_ORDER = 1
 PREFER_OVERLAP_WITH_COMPUTE = 1
 # The legacy default stream, by torch's number and by cuda.h's. The driver refuses batches on it.
 _LEGACY_STREAMS = (0, 1)
-
-
-class MemLocation(ctypes.Structure):
-    """CUmemLocation."""
-
-    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
 
 
 class MemcpyAttributes(ctypes.Structure):
@@ -123,8 +119,5 @@ class MemcpyBatch:
             self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
     def _call(self, name: str, *arguments: Any) -> None:
-        result = getattr(self._libcuda, name)(*arguments)
-        if result:
-            error = ctypes.c_char_p()
-            self._libcuda.cuGetErrorName(result, ctypes.byref(error))
-            raise MemcpyError(f"{name}: {(error.value or b'CUDA error').decode()} ({result})")
+        if error := error_of(self._libcuda, name, *arguments):
+            raise MemcpyError(error)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from sgl_kernel.kvcacheio import pick
 from sglang.srt.distributed.parallel_state import SINGLE_RANK
 from sglang.srt.managers.startup.device import page_layout
 from sglang.srt.managers.startup.sizes import build_config, kernel_links
@@ -20,12 +21,17 @@ from support.tiny_model import tiny_llama
 
 
 def test_a_gpu_with_small_pages_says_how_large_they_should_be(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_llama(tmp_path)
-    args = ServerArgs(model_path="embedded", enable_hierarchical_cache=True, page_size=1, hicache_io_backend="kernel")
-    with caplog.at_level(logging.INFO):
-        assert kernel_links(args, model, SINGLE_RANK, torch.device("cuda")) == (H2D, P2D)
+    monkeypatch.setattr(pick, "_installed", lambda package: True)
+    for backend, batch in (("kernel", object()), ("auto", None), ("auto", object())):
+        monkeypatch.setattr(pick, "memcpy_batch", lambda batch=batch: batch)
+        args = ServerArgs(
+            model_path="embedded", enable_hierarchical_cache=True, page_size=1, hicache_io_backend=backend
+        )
+        with caplog.at_level(logging.INFO):
+            assert kernel_links(args, model, SINGLE_RANK, torch.device("cuda")) == (H2D, P2D)
     run_bytes = page_layout(model, 1, 1).run_bytes[0]
     (message,) = (record.message for record in caplog.records)
     size = int(re.search(r"--page-size (\d+)", message)[1])  # type: ignore[index]

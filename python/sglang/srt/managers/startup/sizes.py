@@ -126,16 +126,19 @@ def build_config(
 def kernel_links(
     args: ServerArgs, model: ModelConfig, group: TensorParallelGroup, device: torch.device
 ) -> tuple[str, ...]:
-    """See `SchedulerConfig`. The log tells if the host's pages are loaded by kernels."""
+    """See `SchedulerConfig`. The log tells if kernels load the host's pages, and copy engines would larger ones."""
     if device.type != "cuda":
         return ()
     run_bytes = max(page_layout(model, args.page_size, group.size).run_bytes)
     found = kernel_links_of(args.hicache_io_backend, run_bytes, device)
-    if H2D in found and args.enable_hierarchical_cache:
+    larger = page_size_for_dma(run_bytes // args.page_size)
+    with_larger = kernel_links_of(args.hicache_io_backend, run_bytes // args.page_size * larger, device)
+    if H2D in found and H2D not in with_larger and args.enable_hierarchical_cache:
         logger.info(
-            "hicache: kernels load pages of %d tokens, and wait for prefills; copy engines do from --page-size %d on",
+            "hicache: kernels load pages of %d tokens, and wait for prefills; from --page-size %d on copy engines "
+            "load, which do not wait",
             args.page_size,
-            page_size_for_dma(run_bytes // args.page_size),
+            larger,
         )
     return found
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from sgl_kernel.libcuda import MemLocation, error_of
 from sglang.srt.peer.memory.slabs import SlabError
 from sglang.srt.utils.raw_tensor import raw_tensor
 
@@ -29,12 +30,6 @@ GRANULARITY_MINIMUM = 0
 STREAM_NON_BLOCKING = 1
 ATTRIBUTE_VIRTUAL_MEMORY = 102
 ATTRIBUTE_POSIX_FILE_DESCRIPTOR = 103
-
-
-class MemLocation(ctypes.Structure):
-    """CUmemLocation."""
-
-    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
 
 
 class MemAllocFlags(ctypes.Structure):
@@ -235,11 +230,8 @@ class CudaDriver:
         return handle.value
 
     def _call(self, name: str, *arguments: Any) -> None:
-        result = getattr(self._libcuda, name)(*arguments)
-        if result:
-            error = ctypes.c_char_p()
-            self._libcuda.cuGetErrorName(result, ctypes.byref(error))
-            raise SlabError(f"{name}: {(error.value or b'CUDA error').decode()} ({result})")
+        if error := error_of(self._libcuda, name, *arguments):
+            raise SlabError(error)
 
 
 def allocation(device: int) -> MemAllocationProp:
