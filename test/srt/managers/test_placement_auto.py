@@ -313,6 +313,50 @@ def test_what_is_being_saved_from_a_slow_peer_does_not_age():
     rig.check()
 
 
+def peers_with(rig: AutoRig, *texts: str) -> list[Node]:
+    """Nodes that peers alone have, the first one used first. Storage is fed, and has nothing."""
+    rig.controller.feeds_storage = True
+    rig.tree.names.is_stored = lambda node: False  # type: ignore[method-assign]
+    nodes = [rig.insert(text, now=now) for now, text in enumerate(texts)]
+    for node in nodes:
+        rig.copy(node, PEER)
+        rig.controller.drop(node, DEVICE)
+    return nodes
+
+
+def test_what_storage_lacks_goes_to_the_host_before_peers_give_it_up():
+    rig = AutoRig(host=8, peer=6)
+    old, young, stored = peers_with(rig, "ab", "cd", "ef")
+    rig.tree.names.is_stored = lambda node: node is stored  # type: ignore[method-assign]
+    assert rig.at(10).make_room(PEER, 2, ()), "what storage has makes the room, though used last"
+    assert rig.begun() == [(P2H, 2), (P2H, 2)]
+    assert [rig.where(node) for node in (old, young, stored)] == ["PH", "PH", ""]
+    rig.end_all()
+    assert rig.at(10).make_room(PEER, 4, ()) and rig.where(old) == "H"
+    rig.check()
+
+
+def test_what_storage_lacks_is_copied_from_peers_that_have_nothing_else():
+    rig = AutoRig(host=8, peer=4)
+    old, young = peers_with(rig, "ab", "cd")
+    assert not rig.at(10).make_room(PEER, 2, ()), "the pages are free when they are copied"
+    assert rig.begun() == [(P2H, 2), (P2H, 2)] and [rig.where(node) for node in (old, young)] == ["H", "PH"]
+    rig.end_all()
+    assert rig.at(10).make_room(PEER, 2, ()) and rig.where(young) == "PH"
+    rig.at(10).evict(PEER, 2)
+    rig.check()
+
+
+def test_what_storage_lacks_leaves_peers_with_a_copy_under_way():
+    """As when peers become fewer: nothing else is to stay for it."""
+    rig = AutoRig(host=8, peer=4)
+    old, young = peers_with(rig, "ab", "cd")
+    rig.at(10).evict(PEER, 2)
+    assert rig.begun() == [(P2H, 2)] and [rig.where(node) for node in (old, young)] == ["H", "P"]
+    rig.end_all()
+    assert rig.states(HOST) == "CCFFFFFF", rig.states(HOST)
+
+
 def test_another_policy_ranks_copies_by_age():
     rig = AutoRig(host=8)
     old, young = rig.computed("ab", now=1), rig.computed("cd", now=2)

@@ -365,8 +365,42 @@ class HiCacheController:
             return True
         evictable = self.tree.evictable_pages(tier, kept, spares_pinned)
         if missing <= evictable:
-            self._give_up(self.tree.victims(tier, missing, {node.id for node in kept}, stay=False), tier, kept)
+            stay = {node.id for node in kept}
+            if tier == Tier.PEER and self._moves_unstored:
+                stay |= self._move_unstored(missing, kept)
+            self._give_up(self.tree.victims(tier, missing, stay, stay=False), tier, kept)
         return table.num_free >= num_pages
+
+    @property
+    def _moves_unstored(self) -> bool:
+        """Whether what peers alone have goes to the host before they give it up, as storage is fed from there."""
+        return self.write_policy == "auto" and self.feeds_storage
+
+    def _move_unstored(self, num_pages: int, kept: Sequence[Node]) -> set[int]:
+        """Copy to the host what storage lacks of what peers give up next. Returns the ids of nodes that stay for it:
+        none if num_pages could not go without them."""
+        begin, moving = {node.id for node in kept}, set[int]()
+        while True:
+            victims = self.tree.victims(Tier.PEER, num_pages, begin | moving)
+            if self._pages_of(victims) < num_pages:
+                return set()
+            unstored = self._unstored(victims)
+            mark_next(unstored)
+            self.move_to_host(unstored, kept)
+            begun = {node.id for node in unstored if node.frames[Tier.HOST] is not None}
+            if not begun:
+                return moving
+            moving |= begun
+
+    def _unstored(self, nodes: Iterable[Node]) -> list[Node]:
+        """Those that storage lacks and no tier but peers has."""
+        return [
+            node
+            for node in nodes
+            if node.frames[Tier.DEVICE] is None
+            and node.frames[Tier.HOST] is None
+            and not self.tree.names.is_stored(node)
+        ]
 
     def evict_of(self, tier: Tier, num_pages: int, node_ids: frozenset[int]) -> None:
         """As `evict`, but only nodes of the list go."""
@@ -435,8 +469,6 @@ class HiCacheController:
             self._num_put_off = 0
             nodes = self._copy_before_eviction(self.tree.victims(Tier.DEVICE, wanted), is_ahead=True)
             self.num_looked_at[Tier.DEVICE] = self._pages_of(nodes) - self._num_put_off
-        if self.feeds_storage and Tier.PEER in self.tables:
-            self._move_ahead(num_pages)
 
     def num_to_look_at(self, tier: Tier, num_pages: int) -> int:
         """Pages to look at of what a tier gives up next, so that num_pages can go at once; 0 for not now. The caller
@@ -444,17 +476,6 @@ class HiCacheController:
         table = self.tables[tier]
         num_free = table.num_free + table.counts[FrameState.PENDING_FREE]
         return pages_to_write_ahead(num_pages, num_free, self.num_looked_at[tier])
-
-    def _move_ahead(self, num_pages: int) -> None:
-        """Copy to the host what peers give up next, as storage is fed from there."""
-        wanted = self.num_to_look_at(Tier.PEER, num_pages)
-        if not wanted:
-            return
-        nodes = [n for n in self.tree.victims(Tier.PEER, wanted) if n.frames[Tier.DEVICE] is None]
-        lacking = [node for node in nodes if not self.tree.names.is_stored(node)]
-        mark_next(lacking)
-        self.move_to_host(lacking)
-        self.num_looked_at[Tier.PEER] = wanted
 
     def _save(self, victims: list[Node]) -> list[Node]:
         """Copy what the device is about to give up, as the write policy has it. No copy of one victim is given up for
@@ -615,7 +636,9 @@ class HiCacheController:
         return nodes
 
     def _give_up(self, victims: list[Node], tier: Tier, kept: Sequence[Node] = ()) -> None:
-        if tier == Tier.PEER and self.has_host and self.write_policy != "auto":
+        if tier == Tier.PEER and self._moves_unstored:
+            self.move_to_host(self._unstored(victims), kept)
+        elif tier == Tier.PEER and self.has_host and self.write_policy != "auto":
             self.move_to_host(victims, kept)
         aged = self._aged_with(victims, tier, kept)
         self._take_off(victims, tier)
