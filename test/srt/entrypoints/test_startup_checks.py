@@ -74,7 +74,12 @@ def test_a_model_that_can_be_served(model: Callable[..., str], tmp_path: Path) -
             {"model_impl": "transformers", "layer_stream": 2, "enable_hierarchical_cache": True},
             "--layer-stream computes layer by layer, and transformers computes a model in one piece",
         ),
-        ("", {"quantization_config": {"bits": 4}}, {}, "is quantized, which is not supported"),
+        (
+            "",
+            {"quantization_config": {"quant_method": "gptq"}},
+            {},
+            "it is quantized as 'gptq', which is not supported",
+        ),
         ("", {"hidden_act": "gelu"}, {}, "'gelu' is not supported"),
         ("", {"dtype": "float8_e4m3fn"}, {}, "dtype float8_e4m3fn is not supported; choose one with --dtype"),
         ("", {}, {"tp_size": 3}, "8 attention heads cannot be divided over 3 ranks; choose a --tp-size"),

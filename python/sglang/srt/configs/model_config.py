@@ -23,16 +23,17 @@ from sglang.srt.configs.model_files import (
     ModelConfigError,
     check_activation,
     check_one_rank,
-    check_quantization,
     check_tensor_parallel,
     is_gguf,
     pick_architecture,
     pick_context_length,
+    quantization_of,
     read_config_json,
     resolve_model_path,
     rope_parameters_of,
     unsupported_dtype,
 )
+from sglang.srt.configs.quantization import WeightQuantization
 from sglang.srt.configs.transformers_config import check_context, check_transformers_config, max_context, shape_of
 
 _DTYPES = {
@@ -95,6 +96,8 @@ class ModelConfig:
     mlp_bias: bool = False
     # The head uses the embedding's weights.
     tie_word_embeddings: bool = False
+    # How the checkpoint stores its matrices; None as they are.
+    quantization: WeightQuantization | None = None
 
     @classmethod
     def from_pretrained(
@@ -137,6 +140,7 @@ class ModelConfig:
             attention_bias=bool(getattr(hf_config, "attention_bias", False)),
             mlp_bias=bool(getattr(hf_config, "mlp_bias", False)),
             tie_word_embeddings=bool(hf_config.tie_word_embeddings),
+            quantization=quantization_of(model_path, raw.get("quantization_config"), NATIVE),
             eos_token_ids=_eos_token_ids(local_path, hf_config),
         )
         _refuse_unsupported(config)
@@ -152,7 +156,7 @@ class ModelConfig:
         dtype: str,
         context_length: int | None,
     ) -> ModelConfig:
-        check_quantization(model_path, getattr(hf_config, "quantization_config", None))
+        quantization_of(model_path, getattr(hf_config, "quantization_config", None), TRANSFORMERS)
         check_transformers_config(model_path, architecture, hf_config)
         shape = shape_of(model_path, hf_config)
         context = pick_context_length(context_length, max_context(model_path, hf_config), {"rope_type": "default"})
@@ -299,7 +303,6 @@ def _eos_token_ids(local_path: Path, hf_config: Any) -> tuple[int, ...]:
 
 def _refuse_unsupported(config: ModelConfig) -> None:
     hf = config.hf_config
-    check_quantization(config.model_path, getattr(hf, "quantization_config", None))
     check_activation(getattr(hf, "hidden_act", "silu"))
     rope_type = config.rope_parameters["rope_type"]
     if rope_type not in ROPE_TYPES:

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from sglang.srt.configs.embedded_model import ensure_embedded_model
 from sglang.srt.configs.gguf_model import GGUF_TENSORS, NO_TOKENIZER, GGUFError, ensure_gguf_model
 from sglang.srt.configs.model_families import MODEL_FAMILIES, TRANSFORMERS, pick_model_impl
+from sglang.srt.configs.quantization import QuantizationError, WeightQuantization, read_quantization
 from sglang.srt.configs.smollm2_model import SMOLLM2, FetchError, ensure_smollm2
 
 # What --model-path names the built-in model by.
@@ -229,7 +230,7 @@ def check_config(
                 f"{model_path!r} cannot be served: {name} in its config is {value!r}, but it has to be a whole "
                 "number above 0."
             )
-    check_quantization(model_path, raw.get("quantization_config"))
+    quantization_of(model_path, raw.get("quantization_config"), impl)
     stored = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
     if dtype == "auto" and stored not in _DTYPE_NAMES:
         raise unsupported_dtype(stored)
@@ -255,9 +256,18 @@ def check_one_rank(num_ranks: int) -> None:
         )
 
 
-def check_quantization(model_path: str, quantization_config: object) -> None:
-    if quantization_config:
-        raise ModelConfigError(f"{model_path!r} is quantized, which is not supported; use unquantized weights.")
+def quantization_of(model_path: str, quantization_config: object, impl: str) -> WeightQuantization | None:
+    """impl: NATIVE or TRANSFORMERS."""
+    try:
+        found = read_quantization(quantization_config)
+    except QuantizationError as error:
+        raise ModelConfigError(f"{model_path!r} cannot be served: {error}.") from error
+    if found is not None and impl == TRANSFORMERS:
+        raise ModelConfigError(
+            f"{model_path!r} is quantized, which a model that transformers computes must not be; use unquantized "
+            "weights."
+        )
+    return found
 
 
 def check_activation(activation: object) -> None:

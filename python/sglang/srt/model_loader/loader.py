@@ -1,4 +1,4 @@
-"""Filling a model with weights, from safetensors, from GGUF or at random.
+"""Filling a model with weights, from safetensors, quantised or not, from GGUF or at random.
 
 Owns nothing after it returns. Tensors go straight from the mapped file into the (fused) parameters, one at a time,
 and a rank reads only its part of each. Loading therefore takes no memory beyond the model's.
@@ -6,6 +6,7 @@ and a rank reads only its part of each. Loading therefore takes no memory beyond
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from sglang.srt.distributed.parallel_state import SINGLE_RANK, TensorParallelGro
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.weights import WeightTarget
 from sglang.srt.model_loader.gguf_weights import GGUFWeights
+from sglang.srt.model_loader.quantized_weights import QuantizedWeights, plain_names
 from sglang.srt.models.registry import get_model_class
 from sglang.srt.utils.device import CPU
 from sglang.srt.utils.startup_progress import SILENT, StartupProgress
@@ -67,7 +69,10 @@ def load_model(
         progress.stage("making up weights")
         _fill_at_random(model.weight_targets(), seed)
     else:
-        _load_files(model, config.local_path, load_format, progress)
+        try:
+            _load_files(model, config, load_format, progress)
+        except ModelConfigError as error:
+            raise ModelLoadError(str(error)) from error
     return model.eval()
 
 
@@ -88,10 +93,14 @@ def _weight_files(path: Path, load_format: str) -> dict[str, Path]:
     return where
 
 
-def _load_files(model: Any, path: Path, load_format: str, progress: StartupProgress) -> None:
-    targets = model.weight_targets()
+def _load_files(model: Any, config: ModelConfig, load_format: str, progress: StartupProgress) -> None:
+    """Raises ModelConfigError, too."""
+    targets, path = model.weight_targets(), config.local_path
     gguf_file = gguf_file_of(path)
-    files = _weight_files(path, load_format)
+    files = stored = _weight_files(path, load_format)
+    quantization = None if gguf_file is not None else config.quantization
+    if quantization is not None:
+        files = {name: stored[held] for name, held in plain_names(stored).items()}
     where = {name: file for name, file in files.items() if not model.ignores_weight(name)}
     plan: dict[str, list[WeightTarget]] = {}
     for name in where:
@@ -116,6 +125,8 @@ def _load_files(model: Any, path: Path, load_format: str, progress: StartupProgr
         for number, (file, names) in enumerate(sorted(by_file.items()), 1):
             progress.detail(f"loading weights, file {number} of {len(by_file)}")
             with _open(file) as f:
+                if quantization is not None:
+                    f = QuantizedWeights(f, quantization, partial(_read, stored))
                 held = set(f.keys())
                 for name in names:
                     if name not in held:
@@ -138,6 +149,15 @@ def _copy(name: str, file: Any, targets: list[WeightTarget], config_name: str) -
     for target in targets:
         target.fill(source, offset)
         offset += target.shape[0]
+
+
+def _read(files: dict[str, Path], name: str) -> torch.Tensor | None:
+    """A whole tensor; None if there is none of that name."""
+    if name not in files:
+        return None
+    with _open(files[name]) as file:
+        tensor: torch.Tensor = file.get_tensor(name)
+    return tensor
 
 
 def _open(file: Path) -> Any:

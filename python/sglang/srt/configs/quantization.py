@@ -1,0 +1,95 @@
+"""`WeightQuantization`: how a checkpoint stores its matrices, as `quantization_config` of config.json tells.
+
+Owns which ways are read and what the others are told. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+READABLE = "fp8, compressed-tensors with 8 bits, awq with 4 bits, or a GGUF file"
+
+
+class QuantizationError(ValueError):
+    """The way is not read here; the message names those that are."""
+
+
+@dataclass(frozen=True)
+class WeightQuantization:
+    """A matrix is stored as whole numbers or floats of few bits, times scales.
+
+    is_awq: 4 bits in AWQ's tensors; else 8 bits, as e4m3 or int8. block: values of a scale, (outputs, inputs); None:
+    the scale's shape tells, one for all or one for each output.
+    """
+
+    is_awq: bool
+    block: tuple[int, int] | None = None
+
+
+def read_quantization(config: object) -> WeightQuantization | None:
+    """config: `quantization_config`; None or empty for a checkpoint that is not quantised. Raises
+    QuantizationError."""
+    if not config:
+        return None
+    if not isinstance(config, Mapping):
+        raise QuantizationError(f"its quantization_config is {config!r}, not an object; use {READABLE}")
+    method = config.get("quant_method")
+    readers = {"fp8": _fp8, "compressed-tensors": _compressed_tensors, "awq": _awq}
+    if method not in readers:
+        raise QuantizationError(f"it is quantized as {method!r}, which is not supported; use {READABLE}")
+    return readers[method](config)
+
+
+def _fp8(config: Mapping[str, Any]) -> WeightQuantization:
+    if (kind := config.get("fmt") or "e4m3") != "e4m3":
+        raise QuantizationError(f"its weights are fp8 of the kind {kind!r}, and only e4m3 is read; use {READABLE}")
+    block = config.get("weight_block_size")
+    return WeightQuantization(is_awq=False, block=None if block is None else _block(block))
+
+
+def _compressed_tensors(config: Mapping[str, Any]) -> WeightQuantization:
+    kind = config.get("format")
+    if kind not in ("float-quantized", "int-quantized", "naive-quantized"):
+        raise QuantizationError(f"its compressed-tensors have the format {kind!r}; use {READABLE}")
+    if (sparse := (config.get("sparsity_config") or {}).get("format") or "dense") != "dense":
+        raise QuantizationError(f"its compressed-tensors are sparse, {sparse!r}; use {READABLE}")
+    found = {_of_group(group.get("weights")) for group in (config.get("config_groups") or {}).values()}
+    if len(found) != 1:
+        raise QuantizationError(f"its compressed-tensors have {len(found)} ways of storing weights; use {READABLE}")
+    return found.pop()
+
+
+def _of_group(weights: object) -> WeightQuantization:
+    if not isinstance(weights, Mapping) or weights.get("num_bits") != 8 or not weights.get("symmetric", True):
+        raise QuantizationError(f"its compressed-tensors are not of 8 symmetric bits: {weights!r}; use {READABLE}")
+    strategy = weights.get("strategy")
+    if strategy == "group":
+        return WeightQuantization(is_awq=False, block=_block((1, weights.get("group_size"))))
+    if strategy == "block":
+        return WeightQuantization(is_awq=False, block=_block(weights.get("block_structure")))
+    if strategy in ("tensor", "channel"):
+        return WeightQuantization(is_awq=False)
+    raise QuantizationError(f"its compressed-tensors have the strategy {strategy!r}; use {READABLE}")
+
+
+def _awq(config: Mapping[str, Any]) -> WeightQuantization:
+    version = str(config.get("version", "gemm")).lower()
+    bits = config.get("bits", config.get("w_bit"))
+    if bits != 4 or version != "gemm" or not config.get("zero_point", True):
+        raise QuantizationError(
+            f"its AWQ weights have {bits!r} bits, version {version!r}, zero_point "
+            f"{config.get('zero_point', True)!r}; only 4 bits of version 'gemm' with zero points are read"
+        )
+    return WeightQuantization(is_awq=True, block=_block((1, config.get("group_size", config.get("q_group_size")))))
+
+
+def _block(sizes: Any) -> tuple[int, int]:
+    try:
+        rows, columns = sizes
+    except (TypeError, ValueError):
+        rows = columns = None
+    if not all(isinstance(size, int) and size > 0 for size in (rows, columns)):
+        raise QuantizationError(f"its scales are for blocks of {sizes!r}, not of two sizes above 0")
+    return rows, columns

@@ -1,0 +1,169 @@
+"""`QuantizedWeights`: the matrices of a quantised checkpoint, dequantised when they are read.
+
+Owns nothing. Names are those of the same checkpoint without quantization: `x.weight` stands for `x.weight` with
+`x.weight_scale` (or `_scale_inv`), or for AWQ's `x.qweight`, `x.qzeros` and `x.scales`. A part of a matrix costs the
+time and memory of that part alone. Scales of activations are not used: activations keep the model's data type.
+
+    fp8, int8    weight = values * scale                           values (outputs, inputs)
+    awq          weight = ((values - zeros) * scales) transposed   values (inputs, outputs), eight in an int32
+
+AWQ: Lin et al. 2023, section 2; the order of the eight is that of its authors' GEMM kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from sglang.srt.configs.model_files import ModelConfigError
+from sglang.srt.configs.quantization import WeightQuantization
+
+_SCALES = (".weight_scale", ".weight_scale_inv")
+_UNUSED = (".input_scale", ".k_scale", ".v_scale", ".output_scale")
+_PACKED, _ZEROS, _PACKED_SCALES = ".qweight", ".qzeros", ".scales"
+# Of eight numbers of 4 bits, the lowest first: which column of eight each is.
+_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+class Readable(Protocol):
+    """A slice of an open safetensors file."""
+
+    def get_shape(self) -> list[int]: ...
+
+    def __getitem__(self, index: Any) -> torch.Tensor: ...
+
+
+def plain_names(names: Iterable[str]) -> dict[str, str]:
+    """The names without quantization -> those of the tensors that hold the values."""
+    held = {}
+    for name in names:
+        if name.endswith((*_SCALES, *_UNUSED, _ZEROS, _PACKED_SCALES)):
+            continue
+        held[name.removesuffix(_PACKED) + ".weight" if name.endswith(_PACKED) else name] = name
+    return held
+
+
+class QuantizedWeights:
+    """As an open safetensors file. read: a whole tensor of the checkpoint, from whichever file; None if there is
+    none."""
+
+    def __init__(
+        self, file: Any, quantization: WeightQuantization, read: Callable[[str], torch.Tensor | None]
+    ) -> None:
+        self._file = file
+        self._quantization = quantization
+        self._read = read
+        self._held: Mapping[str, str] = plain_names(file.keys())
+
+    def keys(self) -> list[str]:
+        return list(self._held)
+
+    def get_slice(self, name: str) -> Readable:
+        """Raises ModelConfigError if its scales are not there or do not fit."""
+        held = self._held[name]
+        values = self._file.get_slice(held)
+        stem = name.removesuffix(".weight")
+        if held.endswith(_PACKED):
+            zeros, scales = (self._needed(stem + suffix, held) for suffix in (_ZEROS, _PACKED_SCALES))
+            assert self._quantization.block is not None
+            return PackedTensor(held, values, zeros, scales, self._quantization.block[1])
+        scale = next((s for s in map(self._read, (stem + suffix for suffix in _SCALES)) if s is not None), None)
+        if name.endswith(".weight") and scale is not None:
+            return ScaledTensor(held, values, scale, self._quantization.block)
+        if values[:1].dtype.itemsize == 1:
+            raise ModelConfigError(f"{held!r} has 8 bits a value, and there is no {stem + _SCALES[0]!r} beside it.")
+        return values  # type: ignore[no-any-return]
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        return self.get_slice(name)[:]
+
+    def _needed(self, name: str, held: str) -> torch.Tensor:
+        tensor = self._read(name)
+        if tensor is None:
+            raise ModelConfigError(f"There is no {name!r} beside {held!r}.")
+        return tensor
+
+
+class ScaledTensor:
+    """values: (outputs, inputs) of 8 bits. scale: of the whole matrix, one or none of dimensions; of each output,
+    (outputs,) or (outputs, 1); or of each block of outputs and inputs, (blocks, blocks)."""
+
+    def __init__(self, name: str, values: Readable, scale: torch.Tensor, block: tuple[int, int] | None) -> None:
+        self._values = values
+        rows, columns = values.get_shape()
+        if block is None:
+            block = (rows if scale.numel() == 1 else 1, columns)
+        self._block = block
+        wanted = (-(-rows // block[0]), -(-columns // block[1]))
+        if scale.numel() != wanted[0] * wanted[1] or (scale.dim() == 2 and tuple(scale.shape) != wanted):
+            raise ModelConfigError(
+                f"The scale of {name!r} has the shape {tuple(scale.shape)}; a matrix of {rows} by {columns} in "
+                f"blocks of {block[0]} by {block[1]} has {wanted}."
+            )
+        self._scale = scale.float().reshape(wanted)
+
+    def get_shape(self) -> list[int]:
+        return self._values.get_shape()
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """float32."""
+        rows, columns = _bounds(index, self.get_shape())
+        of_rows = self._scale[torch.arange(*rows) // self._block[0]]
+        # One for all inputs goes to each by itself.
+        scale = of_rows if of_rows.shape[1] == 1 else of_rows[:, torch.arange(*columns) // self._block[1]]
+        return self._values[slice(*rows), slice(*columns)].float() * scale
+
+
+@dataclass(frozen=True)
+class PackedTensor:
+    """values: (inputs, outputs / 8), zeros: (groups, outputs / 8) int32. scales: (groups, outputs). group: inputs
+    that share a zero and a scale."""
+
+    name: str
+    values: Readable
+    zeros: torch.Tensor
+    scales: torch.Tensor
+    group: int
+
+    def __post_init__(self) -> None:
+        outputs, inputs = self.get_shape()
+        groups = -(-inputs // self.group)
+        for what, tensor, wanted in (
+            ("zeros", self.zeros, (groups, outputs // 8)),
+            ("scales", self.scales, (groups, outputs)),
+        ):
+            if tuple(tensor.shape) != wanted:
+                raise ModelConfigError(
+                    f"The {what} of {self.name!r} have the shape {tuple(tensor.shape)}; {inputs} inputs in groups of "
+                    f"{self.group} and {outputs} outputs have {wanted}."
+                )
+
+    def get_shape(self) -> list[int]:
+        inputs, words = self.values.get_shape()
+        return [8 * words, inputs]
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """float32."""
+        (begin, end), inputs = _bounds(index, self.get_shape())
+        words = slice(begin // 8, -(-end // 8))
+        groups = torch.arange(*inputs) // self.group
+        zeros, scales = _unpacked(self.zeros[:, words]), self.scales[:, 8 * words.start : 8 * words.stop].float()
+        values = _unpacked(self.values[slice(*inputs), words]) - zeros[groups]
+        first = begin - 8 * words.start
+        return (values * scales[groups])[:, first : first + end - begin].t()
+
+
+def _unpacked(words: torch.Tensor) -> torch.Tensor:
+    """words: (n, m) int32. Returns (n, 8 * m) int32, from 0 to 15."""
+    shifts = torch.tensor([4 * _COLUMNS.index(column) for column in range(8)], dtype=torch.int32)
+    return ((words.unsqueeze(-1) >> shifts) & 15).flatten(1)
+
+
+def _bounds(index: Any, shape: list[int]) -> list[tuple[int, int]]:
+    """Where the slices of an index begin and end, for all dimensions."""
+    given = index if isinstance(index, tuple) else (index,)
+    slices = [*given, *[slice(None)] * (len(shape) - len(given))]
+    return [each.indices(size)[:2] for each, size in zip(slices, shape, strict=True)]

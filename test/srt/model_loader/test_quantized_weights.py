@@ -1,0 +1,251 @@
+"""Quantised checkpoints: what is loaded equals what the stored numbers mean, for every way of storing them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_loader import LlamaConfig, load, save
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.model_files import ModelConfigError
+from sglang.srt.configs.quantization import QuantizationError, read_quantization
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.model_loader.loader import ModelLoadError, load_model
+from support.thread_group import thread_groups
+
+# Multiples of eight outputs, for AWQ.
+SHAPE = dict(hidden_size=32, intermediate_size=40, head_dim=8)
+Tensors = dict[str, torch.Tensor]
+
+
+def is_quantized(name: str, tensor: torch.Tensor) -> bool:
+    return tensor.dim() == 2 and "proj" in name
+
+
+def scaled(weight: torch.Tensor, rows: int, columns: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and scales of blocks, written without the code under test."""
+    most = torch.finfo(dtype).max if dtype.is_floating_point else 127.0
+    values, scales = torch.empty(weight.shape, dtype=dtype), []
+    for i in range(0, weight.shape[0], rows):
+        scales.append([])
+        for j in range(0, weight.shape[1], columns):
+            block = weight[i : i + rows, j : j + columns]
+            scale = float(block.abs().max()) / most
+            scales[-1].append(scale)
+            part = block / scale
+            values[i : i + rows, j : j + columns] = (part if dtype.is_floating_point else part.round()).to(dtype)
+    return values, torch.tensor(scales)
+
+
+def by_block(rows: int | None, columns: int | None, dtype: torch.dtype, suffix: str, flat: bool = False) -> Callable:
+    """rows, columns: None for all."""
+
+    def store(stem: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        block = rows or weight.shape[0], columns or weight.shape[1]
+        values, scale = scaled(weight, *block, dtype)
+        means = torch.empty_like(weight)
+        for i in range(weight.shape[0]):
+            for j in range(weight.shape[1]):
+                means[i, j] = values[i, j].float() * scale[i // block[0], j // block[1]]
+        stored = scale.flatten() if flat else scale
+        return {f"{stem}.weight": values, f"{stem}.{suffix}": stored, f"{stem}.input_scale": torch.ones(1)}, means
+
+    return store
+
+
+def awq(group: int) -> Callable:
+    def store(stem: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        outputs, inputs = weight.shape
+        values = torch.randint(16, (inputs, outputs))
+        zeros = torch.randint(16, (inputs // group, outputs))
+        scales = (torch.rand(inputs // group, outputs) * 0.02).half()
+        means = torch.empty(outputs, inputs)
+        for i in range(inputs):
+            means[:, i] = (values[i] - zeros[i // group]) * scales[i // group].float()
+        tensors = {f"{stem}.qweight": packed(values), f"{stem}.qzeros": packed(zeros), f"{stem}.scales": scales}
+        return tensors, means
+
+    return store
+
+
+def packed(values: torch.Tensor) -> torch.Tensor:
+    """As AutoAWQ packs for its GEMM kernel: the i-th four bits are of this column of eight."""
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+    words = torch.zeros(values.shape[0], values.shape[1] // 8, dtype=torch.int64)
+    for word in range(words.shape[1]):
+        for i, column in enumerate(order):
+            words[:, word] |= values[:, 8 * word + column] << (4 * i)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+FP8, INT8 = torch.float8_e4m3fn, torch.int8
+
+
+def compressed(strategy: str, dtype: torch.dtype = FP8, **more: object) -> dict:
+    kind = "float" if dtype is FP8 else "int"
+    weights = {"num_bits": 8, "type": kind, "strategy": strategy, "symmetric": True, **more}
+    groups = {"group_0": {"weights": weights, "targets": ["Linear"]}}
+    return {"quant_method": "compressed-tensors", "format": f"{kind}-quantized", "config_groups": groups}
+
+
+WAYS: dict[str, tuple[dict, Callable]] = {
+    "fp8, one scale": (
+        {"quant_method": "fp8", "activation_scheme": "static"},
+        by_block(None, None, FP8, "weight_scale", flat=True),
+    ),
+    "fp8, blocks": (
+        {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 12], "activation_scheme": "dynamic"},
+        by_block(16, 12, FP8, "weight_scale_inv"),
+    ),
+    "compressed, fp8 by channel": (compressed("channel"), by_block(1, None, FP8, "weight_scale")),
+    "compressed, fp8 by flat channel": (compressed("channel"), by_block(1, None, FP8, "weight_scale", flat=True)),
+    "compressed, fp8 by block": (
+        compressed("block", block_structure=[16, 16]),
+        by_block(16, 16, FP8, "weight_scale"),
+    ),
+    "compressed, int8 by channel": (compressed("channel", INT8), by_block(1, None, INT8, "weight_scale")),
+    "compressed, int8 by group": (compressed("group", INT8, group_size=4), by_block(1, 4, INT8, "weight_scale")),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 8, "zero_point": True, "version": "gemm"}, awq(8)),
+}
+
+
+@pytest.fixture(params=WAYS)
+def checkpoints(request, tmp_path):
+    """A quantised checkpoint of two files, the scales in the second, and one with what it means, in float32."""
+    stored, plain = tmp_path / "stored", tmp_path / "plain"
+    config, store = WAYS[request.param]
+    for path in (stored, plain):
+        save(path, **SHAPE)
+    torch.manual_seed(2)
+    rewritten: Tensors = {}
+    means = load_file(plain / "model.safetensors")
+    for name, tensor in list(means.items()):
+        if is_quantized(name, tensor):
+            tensors, means[name] = store(name.removesuffix(".weight"), tensor)
+            rewritten |= tensors
+        else:
+            rewritten[name] = tensor
+    save_file(means, plain / "model.safetensors", metadata={"format": "pt"})
+    is_scale = {name: "scale" in name or "qzeros" in name for name in rewritten}
+    (stored / "model.safetensors").unlink()
+    where = {}
+    for file, wanted in (("model-1.safetensors", False), ("model-2.safetensors", True)):
+        part = {name: tensor for name, tensor in rewritten.items() if is_scale[name] == wanted}
+        save_file(part, stored / file, metadata={"format": "pt"})
+        where |= dict.fromkeys(part, file)
+    (stored / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    set_quantization(stored, config)
+    return stored, plain
+
+
+def set_quantization(path, config):
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": config}))
+
+
+def all_weights(model) -> Tensors:
+    return {name: target.tensor for name, target in model.weight_targets().items()}
+
+
+def test_what_is_loaded_is_what_the_numbers_mean(checkpoints):
+    stored, plain = map(load, checkpoints)
+    theirs = all_weights(plain)
+    for name, tensor in all_weights(stored).items():
+        assert torch.equal(tensor, theirs[name]), name
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_each_rank_reads_its_part(checkpoints, size):
+    for group in thread_groups(size):
+        models = [
+            load_model(ModelConfig.from_pretrained(str(path)), "auto", TorchNativeAttnBackend(), group=group)
+            for path in checkpoints
+        ]
+        theirs = all_weights(models[1])
+        for name, tensor in all_weights(models[0]).items():
+            assert torch.equal(tensor, theirs[name]), name
+
+
+def quantized(tmp_path, change: Callable[[Tensors], None] = lambda tensors: None, way: str = "fp8, blocks"):
+    """A checkpoint of one file, changed."""
+    save(tmp_path, **SHAPE)
+    config, store = WAYS[way]
+    tensors = {}
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        stored = store(name.removesuffix(".weight"), tensor)[0] if is_quantized(name, tensor) else {name: tensor}
+        tensors |= stored
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    set_quantization(tmp_path, config)
+    return tmp_path
+
+
+Q = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("way", "change", "message"),
+    [
+        ("fp8, blocks", lambda t: t.pop(f"{Q}.weight_scale_inv"), f"no '{Q}.weight_scale' beside it"),
+        (
+            "fp8, blocks",
+            lambda t: t.update({f"{Q}.weight_scale_inv": torch.ones(3, 3)}),
+            r"has the shape \(3, 3\); a matrix of 32 by 32 in blocks of 16 by 12 has \(2, 3\)",
+        ),
+        ("awq", lambda t: t.pop(f"{Q}.qzeros"), f"There is no '{Q}.qzeros' beside '{Q}.qweight'"),
+        ("awq", lambda t: t.update({f"{Q}.scales": torch.ones(4, 8)}), r"scales of .* have the shape \(4, 8\)"),
+        ("awq", lambda t: t.pop(f"{Q}.qweight"), f"missing: {Q}.weight"),
+        ("fp8, blocks", lambda t: t.update({"more.weight": torch.ones(2, 2)}), "unexpected: more.weight"),
+    ],
+)
+def test_what_does_not_fit_is_named(tmp_path, way, change, message):
+    with pytest.raises(ModelLoadError, match=message):
+        load(quantized(tmp_path, change, way))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "quantized as 'gptq', which is not supported; use fp8, compressed-"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "kind 'e5m2', and only e4m3 is read"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, r"blocks of \[0, 128\], not of two sizes above 0"),
+        ({"quant_method": "fp8", "weight_block_size": 128}, "blocks of 128, not of two sizes"),
+        (compressed("tensor") | {"format": "pack-quantized"}, "have the format 'pack-quantized'"),
+        (compressed("tensor") | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "are sparse"),
+        (compressed("tensor") | {"config_groups": {}}, "have 0 ways of storing weights"),
+        (compressed("tensor", num_bits=4), "not of 8 symmetric bits"),
+        (compressed("tensor", symmetric=False), "not of 8 symmetric bits"),
+        (compressed("token"), "the strategy 'token'"),
+        ({"quant_method": "awq", "bits": 8}, "have 8 bits"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version 'gemv'"),
+        ({"quant_method": "awq", "bits": 4, "zero_point": False}, "zero_point False"),
+    ],
+)
+def test_other_ways_are_refused(tmp_path, config, message):
+    save(tmp_path)
+    set_quantization(tmp_path, config)
+    with pytest.raises(ModelConfigError, match=message):
+        ModelConfig.from_pretrained(str(tmp_path))
+
+
+def test_a_config_that_is_no_object_is_refused():
+    with pytest.raises(QuantizationError, match="is 'fp8', not an object"):
+        read_quantization("fp8")
+
+
+def test_transformers_code_takes_no_quantized_weights(tmp_path):
+    with pytest.raises(ModelConfigError, match="which a model that transformers computes must not be"):
+        ModelConfig.from_pretrained(str(quantized(tmp_path)), model_impl="transformers")
+
+
+def test_the_stored_way_is_part_of_what_names_cached_kv(tmp_path):
+    """As it is of the weights."""
+    paths = [tmp_path / "plain", tmp_path / "stored"]
+    save(paths[0], LlamaConfig, **SHAPE)
+    quantized(paths[1])
+    plain, stored = (ModelConfig.from_pretrained(str(path)).fingerprint() for path in paths)
+    assert plain != stored
