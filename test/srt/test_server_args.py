@@ -55,7 +55,7 @@ def test_the_served_name():
         ),
         (
             "--model m --quantization=fp8",
-            "this engine does not have the flag --quantization: it computes in the data type of --dtype",
+            "this engine does not have the flag --quantization: how a checkpoint is quantized is read",
         ),
         ("--model m --nonsense", "--nonsense is not a flag of this engine"),
         ("--model m --hicache-rat 3", "--hicache-rat is not a flag"),

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_loader import LlamaConfig, load, save
 
+from sgl_kernel.quantized import FOUR_BITS, MatrixFormat
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.model_files import ModelConfigError
 from sglang.srt.configs.quantization import QuantizationError, read_quantization
+from sglang.srt.distributed.parallel_state import SINGLE_RANK
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.weights import QuantizedTarget
 from sglang.srt.model_loader.loader import ModelLoadError, load_model
+from sglang.srt.model_loader.quantized_weights import pick_weight_format
 from support.thread_group import thread_groups
 
+Q = "model.layers.0.self_attn.q_proj"
 # Multiples of eight outputs, for AWQ.
 SHAPE = dict(hidden_size=32, intermediate_size=40, head_dim=8)
 Tensors = dict[str, torch.Tensor]
@@ -170,6 +176,88 @@ def test_each_rank_reads_its_part(checkpoints, size):
             assert torch.equal(tensor, theirs[name]), name
 
 
+def load_as_stored(path, group=SINGLE_RANK):
+    """With matrices as a GPU keeps them."""
+    config = ModelConfig.from_pretrained(str(path))
+    stored = config.quantization
+    dtype = FOUR_BITS if stored.is_awq else torch.int8 if stored.is_int else FP8
+    config = replace(config, weight_format=MatrixFormat(dtype, stored.block[1] if stored.block else 0))
+    return load_model(config, "auto", TorchNativeAttnBackend(), group=group)
+
+
+# With so many ranks. Blocks that the inputs, or a rank's part of them, do not divide into are no format.
+KEPT = [(way, size) for way in WAYS for size in (1, 2) if "block" not in way and (way != "awq" or size == 1)]
+
+
+@pytest.mark.parametrize(("checkpoints", "size"), KEPT, indirect=["checkpoints"])
+def test_what_stays_quantized_means_the_same(checkpoints, size):
+    for group in thread_groups(size):
+        kept = load_as_stored(checkpoints[0], group)
+        plain = load_model(
+            ModelConfig.from_pretrained(str(checkpoints[1])), "auto", TorchNativeAttnBackend(), group=group
+        )
+        theirs, matrices = all_weights(plain), 0
+        for name, target in kept.weight_targets().items():
+            if isinstance(target, QuantizedTarget):
+                matrices += 1
+                assert torch.equal(target.matrix.dequantized(torch.float32), theirs[name]), name
+            else:
+                assert torch.equal(target.tensor, theirs[name]), name
+        assert matrices == 2 * 7
+        for model in (kept, plain):
+            model.finish_loading()
+        x = torch.randn(5, 32)
+        for ours, their in zip(kept.layers, plain.layers, strict=True):
+            assert torch.allclose(ours.self_attn.qkv_proj(x), their.self_attn.qkv_proj(x), atol=1e-5)
+            assert torch.allclose(ours.mlp.gate_up_proj(x), their.mlp.gate_up_proj(x), atol=1e-5)
+
+
+def test_what_is_not_quantized_is_when_its_layer_stays_so(tmp_path):
+    """Made-up weights, for example."""
+    config = replace(ModelConfig.from_pretrained(str(quantized(tmp_path))), weight_format=MatrixFormat(torch.int8))
+    kept = load_model(config, "dummy", TorchNativeAttnBackend(), seed=3).weight_targets()
+    plain = all_weights(load(tmp_path, "dummy", seed=3))
+    for name, target in kept.items():
+        if isinstance(target, QuantizedTarget):
+            error = (target.matrix.dequantized(torch.float32) - plain[name]).abs().amax(1)
+            assert bool((error <= 0.51 * target.matrix.scales[:, 0]).all()), name
+        else:
+            assert torch.equal(target.tensor, plain[name]), name
+
+
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "format", "reason"),
+    [
+        (BLOCKS, {}, MatrixFormat(FP8, 32), "weights of decoder layers are kept in 8 bits"),
+        ({"quant_method": "fp8"}, {}, MatrixFormat(FP8), "in 8 bits"),
+        (compressed("channel", INT8), {}, MatrixFormat(INT8), "in 8 bits"),
+        (WAYS["awq"][0] | {"group_size": 32}, {}, MatrixFormat(FOUR_BITS, 32), "in 4 bits"),
+        (BLOCKS, {"device": "cpu"}, None, "on a CPU there is no faster kernel"),
+        (BLOCKS, {"dtype": torch.float32}, None, "kernels are for bfloat16 and float16"),
+        (BLOCKS, {"capability": (8, 0)}, None, "this GPU does not compute with e4m3"),
+        (compressed("channel", INT8), {"capability": (8, 0)}, MatrixFormat(INT8), "in 8 bits"),
+        (BLOCKS, {"ranks": 2}, None, "48 inputs do not divide into groups of 32"),
+        (BLOCKS | {"weight_block_size": [24, 24]}, {}, None, "64 inputs do not divide into groups of 24"),
+        (BLOCKS, {"names": [f"{Q}.weight"]}, None, f"{Q}.weight is not quantized"),
+        (BLOCKS, {"names": [f"{Q}.weight", f"{Q}.weight_scale_inv"]}, MatrixFormat(FP8, 32), "in 8 bits"),
+        (BLOCKS, {"names": ["lm_head.weight"]}, MatrixFormat(FP8, 32), "in 8 bits"),
+    ],
+)  # fmt: skip
+def test_a_gpu_keeps_what_its_kernels_read(tmp_path, caplog, monkeypatch, config, changes, format, reason):
+    caplog.set_level("INFO")
+    save(tmp_path, **SHAPE | dict(hidden_size=64, intermediate_size=96, head_dim=16))
+    set_quantization(tmp_path, config)
+    capability = changes.get("capability", (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    model = replace(ModelConfig.from_pretrained(str(tmp_path)), dtype=changes.get("dtype", torch.bfloat16))
+    device = torch.device(changes.get("device", "cuda"))
+    assert pick_weight_format(model, changes.get("names", ()), changes.get("ranks", 1), device) == format
+    assert reason in caplog.text
+
+
 def quantized(tmp_path, change: Callable[[Tensors], None] = lambda tensors: None, way: str = "fp8, blocks"):
     """A checkpoint of one file, changed."""
     save(tmp_path, **SHAPE)
@@ -182,9 +270,6 @@ def quantized(tmp_path, change: Callable[[Tensors], None] = lambda tensors: None
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     set_quantization(tmp_path, config)
     return tmp_path
-
-
-Q = "model.layers.0.self_attn.q_proj"
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from sgl_kernel.quantized import MatrixFormat
 from sglang.srt.configs.gguf_model import GGUF_LINK, gguf_file_of, read_tensor_list
 from sglang.srt.configs.model_families import NATIVE, TRANSFORMERS, pick_model_impl
 from sglang.srt.configs.model_files import (
@@ -98,6 +99,8 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     # How the checkpoint stores its matrices; None as they are.
     quantization: WeightQuantization | None = None
+    # How decoder layers keep their matrices in memory; None in dtype. See `pick_weight_format`.
+    weight_format: MatrixFormat | None = None
 
     @classmethod
     def from_pretrained(

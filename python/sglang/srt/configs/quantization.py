@@ -20,11 +20,12 @@ class QuantizationError(ValueError):
 class WeightQuantization:
     """A matrix is stored as whole numbers or floats of few bits, times scales.
 
-    is_awq: 4 bits in AWQ's tensors; else 8 bits, as e4m3 or int8. block: values of a scale, (outputs, inputs); None:
-    the scale's shape tells, one for all or one for each output.
+    is_awq: 4 bits in AWQ's tensors; else 8 bits. is_int: those are int8, not e4m3. block: values of a scale,
+    (outputs, inputs); None: the scale's shape tells, one for all or one for each output.
     """
 
-    is_awq: bool
+    is_awq: bool = False
+    is_int: bool = False
     block: tuple[int, int] | None = None
 
 
@@ -46,7 +47,7 @@ def _fp8(config: Mapping[str, Any]) -> WeightQuantization:
     if (kind := config.get("fmt") or "e4m3") != "e4m3":
         raise QuantizationError(f"its weights are fp8 of the kind {kind!r}, and only e4m3 is read; use {READABLE}")
     block = config.get("weight_block_size")
-    return WeightQuantization(is_awq=False, block=None if block is None else _block(block))
+    return WeightQuantization(block=None if block is None else _block(block))
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> WeightQuantization:
@@ -64,13 +65,13 @@ def _compressed_tensors(config: Mapping[str, Any]) -> WeightQuantization:
 def _of_group(weights: object) -> WeightQuantization:
     if not isinstance(weights, Mapping) or weights.get("num_bits") != 8 or not weights.get("symmetric", True):
         raise QuantizationError(f"its compressed-tensors are not of 8 symmetric bits: {weights!r}; use {READABLE}")
-    strategy = weights.get("strategy")
+    strategy, is_int = weights.get("strategy"), weights.get("type") == "int"
     if strategy == "group":
-        return WeightQuantization(is_awq=False, block=_block((1, weights.get("group_size"))))
+        return WeightQuantization(is_int=is_int, block=_block((1, weights.get("group_size"))))
     if strategy == "block":
-        return WeightQuantization(is_awq=False, block=_block(weights.get("block_structure")))
+        return WeightQuantization(is_int=is_int, block=_block(weights.get("block_structure")))
     if strategy in ("tensor", "channel"):
-        return WeightQuantization(is_awq=False)
+        return WeightQuantization(is_int=is_int)
     raise QuantizationError(f"its compressed-tensors have the strategy {strategy!r}; use {READABLE}")
 
 

@@ -4,7 +4,8 @@ A column-parallel layer has some of the outputs. A row-parallel layer takes some
 column-parallel layer followed by a row-parallel one needs only that one sum: Megatron-LM (Shoeybi et al. 2019),
 section 3.
 
-`Weight` holds a matrix. Where a kernel reads another layout than the checkpoint's, `finish_loading` packs it.
+`Weight` holds a matrix, quantised if the checkpoint's is and stays so. Where a kernel reads another layout than the
+checkpoint's, `finish_loading` packs it.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sgl_kernel import elementwise
+from sgl_kernel import elementwise, quantized
 from sgl_kernel.cpu.library import takes
 from sgl_kernel.cpu.packed_weight import PackedGate, PackedWeight
+from sgl_kernel.quantized import MatrixFormat, QuantizedMatrix
 from sglang.srt.distributed.parallel_state import Shard, TensorParallelGroup
-from sglang.srt.layers.weights import WeightTarget
+from sglang.srt.layers.weights import QuantizedTarget, WeightTarget
 
 
 def _empty(*shape: int, dtype: torch.dtype) -> nn.Parameter:
@@ -27,12 +29,22 @@ def _empty(*shape: int, dtype: torch.dtype) -> nn.Parameter:
 
 
 class Weight(nn.Module):
-    """A layer with a matrix. weight: (out_features, in_features) as loaded; None once it is packed."""
+    """A layer with a matrix. weight: (out_features, in_features) as loaded; None once it is packed, and if it is
+    quantised. stored_as: of a quantised one."""
 
-    def __init__(self, out_features: int, in_features: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, out_features: int, in_features: int, dtype: torch.dtype, stored_as: MatrixFormat | None = None
+    ) -> None:
         super().__init__()
-        self.weight: nn.Parameter | None = _empty(out_features, in_features, dtype=dtype)
+        self.weight: nn.Parameter | None = None
         self.packed: PackedWeight | None = None
+        self.quantized: QuantizedMatrix | None = None
+        if stored_as is None:
+            self.weight = _empty(out_features, in_features, dtype=dtype)
+            return
+        self.quantized = QuantizedMatrix.empty(stored_as, out_features, in_features)
+        for name, tensor in self.quantized.tensors.items():
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
     def finish_loading(self) -> None:
         """Pack the weight if there is a kernel for its device and type. It can be loaded no more afterwards."""
@@ -48,6 +60,8 @@ class Weight(nn.Module):
         """x: (num_rows, in_features). Returns x @ weight.T + bias, a new tensor."""
         if self.packed is not None:
             return self.packed.linear(x, bias)
+        if self.quantized is not None:
+            return quantized.linear(x, self.quantized, bias)
         assert self.weight is not None
         return F.linear(x, self.weight, bias)
 
@@ -56,9 +70,16 @@ class MergedColumnParallelLinear(Weight):
     """Several projections of the same input as one matrix. shards: this rank's rows of each projection, one below the
     other in `weight` (sum of their sizes, in_features)."""
 
-    def __init__(self, in_features: int, shards: Sequence[Shard], bias: bool, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        shards: Sequence[Shard],
+        bias: bool,
+        dtype: torch.dtype,
+        stored_as: MatrixFormat | None = None,
+    ) -> None:
         total = sum(shard.size for shard in shards)
-        super().__init__(total, in_features, dtype)
+        super().__init__(total, in_features, dtype, stored_as)
         self.shards = tuple(shards)
         self.bias = _empty(total, dtype=dtype) if bias else None
 
@@ -70,22 +91,28 @@ class MergedColumnParallelLinear(Weight):
         """The places of the checkpoint's separate projections: "<name>.weight" and "<name>.bias" -> parts of this
         layer's."""
         assert len(names) == len(self.shards)
-        targets = {}
-        for kind, fused in (("weight", self.loaded()), ("bias", self.bias)):
-            if fused is None:
-                continue
-            parts = fused.split([shard.size for shard in self.shards])
-            for name, part, shard in zip(names, parts, self.shards):
-                shape = (shard.full, *fused.shape[1:])
-                targets[f"{name}.{kind}"] = WeightTarget(part, shape, 0, shard.start)
+        targets: dict[str, WeightTarget] = {}
+        begin = 0
+        for name, shard in zip(names, self.shards):
+            if self.quantized is not None:
+                shape = (shard.full, self.quantized.shape[1])
+                part = self.quantized.outputs(begin, shard.size)
+                targets[f"{name}.weight"] = QuantizedTarget.of(part, shape, 0, shard.start)
+            for kind, fused in (("weight", self.weight), ("bias", self.bias)):
+                if fused is not None:
+                    rows = fused[begin : begin + shard.size]
+                    targets[f"{name}.{kind}"] = WeightTarget(rows, (shard.full, *fused.shape[1:]), 0, shard.start)
+            begin += shard.size
         return targets
 
 
 class GatedLinear(MergedColumnParallelLinear):
     """The first half of a gated feed-forward layer: gate and up, of one input and as many outputs each."""
 
-    def __init__(self, in_features: int, shard: Shard, bias: bool, dtype: torch.dtype) -> None:
-        super().__init__(in_features, (shard, shard), bias, dtype)
+    def __init__(
+        self, in_features: int, shard: Shard, bias: bool, dtype: torch.dtype, stored_as: MatrixFormat | None = None
+    ) -> None:
+        super().__init__(in_features, (shard, shard), bias, dtype, stored_as)
         self._gate: PackedGate | None = None
 
     def finish_loading(self) -> None:
@@ -104,9 +131,15 @@ class RowParallelLinear(Weight):
     """shard: this rank's part of the inputs. weight: (out_features, shard.size); bias: whole on every rank."""
 
     def __init__(
-        self, shard: Shard, out_features: int, bias: bool, dtype: torch.dtype, group: TensorParallelGroup
+        self,
+        shard: Shard,
+        out_features: int,
+        bias: bool,
+        dtype: torch.dtype,
+        group: TensorParallelGroup,
+        stored_as: MatrixFormat | None = None,
     ) -> None:
-        super().__init__(out_features, shard.size, dtype)
+        super().__init__(out_features, shard.size, dtype, stored_as)
         self.shard = shard
         self.group = group
         self.bias = _empty(out_features, dtype=dtype) if bias else None
@@ -121,9 +154,13 @@ class RowParallelLinear(Weight):
         return out if self.bias is None else out.add_(self.bias)
 
     def weight_targets(self, name: str) -> dict[str, WeightTarget]:
-        weight = self.loaded()
-        shape = (weight.shape[0], self.shard.full)
-        targets = {f"{name}.weight": WeightTarget(weight, shape, 1, self.shard.start)}
+        if self.quantized is not None:
+            shape = (self.quantized.shape[0], self.shard.full)
+            target: WeightTarget = QuantizedTarget.of(self.quantized, shape, 1, self.shard.start)
+        else:
+            weight = self.loaded()
+            target = WeightTarget(weight, (weight.shape[0], self.shard.full), 1, self.shard.start)
+        targets = {f"{name}.weight": target}
         if self.bias is not None:
             targets[f"{name}.bias"] = WeightTarget.whole(self.bias)
         return targets

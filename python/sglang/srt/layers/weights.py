@@ -1,11 +1,23 @@
-"""`WeightTarget`: the place of a checkpoint's tensor. Owns nothing; layers make targets, the loader fills them."""
+"""`WeightTarget`: the place of a checkpoint's tensor, and `QuantizedTarget` of one that stays quantised. Own nothing;
+layers make targets, the loader fills them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
+
+from sgl_kernel.quantized import QuantizedMatrix
+
+
+@runtime_checkable
+class QuantizedSource(Protocol):
+    """A checkpoint's matrix that is quantised."""
+
+    def parts(self, index: tuple[slice, ...], group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Values, scales and zeros as `QuantizedMatrix.take` has them. group: inputs that share a scale."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -49,3 +61,32 @@ class WeightTarget:
         if self.num_read:
             self.tensor.narrow(self.dim, 0, self.num_read).copy_(source[self.index(offset)])
         self.tensor.narrow(self.dim, self.num_read, self.tensor.shape[self.dim] - self.num_read).zero_()
+
+
+@dataclass(frozen=True)
+class QuantizedTarget(WeightTarget):
+    """matrix: takes the part of the checkpoint's. tensor: its scales, for device and data type."""
+
+    matrix: QuantizedMatrix | None = None
+
+    @classmethod
+    def of(cls, matrix: QuantizedMatrix, shape: tuple[int, int], dim: int, start: int) -> QuantizedTarget:
+        return cls(matrix.scales, shape, dim, start, matrix)
+
+    @property
+    def is_whole(self) -> bool:
+        return False
+
+    @property
+    def num_read(self) -> int:
+        assert self.matrix is not None
+        return self.matrix.shape[self.dim]
+
+    def fill(self, source: Any, offset: int = 0) -> None:
+        """What is not quantised yet is."""
+        assert self.matrix is not None
+        index = self.index(offset)
+        if isinstance(source, QuantizedSource):
+            self.matrix.take(*source.parts(index, self.matrix.group))
+        else:
+            self.matrix.quantize(source[index].to(self.matrix.scales.device))

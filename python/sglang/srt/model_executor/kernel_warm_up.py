@@ -9,9 +9,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from torch import nn
 
 from sgl_kernel.kvcacheio import KVPages, pick_between, transfer_kv_all_layer_lf_pf, transfer_kv_all_layer_pf_lf
+from sgl_kernel.quantized import MOST_ROWS
 from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
+from sglang.srt.layers.linear import Weight
 from sglang.srt.mem_cache.kv_view import KVSegment, PagedSegments
 from sglang.srt.mem_cache.link import LAYERS_AT_ONCE, index_device, layer_groups
 from sglang.srt.mem_cache.memory_pool import DevicePool
@@ -30,6 +33,8 @@ _BATCHES: tuple[tuple[tuple[int, int], ...], ...] = (
     ((_LONG, 1), (5, 1)),
     ((5, 1),),
 )
+# Also some rows, and so many that quantised matrices are dequantised.
+_BATCHES_OF_QUANTIZED = (((_LONG, 32),), ((_LONG, MOST_ROWS + 64),))
 _SAMPLINGS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=1.0, sampling_seed=1),
@@ -50,7 +55,9 @@ def warm_up_kernels(
     and all are written to it. is_streaming: prefixes may come through a layer stream cache."""
     began = time.monotonic()
     with torch.inference_mode():
-        for reqs in _BATCHES:
+        modules = model.modules() if isinstance(model, nn.Module) else ()
+        is_quantized = any(isinstance(each, Weight) and each.quantized is not None for each in modules)
+        for reqs in (*_BATCHES, *(_BATCHES_OF_QUANTIZED if is_quantized else ())):
             batch = _batch(reqs, pool, scale, device)
             state = model.embed(batch)
             for layer in range(model.num_layers):

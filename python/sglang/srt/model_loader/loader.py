@@ -6,6 +6,7 @@ and a rank reads only its part of each. Loading therefore takes no memory beyond
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from sglang.srt.distributed.parallel_state import SINGLE_RANK, TensorParallelGro
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.weights import WeightTarget
 from sglang.srt.model_loader.gguf_weights import GGUFWeights
-from sglang.srt.model_loader.quantized_weights import QuantizedWeights, plain_names
+from sglang.srt.model_loader.quantized_weights import QuantizedWeights, pick_weight_format, plain_names
 from sglang.srt.models.registry import get_model_class
 from sglang.srt.utils.device import CPU
 from sglang.srt.utils.startup_progress import SILENT, StartupProgress
@@ -74,6 +75,15 @@ def load_model(
         except ModelConfigError as error:
             raise ModelLoadError(str(error)) from error
     return model.eval()
+
+
+def with_weight_format(config: ModelConfig, load_format: str, num_ranks: int, device: torch.device) -> ModelConfig:
+    """How decoder layers keep a quantised checkpoint's matrices on this device. Raises ModelLoadError if there is no
+    checkpoint to look at."""
+    if config.quantization is None or is_gguf(config.local_path, load_format):
+        return config
+    names = () if load_format == "dummy" else _weight_files(config.local_path, load_format)
+    return replace(config, weight_format=pick_weight_format(config, names, num_ranks, device))
 
 
 def _weight_files(path: Path, load_format: str) -> dict[str, Path]:

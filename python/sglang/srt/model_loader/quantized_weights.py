@@ -1,8 +1,9 @@
-"""`QuantizedWeights`: the matrices of a quantised checkpoint, dequantised when they are read.
+"""`QuantizedWeights`: the matrices of a quantised checkpoint, dequantised when they are read, or as they are stored.
 
-Owns nothing. Names are those of the same checkpoint without quantization: `x.weight` stands for `x.weight` with
-`x.weight_scale` (or `_scale_inv`), or for AWQ's `x.qweight`, `x.qzeros` and `x.scales`. A part of a matrix costs the
-time and memory of that part alone. Scales of activations are not used: activations keep the model's data type.
+Owns the decision which of both, `pick_weight_format`. Names are those of the same checkpoint without quantization:
+`x.weight` stands for `x.weight` with `x.weight_scale` (or `_scale_inv`), or for AWQ's `x.qweight`, `x.qzeros` and
+`x.scales`. A part of a matrix costs the time and memory of that part alone. Scales of activations are not used:
+activations keep the model's data type.
 
     fp8, int8    weight = values * scale                           values (outputs, inputs)
     awq          weight = ((values - zeros) * scales) transposed   values (inputs, outputs), eight in an int32
@@ -12,14 +13,20 @@ AWQ: Lin et al. 2023, section 2; the order of the eight is that of its authors' 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from sgl_kernel.quantized import FOUR_BITS, LEAST_GROUP, MatrixFormat
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.model_files import ModelConfigError
 from sglang.srt.configs.quantization import WeightQuantization
+from sglang.srt.utils.device import has_e4m3
+
+logger = logging.getLogger(__name__)
 
 _SCALES = (".weight_scale", ".weight_scale_inv")
 _UNUSED = (".input_scale", ".k_scale", ".v_scale", ".output_scale")
@@ -34,6 +41,51 @@ class Readable(Protocol):
     def get_shape(self) -> list[int]: ...
 
     def __getitem__(self, index: Any) -> torch.Tensor: ...
+
+
+def pick_weight_format(
+    config: ModelConfig, names: Iterable[str], num_ranks: int, device: torch.device
+) -> MatrixFormat | None:
+    """How decoder layers keep their matrices: as the checkpoint has them, on a GPU that computes with it. None for
+    the model's data type: where no kernel reads them, or where some are not quantised. names: of the checkpoint's
+    tensors; none for made-up weights. Logs what it picks."""
+    stored = config.quantization
+    if stored is None or config.weight_format is not None:
+        return config.weight_format
+    group = 0 if stored.block is None else stored.block[1]
+    reason = _reason_to_dequantize(config, stored, frozenset(names), num_ranks, device, group)
+    if reason is not None:
+        logger.info("quantized weights are kept in %s: %s", str(config.dtype).removeprefix("torch."), reason)
+        return None
+    dtype = FOUR_BITS if stored.is_awq else torch.int8 if stored.is_int else torch.float8_e4m3fn
+    logger.info("weights of decoder layers are kept in %d bits", 4 if stored.is_awq else 8)
+    return MatrixFormat(dtype, group)
+
+
+def _reason_to_dequantize(
+    config: ModelConfig,
+    stored: WeightQuantization,
+    names: frozenset[str],
+    num_ranks: int,
+    device: torch.device,
+    group: int,
+) -> str | None:
+    if device.type != "cuda":
+        return "on a CPU there is no faster kernel"
+    if config.dtype not in (torch.bfloat16, torch.float16):
+        return "kernels are for bfloat16 and float16"
+    if not (stored.is_awq or stored.is_int or has_e4m3(device)):
+        return "this GPU does not compute with e4m3"
+    heads = config.num_heads * config.head_dim
+    for inputs in (config.hidden_size, heads // num_ranks, config.intermediate_size // num_ranks):
+        if inputs % (group or LEAST_GROUP) or (group or LEAST_GROUP) % LEAST_GROUP:
+            return f"{inputs} inputs do not divide into groups of {group or LEAST_GROUP}"
+    for name in names:
+        if name.endswith("_proj.weight") and not any(
+            name.removesuffix(".weight") + suffix in names for suffix in _SCALES
+        ):
+            return f"{name} is not quantized"
+    return None
 
 
 def plain_names(names: Iterable[str]) -> dict[str, str]:
@@ -108,6 +160,15 @@ class ScaledTensor:
     def get_shape(self) -> list[int]:
         return self._values.get_shape()
 
+    def parts(self, index: Any, group: int) -> tuple[torch.Tensor, torch.Tensor, None]:
+        """See `QuantizedSource`."""
+        rows, columns = _bounds(index, self.get_shape())
+        scales = self._scale[torch.arange(*rows) // self._block[0]]
+        if scales.shape[1] > 1:
+            assert group == self._block[1] and not columns[0] % group
+            scales = scales[:, columns[0] // group : -(-columns[1] // group)]
+        return self._values[slice(*rows), slice(*columns)], scales, None
+
     def __getitem__(self, index: Any) -> torch.Tensor:
         """float32."""
         rows, columns = _bounds(index, self.get_shape())
@@ -145,15 +206,24 @@ class PackedTensor:
         inputs, words = self.values.get_shape()
         return [8 * words, inputs]
 
+    def parts(self, index: Any, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See `QuantizedSource`."""
+        (begin, end), inputs = _bounds(index, self.get_shape())
+        assert group == self.group and not inputs[0] % group
+        words, groups = slice(begin // 8, -(-end // 8)), slice(inputs[0] // group, -(-inputs[1] // group))
+        outputs = slice(begin - 8 * words.start, end - 8 * words.start)
+        values = _unpacked(self.values[slice(*inputs), words])[:, outputs].t()
+        zeros = _unpacked(self.zeros[groups, words])[:, outputs].t()
+        return values, self.scales[groups, begin:end].float().t(), zeros
+
     def __getitem__(self, index: Any) -> torch.Tensor:
         """float32."""
         (begin, end), inputs = _bounds(index, self.get_shape())
-        words = slice(begin // 8, -(-end // 8))
-        groups = torch.arange(*inputs) // self.group
-        zeros, scales = _unpacked(self.zeros[:, words]), self.scales[:, 8 * words.start : 8 * words.stop].float()
-        values = _unpacked(self.values[slice(*inputs), words]) - zeros[groups]
-        first = begin - 8 * words.start
-        return (values * scales[groups])[:, first : first + end - begin].t()
+        # From the border of a group on.
+        first = inputs[0] // self.group * self.group
+        values, scales, zeros = self.parts((slice(begin, end), slice(first, inputs[1])), self.group)
+        groups = torch.arange(values.shape[1]) // self.group
+        return ((values - zeros[:, groups]) * scales[:, groups])[:, inputs[0] - first :]
 
 
 def _unpacked(words: torch.Tensor) -> torch.Tensor:

@@ -62,8 +62,9 @@ class LlamaAttention(nn.Module):
         heads, kv_heads = group.shard(config.num_heads), group.shard_kv_heads(config.num_kv_heads)
         self.num_heads, self.num_kv_heads, self.head_dim = heads.size, kv_heads.size, config.head_dim
         q, kv = heads.times(self.head_dim), kv_heads.times(self.head_dim)
-        self.qkv_proj = MergedColumnParallelLinear(config.hidden_size, (q, kv, kv), qkv_bias, config.dtype)
-        self.o_proj = RowParallelLinear(q, config.hidden_size, o_bias, config.dtype, group)
+        stored_as = config.weight_format
+        self.qkv_proj = MergedColumnParallelLinear(config.hidden_size, (q, kv, kv), qkv_bias, config.dtype, stored_as)
+        self.o_proj = RowParallelLinear(q, config.hidden_size, o_bias, config.dtype, group, stored_as)
         self.qk_norm = None
         if qk_norm:
             self.qk_norm = QKNorm(self.num_heads, self.num_kv_heads, self.head_dim, config.rms_norm_eps, config.dtype)
@@ -94,8 +95,9 @@ class LlamaMLP(nn.Module):
     def __init__(self, config: ModelConfig, group: TensorParallelGroup) -> None:
         super().__init__()
         shard = group.shard(config.intermediate_size)
-        self.gate_up_proj = GatedLinear(config.hidden_size, shard, config.mlp_bias, config.dtype)
-        self.down_proj = RowParallelLinear(shard, config.hidden_size, config.mlp_bias, config.dtype, group)
+        bias, dtype, stored_as = config.mlp_bias, config.dtype, config.weight_format
+        self.gate_up_proj = GatedLinear(config.hidden_size, shard, bias, dtype, stored_as)
+        self.down_proj = RowParallelLinear(shard, config.hidden_size, bias, dtype, group, stored_as)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.gate_up_proj(x))

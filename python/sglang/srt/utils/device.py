@@ -51,3 +51,8 @@ def to_device_together(arrays: list[np.ndarray], device: torch.device) -> list[t
     """Each of the arrays (one-dimensional, of one type), in one copy."""
     joined = to_device(np.concatenate(arrays), device)
     return list(joined.split([len(array) for array in arrays]))
+
+
+def has_e4m3(device: torch.device) -> bool:
+    """Whether it converts float8_e4m3fn: any CPU, and GPUs of compute capability 8.9 or more."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)

@@ -14,14 +14,12 @@ from sglang.srt.layers.attention.attention_registry import pick_attention_backen
 from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.child_process import StartupError
-from sglang.srt.utils.device import CPU, cpu_has_instructions_for
+from sglang.srt.utils.device import CPU, cpu_has_instructions_for, has_e4m3
 from sglang.srt.utils.memory import available_memory
 
 # Of what is free, where the system has to live in the same memory; of all memory, where it does not.
 CPU_MEM_FRACTION = 0.6
 GPU_MEM_FRACTION = 0.88
-# The least compute capability with instructions for it.
-_E4M3_FROM = (8, 9)
 
 logger = logging.getLogger(__name__)
 
@@ -87,8 +85,7 @@ def with_kv_cache(args: ServerArgs, model: ModelConfig, backend: str, device: to
     flag = f"--kv-cache-dtype {args.kv_cache_dtype}"
     if backend == "flashinfer":
         raise StartupError(f"{flag} is not served by FlashInfer's attention yet: use --attention-backend triton")
-    needs_e4m3 = kv_cache_dtype is torch.float8_e4m3fn and device.type == "cuda"
-    if needs_e4m3 and torch.cuda.get_device_capability(device) < _E4M3_FROM:
+    if kv_cache_dtype is torch.float8_e4m3fn and not has_e4m3(device):
         raise StartupError(f"{flag} needs a GPU of compute capability 8.9 or more: use fp8_e5m2")
     scales: tuple[tuple[float, ...], ...] = ()
     if args.quantization_param_path is not None:

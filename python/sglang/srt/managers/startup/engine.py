@@ -54,7 +54,7 @@ from sglang.srt.mem_cache.transfer import (
 )
 from sglang.srt.model_executor.executor import ExecutorOptions, ModelExecutor
 from sglang.srt.model_executor.kernel_warm_up import warm_up_transfers
-from sglang.srt.model_loader.loader import load_model
+from sglang.srt.model_loader.loader import load_model, with_weight_format
 from sglang.srt.peer.borrowing import BorrowingConfig
 from sglang.srt.peer.lending import LendingConfig
 from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory
@@ -152,6 +152,7 @@ class EngineBuilder:
         dtype = pick_dtype(args, model.dtype, device)
         self.model = with_kv_cache(args, replace(model, dtype=dtype), backend, device)
         self.model.check_tensor_parallel(group.size)
+        self.model = with_weight_format(self.model, args.load_format, group.size, device)
         check_weights_fit(self.model, group, device)
         # Again once the weights are there; what does not even fit now need not wait for them.
         device_pages(args, self.model, group, device)
