@@ -16,7 +16,7 @@ from support.triton_runs import compile_for_sm_90, needs_triton, run_interpreted
 TORCH_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Of rows, as large models have them; and of no power of two.
 WIDTHS = (64, 100, 4096)
-CHECKS = ("norms", "heads_of_queries_and_keys", "activations", "rotations", "stores", "cuts")
+CHECKS = ("norms", "heads_of_queries_and_keys", "activations", "rotations", "stores", "rotations_into_slots", "cuts")
 
 
 @needs_triton
@@ -39,8 +39,8 @@ def test_they_compile_for_sm_90(dtype: str):
         pointers |= {"probs_ptr": "*fp32", "top_ks_ptr": "*i64", "top_ps_ptr": "*fp32"}
         pointers |= types
         types = {name: pointers.get(name, f"*{dtype}" if name.endswith("_ptr") else "i32") for name in names}
-        types |= {name: "fp32" for name in names if name == "eps"}
-        aligned = {name for name in names if name != "eps" and not name.startswith("num_")}
+        types |= {name: "fp32" for name in names if name in ("eps", "divisor")}
+        aligned = {name for name in names if name not in ("eps", "divisor") and not name.startswith("num_")}
         return compile_for_sm_90(kernel, types, constants, aligned, num_warps).asm["ptx"]
 
     for residual in ({"residual_ptr": None}, {}):
@@ -50,8 +50,12 @@ def test_they_compile_for_sm_90(dtype: str):
     assert "ex2" in compiled(kernels._silu_and_mul_kernel, {"BLOCK": 1024})
     assert "st.global" in compiled(kernels._rope_kernel, {"ROWS": 16, "BLOCK_D": 64})
     assert "st.global.v4.b32" in compiled(kernels._store_kv_kernel, {"ROWS": 8, "BLOCK_D": 128, "MOST": None})
+    together = {"ROWS": 16, "BLOCK_D": 64, "MOST": None}
+    assert "st.global.v4.b32" in compiled(kernels._rope_and_store_kernel, together)
     slots = dict.fromkeys(("k_slots_ptr", "v_slots_ptr"), "*fp8e4nv")
     ptx = compiled(kernels._store_kv_kernel, {"ROWS": 8, "BLOCK_D": 128, "MOST": 448.0}, types=slots)
+    assert "e4m3x2" in ptx and "min" in ptx, ptx
+    ptx = compiled(kernels._rope_and_store_kernel, together | {"MOST": 448.0}, types=slots)
     assert "e4m3x2" in ptx and "min" in ptx, ptx
     if dtype == "fp32":
         assert "st.global.v4.b32" in compiled(of_sampling._keep_top_kernel, {"BLOCK": 8192}, 16)
@@ -152,6 +156,36 @@ def stores() -> None:
         triton_kernels.store_kv(*slots, loc, k, -k)
         for pool, stored in zip(slots, (k, -k), strict=True):
             assert torch.equal(pool[loc].float(), saturating_cast(stored, dtype).float())
+
+
+def rotations_into_slots() -> None:
+    from sgl_kernel.elementwise import triton_kernels
+
+    fp8 = torch.float8_e4m3fn
+    # Queries, keys and values; in slots of another type; divided.
+    for dtype, heads, head_dim, stored, divisor in (
+        (torch.float16, (30, 5, 5), 128, torch.float16, 1.0),
+        (torch.float32, (4, 2, 2), 24, torch.float32, 1.0),
+        (torch.bfloat16, (9, 9, 9), 96, torch.bfloat16, 1.0),
+        (torch.float16, (8, 2, 2), 64, fp8, 0.5),
+    ):
+        angles = torch.rand(50, head_dim // 2, generator=torch.Generator().manual_seed(12)) * 6
+        table = torch.cat((angles.cos(), angles.sin()), dim=1).to(dtype).float()
+        positions, loc = torch.tensor([49, 0, 7]), torch.tensor([5, 0, 2])
+        qkv = numbers(13, 3, sum(heads), head_dim, dtype=dtype)
+        apart = qkv.clone()
+        num_qk = heads[0] + heads[1]
+        triton_kernels.apply_rope(positions, apart[:, :num_qk], table)
+        slots = [[torch.zeros(6, 2 * heads[1], head_dim, dtype=stored) for _ in range(2)] for _ in range(2)]
+        views = [[each[:, : heads[1]] for each in both] for both in slots]
+        k, v = (apart[:, heads[0] : num_qk] / divisor, apart[:, num_qk:] / divisor)
+        triton_kernels.store_kv(*views[0], loc, k, v)
+        triton_kernels.apply_rope_and_store(
+            positions, qkv[:, :num_qk], qkv[:, num_qk:], table, *views[1], loc, divisor
+        )
+        assert torch.equal(qkv[:, : heads[0]], apart[:, : heads[0]])
+        for one, other in zip(*slots, strict=True):
+            assert torch.equal(one.float(), other.float())
 
 
 def cuts() -> None:

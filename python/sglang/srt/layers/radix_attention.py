@@ -21,9 +21,6 @@ class AttentionBatch(Protocol):
     """The part of a `ForwardBatch` that attention uses."""
 
     @property
-    def out_loc(self) -> torch.Tensor: ...
-
-    @property
     def segments(self) -> Sequence[list[KVSegment]]: ...
 
     @property
@@ -37,13 +34,14 @@ class RadixAttention(nn.Module):
         self.backend = backend
         self.kv_scale = kv_scale
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: AttentionBatch, pool: KVPool
-    ) -> torch.Tensor:
-        """q: (num_tokens, num_q_heads, head_dim), k, v: (num_tokens, num_kv_heads, head_dim), the batch's own
-        tokens; k and v are written to the pool first. Returns q's shape; rows of streamed requests are zero."""
+    def store(self, k: torch.Tensor, v: torch.Tensor, loc: torch.Tensor, pool: KVPool) -> None:
+        """k, v: (num_tokens, num_kv_heads, head_dim), into slots loc."""
+        pool.store(self.layer_id, loc, self.kv_scale.stored(k), self.kv_scale.stored(v))
+
+    def forward(self, q: torch.Tensor, batch: AttentionBatch, pool: KVPool) -> torch.Tensor:
+        """q: (num_tokens, num_q_heads, head_dim), of the batch's own tokens, whose K and V are in the pool. Returns
+        q's shape; rows of streamed requests are zero."""
         scale = self.kv_scale
-        pool.store(self.layer_id, batch.out_loc, scale.stored(k), scale.stored(v))
         out = self.backend.forward(q, pool.view(self.layer_id), batch.segments, scale.of_scores(batch.attn))
         return scale.loaded(out)
 

@@ -148,3 +148,18 @@ class Rotation:
             elementwise.apply_rope_with_cos_sin_cache_inplace(self._positions, qk, self._rotary.table)
             return qk
         return reference.apply_rope(qk, *self._looked_up)
+
+    def store(
+        self,
+        qk: torch.Tensor,
+        v: torch.Tensor,
+        slots: tuple[torch.Tensor, torch.Tensor] | None,
+        loc: torch.Tensor,
+        divisor: float,
+    ) -> bool:
+        """Rotate qk's queries in place, and its keys and v into slots loc of both, if one kernel does it. Returns
+        whether it did. slots: as of `KVPool.slots`."""
+        if slots is None or not elementwise.has_rope_and_store_kernel(qk, v):
+            return False
+        elementwise.apply_rope_and_store(self._positions, qk, v, self._rotary.table, *slots, loc, divisor)
+        return True

@@ -41,6 +41,10 @@ class DevicePool(Protocol):
         """
         ...
 
+    def slots(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """See `KVPool`."""
+        ...
+
     def pages(self, frames: torch.Tensor) -> torch.Tensor:
         """A copy of pages `frames` (n,) int64, page-first as on the host."""
         ...
@@ -90,6 +94,12 @@ class MHATokenToKVPool:
                 store_rows(slots, loc, cast)
             else:
                 indexable(slots).index_copy_(0, loc, indexable(cast))
+
+    def slots(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        components = self._slots[layer_id]
+        if len(components) != 2 or components[0].dim() != 3 or components[0].shape != components[1].shape:
+            return None
+        return components[0], components[1]
 
     def pages(self, frames: torch.Tensor) -> torch.Tensor:
         return self._memory.pages(frames)

@@ -217,7 +217,7 @@ class ModelExecutor:
         self._prefill_graphs: PrefillGraphs | None = None
         if options.graph_prefill_tokens:
             self.model = self._prefill_graphs = PrefillGraphs(
-                cast(CutModel, model), options.graph_prefill_tokens, options.device
+                cast(CutModel, model), pool, options.graph_prefill_tokens, options.device
             )
         self.pool = pool
         self.page_size = options.page_size

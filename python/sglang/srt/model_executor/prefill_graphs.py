@@ -4,14 +4,15 @@ Owns the graphs and the memory that they read from and leave their results in. 4
 a GPU less time than the host takes for 27 kernels a layer. Attention depends on the lengths of all
 requests, and a layer's KV may still be on its way, so that a prefill is not one graph but one per layer:
 
-    graph 0         embedding, and layer 0 up to queries, keys and values
-                    the host stores K and V, and starts layer 0's attention
-    graph 1         the rest of layer 0, and layer 1 up to queries, keys and values
+    graph 0         embedding, and layer 0 up to its queries, with K and V in the pool
+                    the host starts layer 0's attention
+    graph 1         the rest of layer 0, and layer 1 up to its queries, with K and V in the pool
     ...
                     the last layer's attention, and the rest of it: only sampled rows
 
-A batch with fewer tokens than its graphs is filled up with rows of earlier batches, whose results are not read: no
-row depends on another but in attention. Used on the executor's stream only.
+A batch with fewer tokens than its graphs is filled up with rows of earlier batches, whose results are not read, and
+whose K and V go to the pool's scratch slot: no row depends on another but in attention. Used on the executor's stream
+only.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any, Protocol
 import torch
 
 from sglang.srt.mem_cache.kv_view import KVPool, KVSegment, KVView
+from sglang.srt.mem_cache.memory_pool import DevicePool
 from sglang.srt.model_executor.forward_batch_info import CausalLM, ForwardBatch, ForwardMode
 
 logger = logging.getLogger(__name__)
@@ -33,9 +35,6 @@ logger = logging.getLogger(__name__)
 _WARM_UPS = 2
 _SMALLEST = 16
 _LARGEST_STEP = 128
-
-# (num_tokens, heads, head_dim) each.
-QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class CutModel(CausalLM, Protocol):
@@ -46,16 +45,17 @@ class CutModel(CausalLM, Protocol):
     attended_size: int
     dtype: torch.dtype
 
-    def start(self, input_ids: torch.Tensor, positions: torch.Tensor) -> Any:
+    def start(self, input_ids: torch.Tensor, positions: torch.Tensor, out_loc: torch.Tensor) -> Any:
         """The state before layer 0. (num_tokens,) int64 each."""
         ...
 
-    def project(self, layer_id: int, state: Any) -> QKV:
-        """The layer up to its queries, keys and values."""
+    def project(self, layer_id: int, state: Any, pool: KVPool) -> torch.Tensor:
+        """The layer up to its queries, (num_tokens, heads, head_dim), which are returned, and its keys and values,
+        which are stored."""
         ...
 
-    def attend_own(self, layer_id: int, qkv: QKV, batch: ForwardBatch, pool: KVPool) -> torch.Tensor:
-        """Store K and V, and attend: (num_tokens, attended_size)."""
+    def attend_own(self, layer_id: int, q: torch.Tensor, batch: ForwardBatch, pool: KVPool) -> torch.Tensor:
+        """(num_tokens, attended_size)."""
         ...
 
     def finish_layer(
@@ -99,17 +99,21 @@ def token_counts(most: int) -> list[int]:
 
 
 class PrefillGraphs:
-    """See `CausalLM`. max_tokens: of a batch; larger ones, and those that stream, run kernel by kernel."""
+    """See `CausalLM`. max_tokens: of a batch; larger ones, and those that stream, run kernel by kernel. pool: of all
+    batches. Raises ValueError if it has no scratch slot."""
 
-    def __init__(self, model: CutModel, max_tokens: int, device: torch.device) -> None:
+    def __init__(self, model: CutModel, pool: DevicePool, max_tokens: int, device: torch.device) -> None:
+        if pool.scratch_slot is None:
+            raise ValueError("CUDA graphs need a device pool with a scratch slot")
         self.model = model
+        self._pool, self._scratch_slot = pool, pool.scratch_slot
         self.num_layers = model.num_layers
         self._counts = token_counts(max_tokens)
         self._input_ids, self._positions = torch.zeros((2, max_tokens), dtype=torch.int64, device=device)
+        self._out_loc = torch.full((max_tokens,), pool.scratch_slot, dtype=torch.int64, device=device)
         self._attended = torch.zeros((max_tokens, model.attended_size), dtype=model.dtype, device=device)
-        # (max_tokens, heads, head_dim): a layer's queries, keys and values, and how many heads each has.
-        self._qkv: torch.Tensor | None = None
-        self._heads: tuple[int, ...] = ()
+        # (max_tokens, heads, head_dim): a layer's queries.
+        self._queries: torch.Tensor | None = None
         self._captured: dict[int, _Captured] = {}
         # Memory that all graphs use in turn.
         self._memory: Any = None
@@ -134,6 +138,8 @@ class PrefillGraphs:
             return self.model.embed(batch)
         self._input_ids[:num_tokens].copy_(batch.input_ids)
         self._positions[:num_tokens].copy_(batch.positions)
+        self._out_loc[:num_tokens].copy_(batch.out_loc)
+        self._out_loc[num_tokens : captured.num_tokens].fill_(self._scratch_slot)
         captured.graphs[0].replay()
         return _Replayed(captured, num_tokens)
 
@@ -142,9 +148,8 @@ class PrefillGraphs:
         if not isinstance(state, _Replayed):
             return self.model.forward_layer(layer_id, state, batch, pool)
         captured, num_tokens = state.captured, state.num_tokens
-        assert self._qkv is not None
-        q, k, v = self._qkv[:num_tokens].split(self._heads, dim=1)
-        attended = self.model.attend_own(layer_id, (q, k, v), batch, pool)
+        assert self._queries is not None and pool is self._pool
+        attended = self.model.attend_own(layer_id, self._queries[:num_tokens], batch, pool)
         if layer_id == self.num_layers - 1:
             last = self.model.first_rows(captured.state, num_tokens)
             return self.model.finish_layer(layer_id, last, attended, batch.sample_rows)
@@ -187,12 +192,12 @@ class PrefillGraphs:
 
     def _run(self, count: int, each: Callable[[Callable[[], Any]], Any]) -> Any:
         """The parts of a prefill that are graphs, each by `each`. Returns the state before the last attention."""
-        input_ids, positions = self._input_ids[:count], self._positions[:count]
+        of_rows = self._input_ids[:count], self._positions[:count], self._out_loc[:count]
         attended = self._attended[:count]
 
         def first() -> Any:
-            state = self.model.start(input_ids, positions)
-            self._keep(self.model.project(0, state))
+            state = self.model.start(*of_rows)
+            self._keep(self.model.project(0, state, self._pool))
             return state
 
         state = each(first)
@@ -200,16 +205,14 @@ class PrefillGraphs:
 
             def following(layer: int = layer, state: Any = state) -> Any:
                 state = self.model.finish_layer(layer - 1, state, attended)
-                self._keep(self.model.project(layer, state))
+                self._keep(self.model.project(layer, state, self._pool))
                 return state
 
             state = each(following)
         return state
 
-    def _keep(self, qkv: QKV) -> None:
+    def _keep(self, queries: torch.Tensor) -> None:
         """For the attention, which has read it before the next graph writes there."""
-        if self._qkv is None:
-            self._heads = tuple(each.shape[1] for each in qkv)
-            self._qkv = qkv[0].new_zeros((len(self._input_ids), sum(self._heads), qkv[0].shape[2]))
-        num_tokens = qkv[0].shape[0]
-        torch.cat(qkv, dim=1, out=self._qkv[:num_tokens])
+        if self._queries is None:
+            self._queries = queries.new_zeros((len(self._input_ids), *queries.shape[1:]))
+        self._queries[: queries.shape[0]].copy_(queries)

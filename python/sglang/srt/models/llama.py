@@ -33,12 +33,13 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 class DecoderState:
     """What travels between layers. hidden: (num_tokens, hidden_size); after the last layer only the rows of
     batch.sample_rows. update: what the last layer adds to it, same shape, left to the next norm, which adds on its
-    way; None at the start. rotation: of the batch's rows. Within a layer, attended: (num_tokens, num_heads *
-    head_dim), its output; of streamed requests, queries: (q_len, num_heads, head_dim), and partials, what they have
-    found so far."""
+    way; None at the start. rotation, out_loc: of the batch's rows, see `ForwardBatch`. Within a layer, attended:
+    (num_tokens, num_heads * head_dim), its output; of streamed requests, queries: (q_len, num_heads, head_dim), and
+    partials, what they have found so far."""
 
     hidden: torch.Tensor
     rotation: Rotation
+    out_loc: torch.Tensor
     update: torch.Tensor | None = None
     attended: torch.Tensor | None = None
     queries: list[torch.Tensor] = field(default_factory=list)
@@ -70,14 +71,18 @@ class LlamaAttention(nn.Module):
             self.qk_norm = QKNorm(self.num_heads, self.num_kv_heads, self.head_dim, config.rms_norm_eps, config.dtype)
         self.attn = RadixAttention(layer_id, backend, kv_scale_of(config.kv_scales, group.rank, layer_id))
 
-    def project(self, x: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """x: (num_tokens, hidden_size). Returns queries, keys and values, (num_tokens, heads, head_dim) each."""
+    def project(self, x: torch.Tensor, rotation: Rotation, out_loc: torch.Tensor, pool: KVPool) -> torch.Tensor:
+        """x: (num_tokens, hidden_size). Stores keys and values, and returns queries, (num_tokens, heads,
+        head_dim)."""
         qkv = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
         qk, v = qkv.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
         if self.qk_norm is not None:
             qk = self.qk_norm(qk)
+        if rotation.store(qk, v, pool.slots(self.attn.layer_id), out_loc, self.attn.kv_scale.factor):
+            return qk[:, : self.num_heads]
         q, k = rotation(qk).split((self.num_heads, self.num_kv_heads), dim=1)
-        return q, k, v
+        self.attn.store(k, v, out_loc, pool)
+        return q
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         targets = self.qkv_proj.weight_targets(FUSED["qkv_proj"]) | self.o_proj.weight_targets("o_proj")
@@ -114,10 +119,10 @@ class LlamaDecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
 
-    def project(self, state: DecoderState) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def project(self, state: DecoderState, pool: KVPool) -> torch.Tensor:
         normed, state.hidden = self.input_layernorm.after_add(state.hidden, state.update)
         state.update = None
-        return self.self_attn.project(normed, state.rotation)
+        return self.self_attn.project(normed, state.rotation, state.out_loc, pool)
 
     def finish(self, state: DecoderState, attended: torch.Tensor, rows: torch.Tensor | None) -> DecoderState:
         """rows: (n,) int64, the rows that are read after this layer; None for all."""
@@ -170,7 +175,7 @@ class LlamaForCausalLM(nn.Module):
 
     @torch.inference_mode()
     def embed(self, batch: ForwardBatch) -> DecoderState:
-        return self.start(batch.input_ids, batch.positions)
+        return self.start(batch.input_ids, batch.positions, batch.out_loc)
 
     @torch.inference_mode()
     def forward_layer(self, layer_id: int, state: DecoderState, batch: ForwardBatch, pool: KVPool) -> DecoderState:
@@ -179,10 +184,10 @@ class LlamaForCausalLM(nn.Module):
 
     @torch.inference_mode()
     def begin_layer(self, layer_id: int, state: DecoderState, batch: ForwardBatch, pool: KVPool) -> DecoderState:
-        qkv = self.project(layer_id, state)
-        state.attended = self.attend_own(layer_id, qkv, batch, pool)
+        q = self.project(layer_id, state, pool)
+        state.attended = self.attend_own(layer_id, q, batch, pool)
         attn = self._layer(layer_id).self_attn.attn
-        state.queries = [qkv[0][req.rows] for req in batch.streamed]
+        state.queries = [q[req.rows] for req in batch.streamed]
         state.partials = [
             attn.partial(rows, pool.view(layer_id), req.segments, batch.attn)
             for rows, req in zip(state.queries, batch.streamed)
@@ -217,22 +222,16 @@ class LlamaForCausalLM(nn.Module):
     # The parts of a layer, see `CutModel`.
 
     @torch.inference_mode()
-    def start(self, input_ids: torch.Tensor, positions: torch.Tensor) -> DecoderState:
-        return DecoderState(self.embed_tokens(input_ids), self.rotary.at(positions))
+    def start(self, input_ids: torch.Tensor, positions: torch.Tensor, out_loc: torch.Tensor) -> DecoderState:
+        return DecoderState(self.embed_tokens(input_ids), self.rotary.at(positions), out_loc)
 
     @torch.inference_mode()
-    def project(self, layer_id: int, state: DecoderState) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self._layer(layer_id).project(state)
+    def project(self, layer_id: int, state: DecoderState, pool: KVPool) -> torch.Tensor:
+        return self._layer(layer_id).project(state, pool)
 
     @torch.inference_mode()
-    def attend_own(
-        self,
-        layer_id: int,
-        qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        batch: ForwardBatch,
-        pool: KVPool,
-    ) -> torch.Tensor:
-        return self._layer(layer_id).self_attn.attn(*qkv, batch, pool).reshape(qkv[0].shape[0], -1)
+    def attend_own(self, layer_id: int, q: torch.Tensor, batch: ForwardBatch, pool: KVPool) -> torch.Tensor:
+        return self._layer(layer_id).self_attn.attn(q, batch, pool).reshape(q.shape[0], -1)
 
     @torch.inference_mode()
     def finish_layer(
@@ -241,7 +240,7 @@ class LlamaForCausalLM(nn.Module):
         return self._layer(layer_id).finish(state, attended, rows)
 
     def first_rows(self, state: DecoderState, num_rows: int) -> DecoderState:
-        return DecoderState(state.hidden[:num_rows], state.rotation)
+        return DecoderState(state.hidden[:num_rows], state.rotation, state.out_loc[:num_rows])
 
     def _layer(self, layer_id: int) -> LlamaDecoderLayer:
         layer = self.layers[layer_id]

@@ -24,8 +24,10 @@ from sgl_kernel.flashinfer_kernels import flashinfer_function, is_on_gpu
 from sgl_kernel.triton_modules import triton_module
 
 __all__ = [
+    "apply_rope_and_store",
     "apply_rope_with_cos_sin_cache_inplace",
     "fused_add_rmsnorm",
+    "has_rope_and_store_kernel",
     "has_rope_kernel",
     "has_store_kernel",
     "qk_rmsnorm",
@@ -129,6 +131,29 @@ def apply_rope_with_cos_sin_cache_inplace(
 
 def _flashinfer_rope(x: torch.Tensor) -> Callable[..., Any] | None:
     return _kernel("apply_rope_with_cos_sin_cache_inplace", x) if x.shape[-1] in _ROPE_HEAD_DIMS else None
+
+
+def has_rope_and_store_kernel(qk: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether `apply_rope_and_store` takes these: on a GPU, with values of heads side by side."""
+    return qk.stride(2) == v.stride(2) == 1 and _triton(qk) is not None
+
+
+def apply_rope_and_store(
+    positions: torch.Tensor,
+    qk: torch.Tensor,
+    v: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    k_slots: torch.Tensor,
+    v_slots: torch.Tensor,
+    loc: torch.Tensor,
+    divisor: float = 1.0,
+) -> None:
+    """`apply_rope_with_cos_sin_cache_inplace` of the queries, and of the keys into their slots, and `store_kv` of the
+    values, in one launch. qk: as many keys as v has, behind the queries; they are not overwritten. divisor: keys and
+    values are divided by it when they are stored. Only where `has_rope_and_store_kernel`."""
+    ours = _triton(qk)
+    assert ours is not None, "no kernel takes it: ask has_rope_and_store_kernel"
+    ours.apply_rope_and_store(positions, qk, v, cos_sin_cache, k_slots, v_slots, loc, divisor)
 
 
 def has_store_kernel(k: torch.Tensor, v: torch.Tensor) -> bool:

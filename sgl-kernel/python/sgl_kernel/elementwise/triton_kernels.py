@@ -100,6 +100,42 @@ def apply_rope(positions: torch.Tensor, qk: torch.Tensor, cos_sin_cache: torch.T
     )
 
 
+def apply_rope_and_store(
+    positions: torch.Tensor,
+    qk: torch.Tensor,
+    v: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    k_slots: torch.Tensor,
+    v_slots: torch.Tensor,
+    loc: torch.Tensor,
+    divisor: float,
+) -> None:
+    num_tokens, num_heads, head_dim = qk.shape
+    num_kv_heads = v.shape[1]
+    block_d = triton.next_power_of_2(head_dim // 2)
+    rows = max(1, _HEADS_BLOCK // 2 // block_d)
+    launch(
+        _rope_and_store_kernel,
+        (num_tokens, triton.cdiv(num_heads + num_kv_heads, rows)),
+        positions,
+        qk,
+        v,
+        cos_sin_cache,
+        k_slots,
+        v_slots,
+        loc,
+        *(qk.stride(0), qk.stride(1), v.stride(0), v.stride(1)),
+        *(k_slots.stride(0), v_slots.stride(0)),
+        num_heads - num_kv_heads,
+        num_kv_heads,
+        head_dim // 2,
+        divisor,
+        MOST=None if k_slots.dtype == qk.dtype else largest_cast(qk.dtype, k_slots.dtype),
+        ROWS=rows,
+        BLOCK_D=block_d,
+    )
+
+
 def store_kv(
     k_slots: torch.Tensor, v_slots: torch.Tensor, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> None:
@@ -220,6 +256,63 @@ def _saturated(x, MOST: tl.constexpr):
         return x
     else:
         return tl.clamp(x.to(tl.float32), -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit(do_not_specialize_on_alignment=["positions_ptr", "loc_ptr"])
+def _rope_and_store_kernel(
+    positions_ptr,
+    qk_ptr,
+    v_ptr,
+    table_ptr,
+    k_slots_ptr,
+    v_slots_ptr,
+    loc_ptr,
+    qk_token_stride,
+    qk_head_stride,
+    v_token_stride,
+    v_head_stride,
+    k_slot_stride,
+    v_slot_stride,
+    num_q_heads,
+    num_kv_heads,
+    half,
+    divisor,
+    MOST: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Program (t, b): ROWS heads of token t. Of its queries, keys and values, one behind the other, queries are
+    rotated in place, keys are rotated into their slot, values copied into theirs. divisor: of what is stored."""
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    d = tl.arange(0, BLOCK_D)
+    d_mask = d < half
+    num_qk_heads = num_q_heads + num_kv_heads
+    is_q, is_v = heads < num_q_heads, heads >= num_qk_heads
+    is_k = (heads >= num_q_heads) & (heads < num_qk_heads)
+    exists = (heads < num_qk_heads + num_kv_heads)[:, None] & d_mask[None, :]
+    angle = table_ptr + tl.load(positions_ptr + token) * 2 * half + d
+    cos = tl.load(angle, mask=d_mask, other=0.0)[None, :]
+    sin = tl.load(angle + half, mask=d_mask, other=0.0)[None, :]
+    of_qk = qk_ptr + token * qk_token_stride + heads[:, None] * qk_head_stride + d[None, :]
+    of_v = v_ptr + token * v_token_stride + (heads - num_qk_heads)[:, None] * v_head_stride + d[None, :]
+    place = tl.where(is_v[:, None], of_v, of_qk)
+    first = tl.load(place, mask=exists, other=0.0).to(tl.float32)
+    second = tl.load(place + half, mask=exists, other=0.0).to(tl.float32)
+    rotated_first = tl.where(is_v[:, None], first, first * cos - second * sin)
+    rotated_second = tl.where(is_v[:, None], second, second * cos + first * sin)
+    tl.store(of_qk, rotated_first, mask=exists & is_q[:, None])
+    tl.store(of_qk + half, rotated_second, mask=exists & is_q[:, None])
+    slot = tl.load(loc_ptr + token)
+    of_k_slot = k_slots_ptr + slot * k_slot_stride + (heads - num_q_heads)[:, None] * (2 * half) + d[None, :]
+    of_v_slot = v_slots_ptr + slot * v_slot_stride + (heads - num_qk_heads)[:, None] * (2 * half) + d[None, :]
+    # A key is rounded as it is without this kernel, before it is stored in fewer bits.
+    stored_first = _saturated((rotated_first.to(qk_ptr.dtype.element_ty)).to(tl.float32) / divisor, MOST)
+    stored_second = _saturated((rotated_second.to(qk_ptr.dtype.element_ty)).to(tl.float32) / divisor, MOST)
+    tl.store(of_k_slot, stored_first, mask=exists & is_k[:, None])
+    tl.store(of_k_slot + half, stored_second, mask=exists & is_k[:, None])
+    tl.store(of_v_slot, stored_first, mask=exists & is_v[:, None])
+    tl.store(of_v_slot + half, stored_second, mask=exists & is_v[:, None])
 
 
 @triton.jit(do_not_specialize_on_alignment=["loc_ptr"])

@@ -92,6 +92,9 @@ class ElasticPool:
             else:
                 indexable(pages).index_put_((loc // self.page_size, loc % self.page_size), indexable(cast))
 
+    def slots(self, layer_id: int) -> None:
+        """Pages lie apart."""
+
     def pages(self, frames: torch.Tensor) -> torch.Tensor:
         return self._memory.pages(frames)
 
