@@ -72,9 +72,7 @@ def report(
     tables = {
         "headlines": over_seeds(runs, result.headlines),
         "fragile": ranges(runs, result.fragile),
-        "sensitivity": sensitivity(runs, result.headlines, result.changes)
-        if result.headlines and with_sensitivity
-        else [],
+        "sensitivity": sensitivity(runs, result.headlines, result.changes) if with_sensitivity else [],
     }
     print_table(heading, claims)
     print_table(f"{heading}, points", result.table)

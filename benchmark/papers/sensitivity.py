@@ -76,8 +76,10 @@ CHANGES: tuple[tuple[str, dict[str, Any]], ...] = (
 def sensitivity(
     runs: Runs, headlines: Sequence[Headline], changes: Sequence[tuple[str, dict[str, Any]]] = CHANGES
 ) -> list[dict[str, Any]]:
-    """A row per change, a column per headline."""
+    """A row per change, a column per headline that is varied; empty if none is."""
     varied = [headline for headline in headlines if headline.is_varied]
+    if not varied:
+        return []
     runs([replace(s, **change) for _, change in changes for headline in varied for s in headline.settings])
     return [
         {"with": name} | {headline.name: headline.under(runs, **change) for headline in varied}
