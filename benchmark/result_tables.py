@@ -7,8 +7,9 @@ A table whose numbers were measured or simulated has a comment above it, which t
     |---|--:|
     | Strata | 11.14 |
 
-columns: by heading, the template of its cells. rows: by a row's first cell, the templates of its other cells, or one
-template for all; they go before columns, and "" leaves a cell to its author. In a template <row> is the row's first
+columns: by heading, the template of its cells. rows: by a row's first cell, the templates of all its other cells, or one
+template for all; they go before columns, and "" leaves a cell to its author. heads: the table's headings, needed where
+rows have lists, so that neither can be exchanged alone. In a template <row> is the row's first
 cell, <column> the heading, both without Markdown and commas in numbers, and <number> counts the rows from 0: then
 another column has a text of the file, so that rows and labels cannot part.
 {path:format} is a value of the file, formatted
@@ -34,7 +35,7 @@ RESULTS = ROOT / "docs" / "records" / "results"
 _COMMENT = re.compile(r"^<!-- results: (\{.*?\}) -->\n", re.MULTILINE | re.DOTALL)
 # What an author may have meant as one, in any writing.
 _MEANT = re.compile(r"<!-*\s*results?\b", re.IGNORECASE)
-_KEYS = {"file", "rows", "columns", "none"}
+_KEYS = {"file", "rows", "columns", "heads", "none"}
 _PLACE = re.compile(r"\{([^{}]+)\}")
 
 
@@ -80,6 +81,11 @@ def _fill(binding: dict[str, Any], table: str) -> str:
     num_filled, has_text = 0, False
     if missing := columns.keys() - set(map(_plain, heads)):
         raise ResultError(f"there is no column {', '.join(sorted(missing))}; there are {', '.join(heads)}")
+    if any(isinstance(row, list) for row in rows.values()) and binding.get("heads") != heads:
+        raise ResultError(f"heads must be {json.dumps(heads, ensure_ascii=False)}, the headings of the table")
+    for name, row in rows.items():
+        if isinstance(row, list) and len(row) != len(heads) - 1:
+            raise ResultError(f"row {name} has {len(row)} templates for {len(heads) - 1} cells")
     labels = {_plain(_cells(line)[0]) for line in lines[2:] if line.startswith("|")}
     if missing := rows.keys() - labels:
         raise ResultError(f"there is no row {', '.join(sorted(missing))}")
@@ -97,6 +103,8 @@ def _fill(binding: dict[str, Any], table: str) -> str:
                 text = template.replace("<row>", label).replace("<column>", head).replace("<number>", str(i - 2))
                 places = _PLACE.findall(text)
                 values = [_value(binding.get("file", ""), place) for place in places]
+                if not places:
+                    raise ResultError(f"the template {text!r} has no value of a file")
                 num_filled += len(places)
                 has_text |= any(isinstance(value, str) for value, _ in values)
                 if "none" in binding and any(value is None for value, _ in values):

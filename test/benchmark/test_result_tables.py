@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from benchmark.result_tables import ResultError, filled, lookup, pages, stale
+from benchmark.result_tables import ROOT, ResultError, filled, lookup, pages, stale
 
 from benchmark import result_tables
 
@@ -18,7 +18,12 @@ POINTS = [
 ]
 CLAIMS = [{"what": "a, or: b", "ours": 2.214}, {"what": "hits at 1.5", "ours": "12 / 13"}]
 # On each page, of tables that come from results.
-NUM_TABLES = {"evidence.md": 5, "experiments.md": 3, "measurements.md": 9, "papers.md": 41}
+NUM_TABLES = {
+    "docs/evidence.md": 5,
+    "docs/records/experiments.md": 3,
+    "docs/records/measurements.md": 9,
+    "docs/records/papers.md": 41,
+}
 TABLE = """
 # A page
 
@@ -108,7 +113,8 @@ def test_a_comment_that_would_fill_nothing_is_refused(old: str, new: str) -> Non
 
 def test_a_row_by_column_and_one_by_cell() -> None:
     place = "{points[system=a & rate=<column>].stall %:.0f} %"
-    binding = {"file": "one", "rows": {"stalled": place, "else": ["", "{other/rows[0].n:,}"]}}
+    heads = ["rate", "1.0", "`1,000`"]
+    binding = {"file": "one", "heads": heads, "rows": {"stalled": place, "else": ["", "{other/rows[0].n:,}"]}}
     rows = fill(
         binding, "| rate | 1.0 | `1,000` |", "|---|--:|--:|", "| stalled | | |", "| else | 7 | |", "| no | 1 | 2 |"
     )
@@ -118,7 +124,7 @@ def test_a_row_by_column_and_one_by_cell() -> None:
 def test_several_values_in_a_cell_and_text_as_it_is() -> None:
     assert "| hits at 1.5 | 14 | 12 / 13 | a remark stays |" in filled(TABLE)
     cell = "{claims[what=a, or: b].ours:.2f} ({points[2].requests/s:.0f})"
-    assert fill({"file": "one", "rows": {"x": [cell]}}, "| | y |", "|--|--|", "| x | |") == ["| x | 2.21 (7) |"]
+    assert fill({"file": "one", "rows": {"x": cell}}, "| | y |", "|--|--|", "| x | |") == ["| x | 2.21 (7) |"]
 
 
 @pytest.mark.parametrize(
@@ -135,7 +141,7 @@ def test_several_values_in_a_cell_and_text_as_it_is() -> None:
 )
 def test_what_a_file_does_not_have_is_refused(place: str, why: str) -> None:
     with pytest.raises(ResultError, match=why):
-        fill({"file": "one", "rows": {"x": [f"{{{place}}}"]}}, "| | y |", "|--|--|", "| x | |")
+        fill({"file": "one", "rows": {"x": f"{{{place}}}"}}, "| | y |", "|--|--|", "| x | |")
 
 
 def test_rows_and_columns_and_files_that_are_not_there() -> None:
@@ -147,6 +153,20 @@ def test_rows_and_columns_and_files_that_are_not_there() -> None:
         filled(TABLE.replace('"here"', '"there"'))
     with pytest.raises(ResultError, match=r"there is no two\.json"):
         filled(TABLE.replace('"one"', '"two"'))
+
+
+def test_positions_are_those_of_the_headings() -> None:
+    row = "{claims[what=a, or: b].ours:.2f}"
+    table = ("| | x | y |", "|--|--|--|", "| a | | |")
+    assert fill({"file": "one", "rows": {"a": [row, ""]}, "heads": ["", "x", "y"]}, *table) == ["| a | 2.21 | |"]
+    for binding, why in (
+        ({"rows": {"a": [row, ""]}}, r'heads must be \["", "x", "y"\]'),
+        ({"rows": {"a": [row, ""]}, "heads": ["", "y", "x"]}, "heads must be"),
+        ({"rows": {"a": [row]}, "heads": ["", "x", "y"]}, "row a has 1 templates for 2 cells"),
+        ({"rows": {"a": [row, "2.21"]}, "heads": ["", "x", "y"]}, "the template '2.21' has no value"),
+    ):
+        with pytest.raises(ResultError, match=why):
+            fill({"file": "one", **binding}, *table)
 
 
 def test_names_with_dots() -> None:
@@ -167,5 +187,5 @@ def test_tables_of_the_docs_are_as_their_results_are(monkeypatch: pytest.MonkeyP
     result_tables._loaded.cache_clear()
     assert stale(pages()) == [], "run: make docs"
     # A comment that is removed leaves numbers without a source.
-    counts = {path.name: path.read_text().count("<!-- results: ") for path in pages()}
+    counts = {str(path.relative_to(ROOT)): path.read_text().count("<!-- results: ") for path in pages()}
     assert {name: count for name, count in counts.items() if count} == NUM_TABLES
