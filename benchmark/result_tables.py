@@ -9,9 +9,9 @@ A table whose numbers were measured or simulated has a comment above it, which t
 
 columns: by heading, the template of its cells. rows: by a row's first cell, the templates of all its other cells, or
 one template for all; they go before columns, and "" leaves a cell to its author. heads: the table's headings, needed
-where rows have lists, so that neither can be exchanged alone. In a template <row> is the row's first cell, <column> the
-heading, both without Markdown and commas in numbers, and <number> counts the rows from 0: then another column has a
-text of the file, so that rows and labels cannot part.
+where rows have lists, so that neither can be exchanged alone. In a template <row> is the row's first cell, <column>
+the heading, both without Markdown and commas in numbers, and <number> counts the rows from 0: then another column has
+a text of the file, so that rows and labels cannot part.
 {path:format} is a value of the file, formatted
 as Python does: names with dots between them, and after a list [field=value & field=value], which picks its one
 element with those values, or [number]. {other/path:format} is a value of the file other.json. none: what a cell has
