@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 import pytest
 from test_cache_controller import DEVICE, HOST, PEER, Rig, ops_of, tokens
@@ -345,6 +347,24 @@ def test_what_storage_lacks_is_copied_from_peers_that_have_nothing_else():
     assert rig.at(10).make_room(PEER, 2, ()) and rig.where(young) == "PH"
     rig.at(10).evict(PEER, 2)
     rig.check()
+
+
+def test_little_more_is_copied_than_peers_give_up():
+    """Nothing is stored, as with a store that hangs: making room for one page does not copy all that peers have."""
+    rig = AutoRig(host=8, peer=7)
+    nodes = peers_with(rig, *"abcdefg")
+    assert not rig.at(10).make_room(PEER, 1, ()), "the fifth has to be copied, too"
+    assert rig.begun() == [(P2H, 1)] * 5
+    assert [rig.where(node) for node in nodes] == ["PH", "PH", "PH", "PH", "H", "P", "P"]
+    rig.check()
+
+
+def test_what_is_never_stored_leaves_peers_as_it_is():
+    rig = AutoRig(host=8, peer=2)
+    peers_with(rig, "ab")
+    with mock.patch("sglang.srt.managers.cache_controller.is_alone", lambda namespace: True):
+        assert rig.at(10).make_room(PEER, 2, ())
+    assert rig.begun() == []
 
 
 def test_what_storage_lacks_leaves_peers_with_a_copy_under_way():

@@ -26,6 +26,7 @@ from sglang.srt.managers.transfer_ledger import TransferLedger
 from sglang.srt.mem_cache.eviction import RETIRED_PRIORITY
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
+from sglang.srt.mem_cache.namespaces import is_alone
 from sglang.srt.mem_cache.node import FilledRun, Node, mark_next, note_source, survivor_of
 from sglang.srt.mem_cache.placement import (
     LAST,
@@ -42,6 +43,9 @@ _OTHER = {Tier.PEER: Tier.HOST, Tier.HOST: Tier.PEER}
 _FROM_DEVICE = frozenset(BACKUP_LINKS.values())
 # With write_through_selective, pages that so many requests have used go to the host.
 SELECTIVE_HITS = 2
+
+# What peers give up, of which storage lacks all, is looked for and copied so many times as far as it must go.
+_MOVED_AHEAD = 4
 
 
 class HiCacheController:
@@ -377,29 +381,31 @@ class HiCacheController:
         return self.write_policy == "auto" and self.feeds_storage
 
     def _move_unstored(self, num_pages: int, kept: Sequence[Node]) -> set[int]:
-        """Copy to the host what storage lacks of what peers give up next. Returns the ids of nodes that stay for it:
-        none if num_pages could not go without them."""
-        begin, moving = {node.id for node in kept}, set[int]()
+        """Copy to the host what storage lacks of what peers give up next, up to `_MOVED_AHEAD` times num_pages or a
+        little more. Returns the ids of nodes that stay for it: none if num_pages could not go without them."""
+        begin, moving, num_moving = {node.id for node in kept}, set[int](), 0
         while True:
             victims = self.tree.victims(Tier.PEER, num_pages, begin | moving)
             if self._pages_of(victims) < num_pages:
                 return set()
-            unstored = self._unstored(victims)
+            unstored = self._unstored(victims) if num_moving < _MOVED_AHEAD * num_pages else []
             mark_next(unstored)
             self.move_to_host(unstored, kept)
-            begun = {node.id for node in unstored if node.frames[Tier.HOST] is not None}
+            begun = [node for node in unstored if node.frames[Tier.HOST] is not None]
             if not begun:
                 return moving
-            moving |= begun
+            moving.update(node.id for node in begun)
+            num_moving += self._pages_of(begun)
 
     def _unstored(self, nodes: Iterable[Node]) -> list[Node]:
-        """Those that storage lacks and no tier but peers has."""
+        """Those that storage lacks, and takes, and no tier but peers has."""
         return [
             node
             for node in nodes
             if node.frames[Tier.DEVICE] is None
             and node.frames[Tier.HOST] is None
             and not self.tree.names.is_stored(node)
+            and not is_alone(self.tree.root_of(node).namespace)
         ]
 
     def evict_of(self, tier: Tier, num_pages: int, node_ids: frozenset[int]) -> None:
