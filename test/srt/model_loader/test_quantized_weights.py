@@ -58,7 +58,13 @@ def by_block(rows: int | None, columns: int | None, dtype: torch.dtype, suffix: 
             for j in range(weight.shape[1]):
                 means[i, j] = values[i, j].float() * scale[i // block[0], j // block[1]]
         stored = scale.flatten() if flat else scale
-        return {f"{stem}.weight": values, f"{stem}.{suffix}": stored, f"{stem}.input_scale": torch.ones(1)}, means
+        attention = stem.rpartition(".")[0] if stem.endswith("k_proj") else None
+        unused = {f"{attention}.{each}_scale": torch.ones(()) for each in "qkv" if attention}
+        return {
+            f"{stem}.weight": values,
+            f"{stem}.{suffix}": stored,
+            f"{stem}.input_scale": torch.ones(1),
+        } | unused, means
 
     return store
 

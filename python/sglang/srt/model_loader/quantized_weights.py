@@ -29,7 +29,7 @@ from sglang.srt.utils.device import has_e4m3
 logger = logging.getLogger(__name__)
 
 _SCALES = (".weight_scale", ".weight_scale_inv")
-_UNUSED = (".input_scale", ".k_scale", ".v_scale", ".output_scale")
+_UNUSED = (".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale")
 _PACKED, _ZEROS, _PACKED_SCALES = ".qweight", ".qzeros", ".scales"
 # Of eight numbers of 4 bits, the lowest first: which column of eight each is.
 _COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
