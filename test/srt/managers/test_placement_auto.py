@@ -377,6 +377,24 @@ def test_what_storage_lacks_leaves_peers_with_a_copy_under_way():
     assert rig.states(HOST) == "CCFFFFFF", rig.states(HOST)
 
 
+def test_room_on_the_host_takes_no_other_victim_off_slow_peers():
+    """What the host gives up for a moved page goes along with what slow peers have of that age: not with a page
+    that they are giving up already."""
+    rig = AutoRig(host=2, peer=6)
+    upper = rig.insert("a", now=1)
+    rig.copy(upper, PEER)
+    lower = rig.insert("b", below=upper, now=1)
+    rig.copy(lower, HOST)
+    rig.controller.drop(lower, DEVICE)
+    other = rig.insert("x", now=2)
+    rig.copy(other, HOST)
+    rig.controller.drop(other, DEVICE)
+    peers_with(rig, "u", "v")
+    rig.controller.links.is_worth_copying = lambda tier, start, end: tier != PEER
+    rig.at(10).evict(PEER, 3)
+    rig.check()
+
+
 def test_another_policy_ranks_copies_by_age():
     rig = AutoRig(host=8)
     old, young = rig.computed("ab", now=1), rig.computed("cd", now=2)

@@ -287,6 +287,16 @@ def quantized(tmp_path, change: Callable[[Tensors], None] = lambda tensors: None
             lambda t: t.update({f"{Q}.weight_scale_inv": torch.ones(3, 3)}),
             r"has the shape \(3, 3\); a matrix of 32 by 32 in blocks of 16 by 12 has \(2, 3\)",
         ),
+        (
+            "fp8, blocks",
+            lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"].bfloat16()}),
+            f"'{Q}.weight' has a scale beside it, but is no matrix of float8_e4m3fn",
+        ),
+        (
+            "fp8, blocks",
+            lambda t: t.update({"model.norm.weight_scale": torch.ones(1)}),
+            "'model.norm.weight' has a scale beside it, but is no matrix",
+        ),
         ("awq", lambda t: t.pop(f"{Q}.qzeros"), f"There is no '{Q}.qzeros' beside '{Q}.qweight'"),
         ("awq", lambda t: t.update({f"{Q}.scales": torch.ones(4, 8)}), r"scales of .* have the shape \(4, 8\)"),
         ("awq", lambda t: t.pop(f"{Q}.qweight"), f"missing: {Q}.weight"),

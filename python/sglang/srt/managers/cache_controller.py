@@ -390,7 +390,7 @@ class HiCacheController:
                 return set()
             unstored = self._unstored(victims) if num_moving < _MOVED_AHEAD * num_pages else []
             mark_next(unstored)
-            self.move_to_host(unstored, kept)
+            self.move_to_host(unstored, [*victims, *kept])
             begun = [node for node in unstored if node.frames[Tier.HOST] is not None]
             if not begun:
                 return moving
@@ -643,7 +643,8 @@ class HiCacheController:
 
     def _give_up(self, victims: list[Node], tier: Tier, kept: Sequence[Node] = ()) -> None:
         if tier == Tier.PEER and self._moves_unstored:
-            self.move_to_host(self._unstored(victims), kept)
+            # Room on the host must not take other victims off peers meanwhile, see `_aged_with`.
+            self.move_to_host(self._unstored(victims), [*victims, *kept])
         elif tier == Tier.PEER and self.has_host and self.write_policy != "auto":
             self.move_to_host(victims, kept)
         aged = self._aged_with(victims, tier, kept)

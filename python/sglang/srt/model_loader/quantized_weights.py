@@ -124,6 +124,11 @@ class QuantizedWeights:
             return PackedTensor(held, values, zeros, scales, self._quantization.block[1])
         scale = next((s for s in map(self._read, (stem + suffix for suffix in _SCALES)) if s is not None), None)
         if name.endswith(".weight") and scale is not None:
+            wanted = torch.int8 if self._quantization.is_int else torch.float8_e4m3fn
+            if len(values.get_shape()) != 2 or values[:1].dtype != wanted:
+                raise ModelConfigError(
+                    f"{held!r} has a scale beside it, but is no matrix of {str(wanted).removeprefix('torch.')}."
+                )
             return ScaledTensor(held, values, scale, self._quantization.block)
         if values[:1].dtype.itemsize == 1:
             raise ModelConfigError(f"{held!r} has 8 bits a value, and there is no {stem + _SCALES[0]!r} beside it.")
