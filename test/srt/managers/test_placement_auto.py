@@ -377,6 +377,30 @@ def test_what_storage_lacks_leaves_peers_with_a_copy_under_way():
     assert rig.states(HOST) == "CCFFFFFF", rig.states(HOST)
 
 
+def test_what_is_stored_nowhere_stays_on_the_host_before_what_is_older():
+    """As while storage hangs: nothing that was used later is lost for it."""
+    rig = AutoRig(host=2, peer=2)
+    new = rig.insert("cd", now=5)
+    rig.copy(new, HOST)
+    rig.controller.drop(new, DEVICE)
+    (old,) = peers_with(rig, "ab")
+    assert rig.at(10).make_room(PEER, 2, ())
+    assert rig.begun() == [] and [rig.where(node) for node in (old, new)] == ["", "H"]
+    rig.check()
+
+
+def test_what_storage_has_leaves_the_host_for_what_it_lacks():
+    rig = AutoRig(host=2, peer=2)
+    stored = rig.insert("cd", now=5)
+    rig.copy(stored, HOST)
+    rig.controller.drop(stored, DEVICE)
+    (lacking,) = peers_with(rig, "ab")
+    rig.tree.names.is_stored = lambda node: node is stored  # type: ignore[method-assign]
+    assert not rig.at(10).make_room(PEER, 2, ())
+    assert rig.begun() == [(P2H, 2)] and [rig.where(node) for node in (lacking, stored)] == ["H", ""]
+    rig.check()
+
+
 def test_room_on_the_host_takes_no_other_victim_off_slow_peers():
     """What the host gives up for a moved page goes along with what slow peers have of that age: not with a page
     that they are giving up already."""

@@ -211,7 +211,7 @@ class HiCacheController:
 
     def move_to_host(self, nodes: list[Node], kept: Sequence[Node] = ()) -> None:
         """Copy to the host those nodes that only peers have, which are about to give them up, as far as the host has
-        room for them or has less valuable pages. kept: other nodes whose copies are not given up for it."""
+        room for them, or has less valuable pages, or such as storage has. kept: other nodes, whose copies stay."""
         moving: list[Node] = []
         num_moving = 0
         kept = [*nodes, *kept]
@@ -222,15 +222,28 @@ class HiCacheController:
             )
             if not is_known or not self.links.is_worth_copying(Tier.HOST, node.start, node.end):
                 continue
+            if self.is_over_quota(node, Tier.HOST):
+                continue
             room = self._room(Tier.HOST, num_moving)._replace(num_allowed=num_pages)
             goes = choose_tier(num_pages, self.tree.order.rank(node), {Tier.HOST: room}) is not None
-            if not (goes or self.feeds_storage):
+            if not (goes or (self.feeds_storage and self._gives_up_stored(num_moving + num_pages, kept))):
                 continue
             if self.make_room(Tier.HOST, num_moving + num_pages, kept, spares_pinned=True):
                 moving.append(node)
                 num_moving += num_pages
         if moving:
             self.copy_to_host(moving)
+
+    def _gives_up_stored(self, num_pages: int, kept: Sequence[Node]) -> bool:
+        """Whether nothing is lost if the host makes room for so many pages: storage or another tier has it too."""
+        missing = num_pages - self.tables[Tier.HOST].num_free
+        victims = self.tree.victims(Tier.HOST, missing, {node.id for node in kept}) if missing > 0 else ()
+        return all(
+            node.frames[Tier.DEVICE] is not None
+            or node.frames[Tier.PEER] is not None
+            or self.tree.names.is_stored(node)
+            for node in victims
+        )
 
     def copy_to_host(self, nodes: list[Node]) -> None:
         """Copy nodes that peers have to the host, which has room for them."""
