@@ -168,6 +168,7 @@ def rotations_into_slots() -> None:
         (torch.float32, (4, 2, 2), 24, torch.float32, 1.0),
         (torch.bfloat16, (9, 9, 9), 96, torch.bfloat16, 1.0),
         (torch.float16, (8, 2, 2), 64, fp8, 0.5),
+        (torch.float16, (8, 2, 2), 64, torch.float16, 0.3),
     ):
         angles = torch.rand(50, head_dim // 2, generator=torch.Generator().manual_seed(12)) * 6
         table = torch.cat((angles.cos(), angles.sin()), dim=1).to(dtype).float()

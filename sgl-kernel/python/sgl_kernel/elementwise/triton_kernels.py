@@ -258,6 +258,12 @@ def _saturated(x, MOST: tl.constexpr):
         return tl.clamp(x.to(tl.float32), -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
 
 
+@triton.jit
+def _divided(x, divisor, DTYPE: tl.constexpr):
+    rounded = x.to(DTYPE).to(tl.float32)
+    return tl.div_rn(rounded, tl.zeros_like(rounded) + divisor).to(DTYPE)
+
+
 @triton.jit(do_not_specialize_on_alignment=["positions_ptr", "loc_ptr"])
 def _rope_and_store_kernel(
     positions_ptr,
@@ -306,9 +312,9 @@ def _rope_and_store_kernel(
     slot = tl.load(loc_ptr + token)
     of_k_slot = k_slots_ptr + slot * k_slot_stride + (heads - num_q_heads)[:, None] * (2 * half) + d[None, :]
     of_v_slot = v_slots_ptr + slot * v_slot_stride + (heads - num_qk_heads)[:, None] * (2 * half) + d[None, :]
-    # A key is rounded as it is without this kernel, before it is stored in fewer bits.
-    stored_first = _saturated((rotated_first.to(qk_ptr.dtype.element_ty)).to(tl.float32) / divisor, MOST)
-    stored_second = _saturated((rotated_second.to(qk_ptr.dtype.element_ty)).to(tl.float32) / divisor, MOST)
+    # Rounded as without this kernel, when rotated and when divided, so that all pools store the same bytes.
+    stored_first = _saturated(_divided(rotated_first, divisor, qk_ptr.dtype.element_ty), MOST)
+    stored_second = _saturated(_divided(rotated_second, divisor, qk_ptr.dtype.element_ty), MOST)
     tl.store(of_k_slot, stored_first, mask=exists & is_k[:, None])
     tl.store(of_k_slot + half, stored_second, mask=exists & is_k[:, None])
     tl.store(of_v_slot, stored_first, mask=exists & is_v[:, None])
