@@ -14,7 +14,7 @@ from test_loader import LlamaConfig, load, save
 from sgl_kernel.quantized import FOUR_BITS, MatrixFormat
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.model_files import ModelConfigError
-from sglang.srt.configs.quantization import QuantizationError, read_quantization
+from sglang.srt.configs.quantization import QuantizationError, WeightQuantization, read_quantization
 from sglang.srt.distributed.parallel_state import SINGLE_RANK
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.weights import QuantizedTarget
@@ -59,7 +59,7 @@ def by_block(rows: int | None, columns: int | None, dtype: torch.dtype, suffix: 
                 means[i, j] = values[i, j].float() * scale[i // block[0], j // block[1]]
         stored = scale.flatten() if flat else scale
         attention = stem.rpartition(".")[0] if stem.endswith("k_proj") else None
-        unused = {f"{attention}.{each}_scale": torch.ones(()) for each in "qkv" if attention}
+        unused = {f"{attention}.{each}_scale": torch.ones(()) for each in ("q", "k", "v", "kv", "prob") if attention}
         return {
             f"{stem}.weight": values,
             f"{stem}.{suffix}": stored,
@@ -300,6 +300,17 @@ def quantized(tmp_path, change: Callable[[Tensors], None] = lambda tensors: None
         ("awq", lambda t: t.pop(f"{Q}.qzeros"), f"There is no '{Q}.qzeros' beside '{Q}.qweight'"),
         ("awq", lambda t: t.update({f"{Q}.scales": torch.ones(4, 8)}), r"scales of .* have the shape \(4, 8\)"),
         ("awq", lambda t: t.pop(f"{Q}.qweight"), f"missing: {Q}.weight"),
+        (
+            "awq",
+            lambda t: t.update({f"{Q}.qweight": torch.ones(3)}),
+            f"'{Q}.qweight' is AWQ's, but is no matrix of int32",
+        ),
+        (
+            "awq",
+            lambda t: t.update({f"{Q}.qzeros": t[f"{Q}.qzeros"].float()}),
+            "zeros of .* have the type torch.float32",
+        ),
+        ("fp8, blocks", lambda t: t.update({f"{Q}.weight": torch.ones(()).to(FP8)}), f"'{Q}.weight' has a scale"),
         ("fp8, blocks", lambda t: t.update({"more.weight": torch.ones(2, 2)}), "unexpected: more.weight"),
     ],
 )
@@ -318,6 +329,12 @@ def test_what_does_not_fit_is_named(tmp_path, way, change, message):
         (compressed("tensor") | {"format": "pack-quantized"}, "have the format 'pack-quantized'"),
         (compressed("tensor") | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "are sparse"),
         (compressed("tensor") | {"config_groups": {}}, "have 0 ways of storing weights"),
+        (compressed("tensor") | {"config_groups": []}, "have 0 ways of storing weights"),
+        (compressed("tensor") | {"config_groups": ["x"]}, r"config_groups is \['x'\], not an object"),
+        (compressed("tensor") | {"config_groups": {"a": None}}, "one of its config_groups is None, not an object"),
+        (compressed("tensor") | {"config_groups": {"a": {"weights": None}}}, "have 0 ways of storing weights"),
+        (compressed("tensor") | {"sparsity_config": "x"}, "sparsity_config is 'x', not an object"),
+        ({"quant_method": ["fp8"]}, r"quantized as \['fp8'\], which is not supported"),
         (compressed("tensor", num_bits=4), "not of 8 symmetric bits"),
         (compressed("tensor", symmetric=False), "not of 8 symmetric bits"),
         (compressed("token"), "the strategy 'token'"),
@@ -331,6 +348,24 @@ def test_other_ways_are_refused(tmp_path, config, message):
     set_quantization(tmp_path, config)
     with pytest.raises(ModelConfigError, match=message):
         ModelConfig.from_pretrained(str(tmp_path))
+
+
+def test_a_scale_that_the_index_names_and_no_file_has(checkpoints):
+    index = checkpoints[0] / "model.safetensors.index.json"
+    where = json.loads(index.read_text())["weight_map"]
+    scales = [name for name in where if name.startswith(Q) and ("weight_scale" in name or "qzeros" in name)]
+    assert scales
+    where[scales[0]] = "model-1.safetensors"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    with pytest.raises(ModelLoadError, match=f"model-1.safetensors does not hold '{scales[0]}', although"):
+        load(checkpoints[0])
+
+
+def test_a_group_of_activations_alone_and_a_type_that_is_left_out():
+    config = compressed("channel", INT8)
+    del config["config_groups"]["group_0"]["weights"]["type"]
+    config["config_groups"]["attention"] = {"weights": None, "input_activations": {}}
+    assert read_quantization(config) == WeightQuantization(is_int=True)
 
 
 def test_a_config_that_is_no_object_is_refused():

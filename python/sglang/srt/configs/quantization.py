@@ -38,13 +38,13 @@ def read_quantization(config: object) -> WeightQuantization | None:
         raise QuantizationError(f"its quantization_config is {config!r}, not an object; use {READABLE}")
     method = config.get("quant_method")
     readers = {"fp8": _fp8, "compressed-tensors": _compressed_tensors, "awq": _awq}
-    if method not in readers:
+    if not isinstance(method, str) or method not in readers:
         raise QuantizationError(f"it is quantized as {method!r}, which is not supported; use {READABLE}")
     return readers[method](config)
 
 
 def _fp8(config: Mapping[str, Any]) -> WeightQuantization:
-    if (kind := config.get("fmt") or "e4m3") != "e4m3":
+    if (kind := config.get("fmt") or "e4m3") not in ("e4m3", "float8_e4m3fn"):
         raise QuantizationError(f"its weights are fp8 of the kind {kind!r}, and only e4m3 is read; use {READABLE}")
     block = config.get("weight_block_size")
     return WeightQuantization(block=None if block is None else _block(block))
@@ -54,18 +54,28 @@ def _compressed_tensors(config: Mapping[str, Any]) -> WeightQuantization:
     kind = config.get("format")
     if kind not in ("float-quantized", "int-quantized", "naive-quantized"):
         raise QuantizationError(f"its compressed-tensors have the format {kind!r}; use {READABLE}")
-    if (sparse := (config.get("sparsity_config") or {}).get("format") or "dense") != "dense":
+    sparsity, groups = config.get("sparsity_config") or {}, config.get("config_groups") or {}
+    for name, value in (("sparsity_config", sparsity), ("config_groups", groups)):
+        if not isinstance(value, Mapping):
+            raise QuantizationError(f"its {name} is {value!r}, not an object; use {READABLE}")
+    if (sparse := sparsity.get("format") or "dense") != "dense":
         raise QuantizationError(f"its compressed-tensors are sparse, {sparse!r}; use {READABLE}")
-    found = {_of_group(group.get("weights")) for group in (config.get("config_groups") or {}).values()}
+    found = set()
+    for group in groups.values():
+        if not isinstance(group, Mapping):
+            raise QuantizationError(f"one of its config_groups is {group!r}, not an object; use {READABLE}")
+        # It may be of activations alone.
+        if (weights := group.get("weights")) is not None:
+            found.add(_of_group(weights, "float" if kind == "float-quantized" else "int"))
     if len(found) != 1:
         raise QuantizationError(f"its compressed-tensors have {len(found)} ways of storing weights; use {READABLE}")
     return found.pop()
 
 
-def _of_group(weights: object) -> WeightQuantization:
+def _of_group(weights: object, usual_type: str) -> WeightQuantization:
     if not isinstance(weights, Mapping) or weights.get("num_bits") != 8 or not weights.get("symmetric", True):
         raise QuantizationError(f"its compressed-tensors are not of 8 symmetric bits: {weights!r}; use {READABLE}")
-    strategy, is_int = weights.get("strategy"), weights.get("type") == "int"
+    strategy, is_int = weights.get("strategy"), weights.get("type", usual_type) == "int"
     if strategy == "group":
         return WeightQuantization(is_int=is_int, block=_block((1, weights.get("group_size"))))
     if strategy == "block":

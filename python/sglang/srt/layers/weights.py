@@ -3,7 +3,7 @@ layers make targets, the loader fills them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -67,11 +67,11 @@ class WeightTarget:
 class QuantizedTarget(WeightTarget):
     """matrix: takes the part of the checkpoint's. tensor: its scales, for device and data type."""
 
-    matrix: QuantizedMatrix | None = None
+    matrix: QuantizedMatrix = field(kw_only=True)
 
     @classmethod
     def of(cls, matrix: QuantizedMatrix, shape: tuple[int, int], dim: int, start: int) -> QuantizedTarget:
-        return cls(matrix.scales, shape, dim, start, matrix)
+        return cls(matrix.scales, shape, dim, start, matrix=matrix)
 
     @property
     def is_whole(self) -> bool:
@@ -79,12 +79,10 @@ class QuantizedTarget(WeightTarget):
 
     @property
     def num_read(self) -> int:
-        assert self.matrix is not None
         return self.matrix.shape[self.dim]
 
     def fill(self, source: Any, offset: int = 0) -> None:
         """What is not quantised yet is."""
-        assert self.matrix is not None
         index = self.index(offset)
         if isinstance(source, QuantizedSource):
             self.matrix.take(*source.parts(index, self.matrix.group))

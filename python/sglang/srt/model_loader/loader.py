@@ -140,7 +140,7 @@ def _load_files(model: Any, config: ModelConfig, load_format: str, progress: Sta
                 held = set(f.keys())
                 for name in names:
                     if name not in held:
-                        raise ModelLoadError(f"{file.name} does not hold {name!r}, although {INDEX} lists it there.")
+                        raise _not_held(file, name)
                     _copy(name, f, plan[name], config_name)
                     bar.update()
 
@@ -166,8 +166,14 @@ def _read(files: dict[str, Path], name: str) -> torch.Tensor | None:
     if name not in files:
         return None
     with _open(files[name]) as file:
+        if name not in set(file.keys()):
+            raise _not_held(files[name], name)
         tensor: torch.Tensor = file.get_tensor(name)
     return tensor
+
+
+def _not_held(file: Path, name: str) -> ModelLoadError:
+    return ModelLoadError(f"{file.name} does not hold {name!r}, although {INDEX} lists it there.")
 
 
 def _open(file: Path) -> Any:

@@ -29,7 +29,7 @@ from sglang.srt.utils.device import has_e4m3
 logger = logging.getLogger(__name__)
 
 _SCALES = (".weight_scale", ".weight_scale_inv")
-_UNUSED = (".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale")
+_UNUSED = tuple(f".{of}_scale" for of in ("input", "activation", "output", "q", "k", "v", "kv", "prob"))
 _PACKED, _ZEROS, _PACKED_SCALES = ".qweight", ".qzeros", ".scales"
 # Of eight numbers of 4 bits, the lowest first: which column of eight each is.
 _COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -50,10 +50,9 @@ def pick_weight_format(
     the model's data type: where no kernel reads them, or where some are not quantised. names: of the checkpoint's
     tensors; none for made-up weights. Logs what it picks."""
     stored = config.quantization
-    if stored is None or config.weight_format is not None:
-        return config.weight_format
+    assert stored is not None, "asked of a quantised checkpoint"
     group = 0 if stored.block is None else stored.block[1]
-    reason = _reason_to_dequantize(config, stored, frozenset(names), num_ranks, device, group)
+    reason = _reason_to_dequantize(config, stored, frozenset(names), num_ranks, device)
     if reason is not None:
         logger.info("quantized weights are kept in %s: %s", str(config.dtype).removeprefix("torch."), reason)
         return None
@@ -68,7 +67,6 @@ def _reason_to_dequantize(
     names: frozenset[str],
     num_ranks: int,
     device: torch.device,
-    group: int,
 ) -> str | None:
     if device.type != "cuda":
         return "on a CPU there is no faster kernel"
@@ -76,10 +74,11 @@ def _reason_to_dequantize(
         return "kernels are for bfloat16 and float16"
     if not (stored.is_awq or stored.is_int or has_e4m3(device)):
         return "this GPU does not compute with e4m3"
+    group = LEAST_GROUP if stored.block is None else stored.block[1]
     heads = config.num_heads * config.head_dim
     for inputs in (config.hidden_size, heads // num_ranks, config.intermediate_size // num_ranks):
-        if inputs % (group or LEAST_GROUP) or (group or LEAST_GROUP) % LEAST_GROUP:
-            return f"{inputs} inputs do not divide into groups of {group or LEAST_GROUP}"
+        if inputs % group or group % LEAST_GROUP:
+            return f"{inputs} inputs do not divide into groups of {group}"
     for name in names:
         if name.endswith("_proj.weight") and not any(
             name.removesuffix(".weight") + suffix in names for suffix in _SCALES
@@ -119,18 +118,16 @@ class QuantizedWeights:
         values = self._file.get_slice(held)
         stem = name.removesuffix(".weight")
         if held.endswith(_PACKED):
+            _check_matrix(held, values, torch.int32, "is AWQ's")
             zeros, scales = (self._needed(stem + suffix, held) for suffix in (_ZEROS, _PACKED_SCALES))
             assert self._quantization.block is not None
             return PackedTensor(held, values, zeros, scales, self._quantization.block[1])
         scale = next((s for s in map(self._read, (stem + suffix for suffix in _SCALES)) if s is not None), None)
         if name.endswith(".weight") and scale is not None:
             wanted = torch.int8 if self._quantization.is_int else torch.float8_e4m3fn
-            if len(values.get_shape()) != 2 or values[:1].dtype != wanted:
-                raise ModelConfigError(
-                    f"{held!r} has a scale beside it, but is no matrix of {str(wanted).removeprefix('torch.')}."
-                )
+            _check_matrix(held, values, wanted, "has a scale beside it")
             return ScaledTensor(held, values, scale, self._quantization.block)
-        if values[:1].dtype.itemsize == 1:
+        if values.get_shape() and values[:1].dtype.itemsize == 1:
             raise ModelConfigError(f"{held!r} has 8 bits a value, and there is no {stem + _SCALES[0]!r} beside it.")
         return values  # type: ignore[no-any-return]
 
@@ -201,6 +198,8 @@ class PackedTensor:
             ("zeros", self.zeros, (groups, outputs // 8)),
             ("scales", self.scales, (groups, outputs)),
         ):
+            if what == "zeros" and tensor.dtype != torch.int32:
+                raise ModelConfigError(f"The zeros of {self.name!r} have the type {tensor.dtype}, not int32.")
             if tuple(tensor.shape) != wanted:
                 raise ModelConfigError(
                     f"The {what} of {self.name!r} have the shape {tuple(tensor.shape)}; {inputs} inputs in groups of "
@@ -226,15 +225,27 @@ class PackedTensor:
         (begin, end), inputs = _bounds(index, self.get_shape())
         # From the border of a group on.
         first = inputs[0] // self.group * self.group
-        values, scales, zeros = self.parts((slice(begin, end), slice(first, inputs[1])), self.group)
-        groups = torch.arange(values.shape[1]) // self.group
-        return ((values - zeros[:, groups]) * scales[:, groups])[:, inputs[0] - first :]
+        stored = self.parts((slice(begin, end), slice(first, inputs[1])), self.group)
+        # Computed as it lies in the file, group by group: turned around it would take several times as long.
+        values, scales, zeros = (part.t() for part in stored)
+        found = torch.empty(values.shape, dtype=torch.float32)
+        for i in range(len(scales)):
+            rows = slice(i * self.group, (i + 1) * self.group)
+            torch.mul(values[rows] - zeros[i], scales[i], out=found[rows])
+        return found[inputs[0] - first :].t()
+
+
+def _check_matrix(name: str, values: Readable, dtype: torch.dtype, what: str) -> None:
+    if len(values.get_shape()) != 2 or values[:1].dtype != dtype:
+        raise ModelConfigError(f"{name!r} {what}, but is no matrix of {str(dtype).removeprefix('torch.')}.")
 
 
 def _unpacked(words: torch.Tensor) -> torch.Tensor:
-    """words: (n, m) int32. Returns (n, 8 * m) int32, from 0 to 15."""
-    shifts = torch.tensor([4 * _COLUMNS.index(column) for column in range(8)], dtype=torch.int32)
-    return ((words.unsqueeze(-1) >> shifts) & 15).flatten(1)
+    """words: (n, m) int32. Returns (n, 8 * m) int8, from 0 to 15."""
+    found = torch.empty(*words.shape, len(_COLUMNS), dtype=torch.int8)
+    for i, column in enumerate(_COLUMNS):
+        found[..., column] = (words >> (4 * i)) & 15
+    return found.flatten(1)
 
 
 def _bounds(index: Any, shape: list[int]) -> list[tuple[int, int]]:

@@ -3,6 +3,7 @@
 `QuantizedMatrix` owns the values and their scales. On a GPU few rows are multiplied by a Triton kernel, which reads
 the stored values and nothing else. For more rows, where a product computes longer than it reads, and everywhere else
 the matrix is dequantised first. That also defines the result: each value in float32, rounded once to x's data type.
+The kernel rounds less often.
 
     8 bits    weight = values * scales              values (outputs, inputs): float8_e4m3fn or int8
     4 bits    weight = (values - zeros) * scales    values (outputs, inputs / 2): uint8, of two the lower bits first
