@@ -1,13 +1,14 @@
 """Time to first token as the load rises, of this engine tier by tier and of vLLM on the CPU: `make bench-load`.
 
-    python -m benchmark.peers.load [--only PART,...] [--seconds N]
+    python -m benchmark.peers.load [--only PART,...] [--seconds N] [--rounds N]
 
-Three workloads, each at rising rates: documents that are asked about, conversations, sessions of agents. Six
-systems: without a prefix cache, device, host, disk and remote added one after the other, and vLLM with its prefix
-cache and as much memory as device and host have. All servers are up, get the same requests, and take turns at each
-rate. Requests are sent for --seconds, and waited for, for as long again and a half. Those that have no answer by then
-count as later than all others. A system that has not answered half of them is overloaded, and is not asked at higher
-rates. The client is `sglang.bench_serving`, on the same cores.
+Three workloads, each at rising rates: documents that are asked about, conversations, sessions of agents. Seven
+systems: without a prefix cache, device, host, disk and remote added one after the other, remote behind the host
+without a disk, which answers first, and vLLM with its prefix cache and as much memory as device and host have. All
+servers are up, get the same requests, and take turns at each rate, --rounds times with other requests. Requests are
+sent for --seconds, and waited for, for as long again and a half. Those that have no answer by then count as later
+than all others. A system that has not answered half of a rate's is overloaded, and is not asked at higher rates. The
+client is `sglang.bench_serving`, on the same cores.
 
 JSON in bench-out/load_<workload>.json, after every rate.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import tempfile
@@ -101,7 +103,7 @@ def _ours(name: str, *flags: str, tiers: str = "") -> ServerKind:
         storage: list[str] = []
         if tiers:
             file = {"path": str(setting.folder / name)}
-            config = json.dumps(file if tiers == "file" else {"file": file, "remote": {}})
+            config = json.dumps({"file": file, "file,remote": {"file": file, "remote": {}}, "remote": {}}[tiers])
             storage = ["--hicache-storage-backend", tiers, "--hicache-storage-backend-extra-config", config]
         return [
             *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(setting.model), "--port", str(port)),
@@ -119,27 +121,47 @@ SYSTEMS = (
     _ours("+ host"),
     _ours("+ disk", tiers="file"),
     _ours("+ remote", tiers="file,remote"),
+    _ours("remote, no disk", tiers="remote"),
     VLLM,
 )
-_KEPT = ("request_throughput", "completed", "failed", "unfinished", "median_tpot_ms", "cached_share")
+_COUNTS = ("completed", "failed", "unfinished")
+_MEANS = ("request_throughput", "median_tpot_ms", "cached_share")
 
 
 def measure(server: RunningServer, load: Load, rate: float, count: int, seconds: float, seed: int) -> Row:
-    """One row. Raises ServerError."""
+    """bench_serving's result. Raises ServerError."""
     limit_s = WAITS * max(seconds, count / rate)
     flags = ("--num-prompts", str(count), "--request-rate", f"{rate:g}", "--benchmark-duration", f"{limit_s:g}")
-    result = ask(server, (*load.flags, *flags), CONTEXT, seed)
-    row = {"load": load.name, "rate": rate, "system": server.kind.name, "requests": result["num_prompts"]}
+    return ask(server, (*load.flags, *flags), CONTEXT, seed)
+
+
+def summary(load: str, rate: float, system: str, rounds: Sequence[Row]) -> Row:
+    """One row, of the requests of all rounds together. Least and greatest are medians of a round."""
+    requests = sum(result["num_prompts"] for result in rounds)
+    times = [time for result in rounds for time in result["ttfts"]]
+    medians = [quantile(result["ttfts"], result["num_prompts"], 0.5) for result in rounds]
+    row: Row = {"load": load, "rate": rate, "system": system, "rounds": len(rounds), "requests": requests}
     for name, share in (("median TTFT s", 0.5), ("P90 TTFT s", 0.9)):
-        row[name] = quantile(result["ttfts"], result["num_prompts"], share)
-    by_tier = {f"{tier} hits": share for tier, share in (result["cached_share_by_tier"] or {}).items()}
-    return row | {name: result[name] for name in _KEPT} | by_tier
+        row[name] = quantile(times, requests, share)
+    for name, position in (("least TTFT s", 0), ("greatest TTFT s", -1)):
+        row[name] = sorted(medians, key=lambda median: math.inf if median is None else median)[position]
+    row |= {name: sum(result[name] for result in rounds) for name in _COUNTS}
+    row |= {name: _mean([result[name] for result in rounds]) for name in _MEANS}
+    by_tier = [result["cached_share_by_tier"] or {} for result in rounds]
+    return row | {f"{tier} hits": _mean([shares.get(tier) for shares in by_tier]) for tier in max(by_tier, key=len)}
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """Of those that there are: a round without an answer has none."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
 
 
 def run(
     servers: Sequence[RunningServer],
     load: Load,
     seconds: float,
+    num_rounds: int,
     rows: list[Row],
     write: Callable[[list[Row]], None],
 ) -> None:
@@ -149,17 +171,21 @@ def run(
         for server in servers:
             ask(server, (*load.flags, *load.warm_up), CONTEXT, SEED)
     for number, rate in enumerate(load.rates):
-        # Another number of requests draws other documents.
-        count = max(12 + number, round(rate * seconds))
-        # Whoever begins changes, as the machine may.
-        turn = [*servers[number % len(servers) :], *servers[: number % len(servers)]]
-        for server in turn:
-            if server.kind.name in overloaded:
-                continue
-            row = measure(server, load, rate, count, seconds, SEED + (0 if load.warm_up else number))
-            rows.append(row)
-            if row["median TTFT s"] is None:
-                overloaded.add(server.kind.name)
+        found: dict[str, list[Row]] = {server.kind.name: [] for server in servers}
+        for turn in range(number * num_rounds, (number + 1) * num_rounds):
+            # Another number of requests draws other documents.
+            count = max(12 + turn, round(rate * seconds) + turn % num_rounds)
+            seed = SEED + (0 if load.warm_up else turn)
+            # Whoever begins changes, as the machine may.
+            first = turn % len(servers)
+            for server in (*servers[first:], *servers[:first]):
+                if server.kind.name not in overloaded:
+                    found[server.kind.name].append(measure(server, load, rate, count, seconds, seed))
+        for system, rounds in found.items():
+            if rounds:
+                rows.append(summary(load.name, rate, system, rounds))
+                if rows[-1]["median TTFT s"] is None:
+                    overloaded.add(system)
         write(rows)
 
 
@@ -167,6 +193,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", default="", help="parts of names of workloads and systems, with commas between")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of each system at each rate")
+    parser.add_argument("--rounds", type=int, default=1, help="of each system at each rate, with other requests")
     args = parser.parse_args()
     parts = [part for part in args.only.split(",") if part]
     kinds = [kind for kind in SYSTEMS if not parts or any(p in kind.name for p in parts)] or list(SYSTEMS)
@@ -184,6 +211,7 @@ def main() -> int:
         "host tokens": HOST_TOKENS,
         "threads": threads,
         "seconds of a rate": args.seconds,
+        "rounds": args.rounds,
         "vLLM": version or "not installed",
         **compiled_parts(),
     }
@@ -200,7 +228,7 @@ def main() -> int:
                 server.start()
             for load in loads:
                 rows: list[Row] = []
-                run(servers, load, args.seconds, rows, partial(write, load))
+                run(servers, load, args.seconds, args.rounds, rows, partial(write, load))
                 write(load, rows, is_whole=kinds == list(SYSTEMS))
                 print_table(f"{load.name}, measured", rows)
         except ServerError as error:

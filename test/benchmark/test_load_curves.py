@@ -35,6 +35,16 @@ def test_requests_without_an_answer_are_later_than_all_others(
     assert quantile(times, 4, share) == expected
 
 
+def result(*times: float | None, hits: float | None = None) -> dict[str, Any]:
+    """As of bench_serving."""
+    answered = sum(time is not None for time in times)
+    return {
+        **{"num_prompts": len(times), "ttfts": list(times), "completed": answered, "failed": 0},
+        **{"unfinished": len(times) - answered, "request_throughput": 1.0, "median_tpot_ms": None},
+        **{"cached_share": hits, "cached_share_by_tier": None if hits is None else {"disk": hits}},
+    }
+
+
 def test_what_is_overloaded_is_not_asked_at_higher_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     capacity = {"slow": 0.5, "fast": 2.0}
     asked: list[tuple[str, float]] = []
@@ -43,16 +53,44 @@ def test_what_is_overloaded_is_not_asked_at_higher_rates(monkeypatch: pytest.Mon
     def measure(server: Any, load: Load, rate: float, count: int, *_: Any) -> dict[str, Any]:
         asked.append((server.kind.name, rate))
         counts.append(count)
-        return {"median TTFT s": 0.1 if rate <= capacity[server.kind.name] else None}
+        return result(0.1 if rate <= capacity[server.kind.name] else None)
 
     monkeypatch.setattr(load, "measure", measure)
     servers: Any = [SimpleNamespace(kind=SimpleNamespace(name=name)) for name in capacity]
     rows: list[dict[str, Any]] = []
     written: list[int] = []
-    load.run(servers, Load("any", (), (0.5, 1.0, 2.0)), 20.0, rows, lambda rows: written.append(len(rows)))
+    load.run(servers, Load("any", (), (0.5, 1.0, 2.0)), 20.0, 1, rows, lambda rows: written.append(len(rows)))
     # At the second rate the other one begins.
     assert asked == [("slow", 0.5), ("fast", 0.5), ("fast", 1.0), ("slow", 1.0), ("fast", 2.0)]
     assert written == [2, 4, 5] and counts == [12, 12, 20, 20, 40]
+
+
+@pytest.mark.parametrize("warm_up", [None, ("--flag",)])
+def test_each_round_asks_something_else(monkeypatch: pytest.MonkeyPatch, warm_up: tuple[str, ...] | None) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def measure(server: Any, load: Load, rate: float, count: int, seconds: float, seed: int) -> dict[str, Any]:
+        asked.append((count, seed))
+        return result(0.1, 0.2)
+
+    monkeypatch.setattr(load, "measure", measure)
+    monkeypatch.setattr(load, "ask", lambda *_: None)
+    servers: Any = [SimpleNamespace(kind=SimpleNamespace(name="ours"))]
+    rows: list[dict[str, Any]] = []
+    load.run(servers, Load("any", (), (0.25, 0.5, 1.0, 2.0), warm_up), 24.0, 3, rows, lambda _: None)
+    assert len(rows) == 4 and len(set(asked)) == len(asked) == 12
+    # Texts that are warm are the same in all rounds, so that only the number draws others.
+    if warm_up:
+        assert {seed for _, seed in asked} == {load.SEED} and [count for count, _ in asked][6:9] == [24, 25, 26]
+
+
+def test_a_row_is_of_the_requests_of_all_rounds() -> None:
+    rounds = [result(0.1, 0.2, 0.3, hits=0.5), result(1.0, None, None, hits=None), result(0.2, 0.4, 5.0, hits=0.1)]
+    row = load.summary("documents", 2.0, "ours", rounds)
+    assert (row["rounds"], row["requests"], row["completed"], row["unfinished"]) == (3, 9, 7, 2)
+    assert (row["median TTFT s"], row["P90 TTFT s"]) == (0.4, None)
+    assert (row["least TTFT s"], row["greatest TTFT s"]) == (0.2, None)
+    assert row["disk hits"] == pytest.approx(0.3) and row["median_tpot_ms"] is None
 
 
 def test_lengths_and_pools_are_divided_by_one_factor(tmp_path: Path) -> None:
