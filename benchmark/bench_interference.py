@@ -106,6 +106,7 @@ def cases_on(device: str) -> list[Case]:
         by_name[f"{kernel} 64"], name=f"{kernel} 64, {LAYERS_AT_ONCE} layers", layers_at_once=LAYERS_AT_ONCE
     )
     cases += [Case(in_groups, 1, "scattered", urgent=True)]
+    cases += [Case(by_name[name], 1, "scattered", urgent=True) for name in by_name if name.startswith("persistent ")]
     if "dma" in by_name:
         cases += [Case(by_name["dma"], page, "scattered") for page in (16, 64, 1)]
         cases += [Case(by_name["dma"], page, "in runs") for page in (1, 16)]
@@ -263,8 +264,8 @@ class Traffic:
 
 
 def operation_of(bench: Bench, case: Case, direction: str, sizes: Sizes) -> Callable[[], int]:
-    """A load is one layer of all pages, or as many as one launch copies; a backup all layers of some pages. The pages
-    differ each time."""
+    """A load is of all pages, and of one layer or as many as one launch copies; a backup is of all layers and of some
+    pages, each time of others."""
     if case.variant is None:
         turn = 0
         host, device = (m.view(bench.num_layers, -1) for m in (bench.host_memory, bench.device_memory))
@@ -281,7 +282,9 @@ def operation_of(bench: Bench, case: Case, direction: str, sizes: Sizes) -> Call
     variant = case.variant
     pools, pages = bench.pools(case.page_size, "page_first"), bench.indices(case.page_size, case.order)
     few = min(len(pages[0]), max(1, sizes.backup_tokens // case.page_size))
-    units = variant.layers_at_once if direction == "load" and not variant.staged else few
+    units: int | None = variant.layers_at_once if direction == "load" and not variant.staged else few
+    if variant.backend == "persistent":
+        units = None
     return lambda: bench.transfer(variant, direction, pools, pages, units)
 
 

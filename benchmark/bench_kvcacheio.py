@@ -37,6 +37,7 @@ from yardsticks import median_seconds, seconds_of, settle
 from sgl_kernel import kvcacheio
 from sgl_kernel.kvcacheio import KVPages, dma, pick_backend, why_not
 from sgl_kernel.kvcacheio.pick import available_kernel
+from sglang.srt.mem_cache.link import LAYERS_AT_ONCE, layer_groups
 from sglang.srt.mem_cache.memory_pool_host import cuda_register, pin_memory
 from sglang.srt.utils.shared_memory import SharedMemory
 
@@ -44,7 +45,7 @@ DTYPE = torch.bfloat16
 GPU_PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 CPU_PAGE_SIZES = (1, 16, 64, 256)
 # Of warps.
-GPU_QUOTAS = {"cuda": (8, 16, 32, 64, 128), "bulk": (32, 64, 128), "triton": (64,)}
+GPU_QUOTAS = {"cuda": (8, 16, 32, 64, 128), "persistent": (64,), "bulk": (32, 64, 128), "triton": (64,)}
 SHAPES = {"Llama-8B": (32, 8, 128), "Qwen-14B": (48, 8, 128), "Llama-70B": (80, 8, 128)}
 LAYOUTS = ("page_first", "layer_first")
 ORDERS = ("in runs", "random", "scattered")
@@ -72,7 +73,7 @@ class Variant:
 
     def can(self, direction: str, host_layout: str) -> bool:
         if direction != "load":
-            return not self.staged and self.layers_at_once == 1
+            return not self.staged and self.layers_at_once == 1 and self.backend != "persistent"
         return not self.staged or host_layout == "page_first"
 
 
@@ -126,6 +127,8 @@ class Bench:
             self.host_memory.copy_(self.device_memory)
         self.layer_bytes = num_tokens * 2 * heads * dim * DTYPE.itemsize
         self._turn = 0
+        # By number of layers.
+        self._layer_flags: dict[int, kvcacheio.LayerFlags] = {}
 
     def pools(self, page_size: int, host_layout: str) -> Pools:
         n = self.num_tokens // page_size
@@ -182,6 +185,9 @@ class Bench:
         if variant.staged:
             assert pools.page_first is not None
             dma.copy_pages_staged(pools.page_first, pools.device, *pages, self._staging(pools))
+        elif variant.backend == "persistent":
+            layers, flags = range(first, first + units), self._flags(units)
+            kvcacheio.load_layers(src.part(layers), dst.part(layers), *of, flags, num_warps=variant.num_warps)
         elif variant.backend is None:
             _copy_twice(src, dst, of, range(first, first + units) if by_layer else None)
         elif by_layer:
@@ -192,6 +198,12 @@ class Bench:
         else:
             kvcacheio.copy_pages(src, dst, *of, backend=variant.backend, num_warps=variant.num_warps)
         return units * (len(pages[0]) * pools.page_bytes // self.num_layers if by_layer else pools.page_bytes)
+
+    def _flags(self, num_layers: int) -> kvcacheio.LayerFlags:
+        if num_layers not in self._layer_flags:
+            ends = [group.stop for group in layer_groups(num_layers, LAYERS_AT_ONCE)]
+            self._layer_flags[num_layers] = kvcacheio.LayerFlags(ends, self.device_memory.device)
+        return self._layer_flags[num_layers]
 
     def measure(
         self, variant: Variant, direction: str, pools: Pools, pages: Indices, rounds: int

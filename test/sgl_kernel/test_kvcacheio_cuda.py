@@ -7,19 +7,23 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from sgl_kernel.kvcacheio import KVLayoutError, KVPages, cuda_kernels
+from sgl_kernel import kvcacheio
+from sgl_kernel.kvcacheio import KVLayoutError, KVPages, LayerFlags, cuda_kernels
 from sgl_kernel.kvcacheio.cuda_kernels import (
     BULK_KERNEL,
     BULK_RING_BYTES,
     BULK_SLOTS,
     KERNEL,
+    LOAD_KERNEL,
     MOST_BULK_BYTES,
     SEGMENT_BYTES,
     SEGMENTS_AT_ONCE,
@@ -38,7 +42,9 @@ NVRTC = importlib.util.find_spec("cuda") is not None and importlib.util.find_spe
 
 
 def check_ptx(ptx: str) -> None:
-    assert f".entry {KERNEL}" in ptx and f".entry {BULK_KERNEL}" in ptx
+    assert all(f".entry {kernel}" in ptx for kernel in (KERNEL, BULK_KERNEL, LOAD_KERNEL))
+    # Of a block, before it tells that a group of layers is there.
+    assert re.search(r"bar\.sync.*fence\.sc\.sys|bar\.sync.*membar\.sys", ptx, re.DOTALL)
     assert "cp.async.bulk.shared::cluster.global.mbarrier" in ptx and "cp.async.bulk.global.shared::cta" in ptx
     assert ptx.count("ld.global.nc.L1::no_allocate.v4.u32") > SEGMENTS_AT_ONCE
     assert ptx.count("st.global.cs.v4.u32") > SEGMENTS_AT_ONCE
@@ -54,11 +60,15 @@ def check_sass(cubin: bytes, folder: Path) -> None:
         ).stdout
         for tool, option in ((TRITON_TOOLS / "nvdisasm", "-c"), (TRITON_TOOLS / "cuobjdump", "-res-usage"))
     )
-    wide = "".join("l" if load else "s" for load, _ in re.findall(r"(LDG\S*\.128)|(STG\S*\.128)", sass))
-    assert "l" * SEGMENTS_AT_ONCE + "s" * SEGMENTS_AT_ONCE in wide, wide
     # Each function is followed by what it uses.
-    of_kernel = re.search(rf"Function {KERNEL}:\s+REG:(\d+) STACK:0 ", usage)
-    assert of_kernel and int(of_kernel[1]) * THREADS <= 65536 // 4, usage
+    for kernel in (KERNEL, LOAD_KERNEL):
+        of_function = re.search(rf"\.section\s+\.text\.{kernel},(.*?)(\.section|\Z)", sass, re.DOTALL)
+        assert of_function
+        accesses = re.findall(r"(LDG\S*\.128)|(STG\S*\.128)", of_function[1])
+        wide = "".join("l" if load else "s" for load, _ in accesses)
+        assert "l" * SEGMENTS_AT_ONCE + "s" * SEGMENTS_AT_ONCE in wide, wide
+        of_kernel = re.search(rf"Function {kernel}:\s+REG:(\d+) STACK:0 ", usage)
+        assert of_kernel and int(of_kernel[1]) * THREADS <= 65536 // 4, usage
     of_bulk = re.search(rf"Function {BULK_KERNEL}:\s+REG:(\d+) STACK:0 SHARED:(\d+) ", usage)
     assert of_bulk and int(of_bulk[2]) + BULK_RING_BYTES <= 227 << 10, usage
     assert "UBLKCP" in sass
@@ -128,6 +138,76 @@ def test_the_arguments_are_the_kernels_in_its_order():
     assert (named["k_bytes"], named["num_layers"], named["num_segments"]) == (32, 3, 2 * 3 * 2)
 
 
+def test_a_load_by_one_kernel_has_further_arguments():
+    signature = re.search(rf"{LOAD_KERNEL}\(COPY_PARAMETERS, (.*?)\)", SOURCE.read_text())
+    assert signature and signature[1] == "const int* ends, unsigned int* done, int num_groups"
+
+
+class Launched(Exception):
+    """By a kernel that fails."""
+
+
+@pytest.mark.parametrize("num_components", [1, 2, 3])
+def test_a_load_by_one_kernel_tells_what_to_wait_for(monkeypatch: pytest.MonkeyPatch, num_components: int):
+    """Of all blocks that have been launched, also if the next launch fails."""
+    src, dst = (
+        KVPages(*(random_bytes((7, 90, 2, 700), torch.uint8, seed + i) for i in range(num_components)))
+        for seed in (1, 100)
+    )
+    flags = LayerFlags([1, 2, 4, 7], torch.device("cpu"), SimpleNamespace())
+    launches: list[tuple[int, tuple[Any, ...]]] = []
+    fails_at: list[int] = []
+
+    def kernel(grid: tuple[int], block: tuple[int], arguments: tuple[Any, ...]) -> None:
+        if len(launches) in fails_at:
+            raise Launched
+        assert block == (THREADS,)
+        launches.append((grid[0], arguments))
+
+    monkeypatch.setattr(cuda_kernels, "_current", lambda *_: nullcontext(torch.device("cpu")))
+    monkeypatch.setattr(cuda_kernels, "_kernel", lambda index, name: {LOAD_KERNEL: kernel}[name])
+    monkeypatch.setattr(cuda_kernels, "device_address", lambda t: t.data_ptr())
+    few, many = torch.tensor([3]), torch.arange(90)
+    # A run is three segments. 64 warps are 8 blocks, each of which takes 64 segments at a time.
+    values = [kvcacheio.load_layers(src, dst, pages, pages, flags) for pages in (few, many)]
+    blocks = [grid for grid, _ in launches]
+    # Of the last component alone 810 segments of three layers are 13 blocks, and one page's are one.
+    assert blocks == [1] * -(-num_components // 2) + [8] * -(-num_components // 2)
+    assert values == [sum(blocks[: len(blocks) // 2]), sum(blocks)]
+    for _, arguments in launches:
+        ends, words, num_groups = arguments[-3:]
+        assert (ends, words, num_groups) == (flags.ends.data_ptr(), flags.words.data_ptr(), 4)
+        assert [type(each) for each in arguments[-3:]] == [np.uint64, np.uint64, np.int32]
+    fails_at.append(len(launches) + (num_components + 1) // 2 - 1)
+    with pytest.raises(Launched):
+        kvcacheio.load_layers(src, dst, many, many, flags)
+    fails_at.clear()
+    assert kvcacheio.load_layers(src, dst, few, few, flags) == sum(grid for grid, _ in launches)
+
+
+@pytest.mark.parametrize("ends", [(3,), (1, 2, 3), (1, 3)], ids=str)
+def test_a_load_by_one_kernel_brings_its_layers_in_order(ends: tuple[int, ...]):
+    """Its loop over groups, in Python: what a group does not have is not touched before the group's turn."""
+    src, dst = Pool("page_first", 7, 3, 2, torch.int32, 1), Pool("layer_first", 9, 3, 2, torch.int32, 2)
+    src_pages, dst_pages = [5, 0, 3], [8, 1, 4]
+    indices = [torch.tensor(pages) for pages in (src_pages, dst_pages)]
+    base = {id(t): t.storage_offset() * t.dtype.itemsize for p in (src.pages, dst.pages) for t in (p.k, p.v)}
+    args = [int(a) for a in arguments_of(src.pages, dst.pages, indices, lambda t: base.get(id(t), 0))]
+    num_layers, (k_segments, v_segments), num_segments = args[16], args[17:19], args[20]
+    num_pages = num_segments // (num_layers * (k_segments + v_segments))
+    assert num_pages == 3
+    source, target = src.raw(), dst.buffer.view(torch.uint8).numpy()
+    first = 0
+    for end in ends:
+        args[16], args[20] = end - first, num_pages * (end - first) * (k_segments + v_segments)
+        before = dst.pages.k.clone(), dst.pages.v.clone()
+        run_kernel_model(source, target, src_pages, dst_pages, *args, first_layer=first)
+        for old, new, loaded in zip(before, dst.pages.components, src.pages.components):
+            assert torch.equal(new[:first], old[:first]) and torch.equal(new[end:], old[end:])
+            assert torch.equal(new[first:end, dst_pages], loaded[first:end, src_pages])
+        first = end
+
+
 def test_more_segments_than_the_kernel_counts_are_refused():
     src = Pool("page_first", 2, 3, 2, torch.float16, 1)
     many = torch.zeros(1, dtype=torch.int64).expand(1 << 30)
@@ -182,12 +262,13 @@ def test_every_component_is_in_one_launch(num_components: int):
 def run_kernel_model(
     source, target, src_pages, dst_pages, src_k, src_v, dst_k, dst_v, _s, _d,
     src_layer_k, src_page_k, src_layer_v, src_page_v, dst_layer_k, dst_page_k, dst_layer_v, dst_page_v,
-    k_bytes, v_bytes, num_layers, k_segments, v_segments, segment_bytes, num_segments,
+    k_bytes, v_bytes, num_layers, k_segments, v_segments, segment_bytes, num_segments, first_layer=0,
 ) -> None:  # fmt: skip
     per_layer = k_segments + v_segments
     for item in range(num_segments):
         index, in_page = divmod(item, per_layer * num_layers)
-        layer, in_layer = divmod(in_page, per_layer)
+        in_group, in_layer = divmod(in_page, per_layer)
+        layer = first_layer + in_group
         is_v = in_layer >= k_segments
         start = (in_layer - k_segments if is_v else in_layer) * segment_bytes
         size = min((v_bytes if is_v else k_bytes) - start, segment_bytes)

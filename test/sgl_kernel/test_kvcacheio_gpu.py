@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
-BACKENDS = ("cuda", "triton", "bulk", "dma", "direct")
+BACKENDS = ("cuda", "triton", "bulk", "persistent", "dma", "direct")
 # Source and destination: layout, and whether it lies on the device.
 GPU_ROUTES = [
     (("page_first", False), ("layer_first", True)),
@@ -73,6 +73,38 @@ def test_any_quota_is_exact_and_in_stream_order(backend: str, num_warps: int):
     with torch.cuda.stream(stream):
         found = buffer.to("cpu")
     assert np.array_equal(found.view(torch.uint8).numpy(), result)
+
+
+@pytest.mark.parametrize("num_pages", [1, 700])
+@pytest.mark.parametrize("k_shape", [(2, 64), (3, 5)], ids=str)
+def test_a_load_by_one_kernel_tells_of_each_group(k_shape: tuple[int, int], num_pages: int):
+    """Another stream reads a group's layers when it is told that they are there, of several loads."""
+    if reason := kvcacheio.why_not("persistent", "cuda"):
+        pytest.skip(reason)
+    layers, ends = 9, (1, 2, 4, 9)
+    src = Pool("page_first", 700, layers, 1, torch.bfloat16, 1, k_shape)
+    dst = Pool("layer_first", 700, layers, 1, torch.bfloat16, 2, k_shape)
+    (_, source), (buffer, target) = place(src, False), place(dst, True)
+    loads, reads = torch.cuda.Stream(), torch.cuda.Stream()
+    flags = kvcacheio.LayerFlags(ends, buffer.device)
+    for turn in range(4):
+        rng = np.random.default_rng(turn)
+        src_pages, dst_pages = (rng.permutation(700)[:num_pages] for _ in range(2))
+        buffer.fill_(0)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(loads):
+            ids = [torch.from_numpy(pages).cuda() for pages in (src_pages, dst_pages)]
+            value = kvcacheio.load_layers(source, target, *ids, flags)
+        seen = []
+        with torch.cuda.stream(reads):
+            for group, (begin, end) in enumerate(zip((0, *ends), ends)):
+                flags.wait(group, value, reads)
+                seen.append([each[begin:end].clone() for each in target.components])
+        torch.cuda.synchronize()
+        assert flags.words.tolist() == [value] * len(ends)
+        for found, loaded in zip(zip(*seen), src.pages.components):
+            there, wanted = torch.cat(found).cpu()[:, dst_pages], loaded[:, src_pages]
+            assert torch.equal(there.view(torch.int16), wanted.contiguous().view(torch.int16))
 
 
 @pytest.mark.parametrize("on_default_stream", [False, True], ids=["a stream", "the default stream"])

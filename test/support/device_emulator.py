@@ -19,11 +19,13 @@ while another still uses it), speed, and CUDA kernels: the transfers of `sgl_ker
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -35,7 +37,7 @@ import sgl_kernel.kvcacheio as kvcacheio
 from sgl_kernel import elementwise, sampling
 from sgl_kernel.kvcacheio import KVPages, reference
 from sgl_kernel.kvcacheio.layout import check_fit, check_indices
-from sglang.srt.mem_cache import memory_pool_host
+from sglang.srt.mem_cache import link, memory_pool_host
 
 _DEVICE = torch.device("cuda", 0)
 _aten = torch.ops.aten
@@ -429,6 +431,50 @@ def _copy_pages(src: KVPages, dst: KVPages, src_pages: Any, dst_pages: Any, **op
     _device().current.put(_quiet(run))
 
 
+class _Flags:
+    """In the place of `LayerFlags`."""
+
+    def __init__(self, ends: Sequence[int], device: torch.device) -> None:
+        self.ends = list(ends)
+        self.words = [0] * len(ends)
+        self._num_launches = 0
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def count(self) -> int:
+        self._num_launches += 1
+        return self._num_launches
+
+    def wait(self, group: int, value: int, stream: _Stream) -> None:
+        stream.put(_Reached(self.words, group, value))
+
+
+class _Reached(threading.Event):
+    """Passes when a word has reached a value."""
+
+    def __init__(self, words: list[int], group: int, value: int) -> None:
+        super().__init__()
+        self._words, self._group, self._value = words, group, value
+
+    def is_set(self) -> bool:
+        return self._words[self._group] >= self._value
+
+
+def _load_layers(src: KVPages, dst: KVPages, src_pages: Any, dst_pages: Any, flags: _Flags) -> int:
+    """In the place of `kvcacheio.load_layers`. Other streams may get their turn behind each group."""
+    stream = _device().current
+
+    def count_up(group: int) -> None:
+        flags.words[group] += 1
+
+    for group, (begin, end) in enumerate(itertools.pairwise((0, *flags.ends))):
+        layers = range(begin, end)
+        _copy_pages(src.part(layers), dst.part(layers), src_pages, dst_pages, backend="persistent")
+        stream.put(partial(count_up, group))
+    return flags.count()
+
+
 real_copy_pages = kvcacheio.copy_pages
 
 
@@ -460,6 +506,8 @@ def emulated_device(seed: int = 0) -> Iterator[EmulatedDevice]:
         for name, value in patches.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         stack.enter_context(mock.patch.object(kvcacheio, "copy_pages", _copy_pages))
+        stack.enter_context(mock.patch.object(link, "load_layers", _load_layers))
+        stack.enter_context(mock.patch.object(link, "LayerFlags", _Flags))
         for package in (elementwise, sampling):
             stack.enter_context(mock.patch.object(package, "triton_module", lambda name: None))
         for name in ("cuda_register", "cuda_unregister"):

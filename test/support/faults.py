@@ -20,6 +20,7 @@ from sglang.srt.mem_cache.memory_pool import DevicePool
 from sglang.srt.mem_cache.storage_link import StorageLink, StoreSlot
 from sglang.srt.mem_cache.transfer import LoadFailedError, OpResult, TransferOp
 from sglang.srt.model_executor.executor import ModelExecutor, StepResult, _Run
+from sglang.srt.utils.cuda_stream import KernelLaunch
 from sglang.srt.utils.stream import Stream
 
 
@@ -86,6 +87,14 @@ class FaultyLink(CopyLink):
         if self._fail_at.get(op.ticket.seq) in layers:
             raise LoadFailedError("injected")
         super()._load_layers(op, src, dst, layers)
+
+    def _load_by_one_kernel(self, op: TransferOp, src: torch.Tensor, dst: torch.Tensor, launch: KernelLaunch) -> None:
+        fails_at = self._fail_at.get(op.ticket.seq)
+        if fails_at == 0:
+            raise LoadFailedError("injected")
+        super()._load_by_one_kernel(op, src, dst, launch)
+        if fails_at is not None:
+            raise LoadFailedError("injected")
 
     def _back_up(self, op: TransferOp, src: torch.Tensor, dst: torch.Tensor, fence: Fence | None) -> None:
         if op.ticket.seq in self._fail_at:

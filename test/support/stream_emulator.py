@@ -35,7 +35,7 @@ class EmulatedStream:
         self._clock = clock
         self._queue: deque[Callable[[], None] | EmulatedEvent] = deque()
 
-    def enqueue(self, work: Callable[[], None]) -> None:
+    def enqueue(self, work: Callable[[], None], always: bool = False) -> None:
         self._queue.append(work)
 
     def when_done(self, work: Callable[[], None]) -> None:

@@ -310,9 +310,9 @@ class ServerArgs:
     hicache_io_backend: str = arg(
         HICACHE,
         "auto",
-        "what copies between device and host pool: a kernel, the copy engines by runs of pages, or the copy engines "
-        "page by page",
-        choices=("auto", "kernel", "dma", "direct"),
+        "what copies between device and host pool: a kernel, the copy engines by runs of pages or page by page, or "
+        "one kernel for all layers of a load, which was not run on a GPU yet",
+        choices=("auto", "kernel", "dma", "direct", "persistent"),
     )
     hicache_load_ratio: str = arg(
         HICACHE,

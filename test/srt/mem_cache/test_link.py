@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -20,8 +21,20 @@ from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.page_memory import ORDERS
 from sglang.srt.mem_cache.rate_limit import RateLimit
-from sglang.srt.mem_cache.transfer import D2H, H2D, GateError, LoadFailedError, OpResult, Ticket, Tier, TransferOp
+from sglang.srt.mem_cache.transfer import (
+    D2H,
+    H2D,
+    GateError,
+    LayerGate,
+    LoadFailedError,
+    OpResult,
+    Ticket,
+    Tier,
+    TransferOp,
+)
+from sglang.srt.utils.cuda_stream import CudaStream
 from sglang.srt.utils.stream import Event, ThreadEvent, ThreadStream
+from support.device_emulator import emulated_device, launch
 from support.stream_emulator import EmulatedEvent, EmulatedStream, StreamEmulator
 
 LAYERS, HEADS, DIM = 3, 2, 4
@@ -454,6 +467,87 @@ def test_waiting_for_an_event_that_was_never_recorded_is_flagged():
     ran: list[int] = []
     stream.enqueue(lambda: ran.append(1))
     assert emulator.run(10) == 1 and ran == [1] and emulator.unrecorded_waits == 1
+
+
+# -- loads by one kernel, on the device emulator ------------------------------------------------------------------
+
+
+class KernelRig:
+    """A link whose loads are one kernel each, and a stream that computes; both are the device's."""
+
+    def __init__(self) -> None:
+        device = torch.device("cuda", 0)
+        layout = PageLayout.kv(2, LAYERS, HEADS, DIM, torch.float32)
+        self.pool = MHATokenToKVPool(DEVICE_PAGES, layout, device=device)
+        self.host = MHATokenToKVPoolHost(self.pool, HOST_PAGES)
+        self.host.kv.copy_(torch.randn(self.host.kv.shape, generator=torch.Generator().manual_seed(3)))
+        self.copies, self.compute = CudaStream("copies", device), CudaStream("compute", device)
+        options = CopyOptions(io_backend="persistent")
+        self.link = CopyLink(H2D, self.pool, self.host, self.copies, no_fence, options=options)
+
+    def load(self, seq: int, src: int, dst: int) -> LayerGate:
+        size = self.pool.page_layout.page_bytes
+        self.link.submit(TransferOp(Ticket(H2D, seq), Tier.HOST, Tier.DEVICE, ids(src), ids(dst), size))
+        return self.link.gate(Ticket(H2D, seq))
+
+    def read(self, layer: int, page: int) -> list[torch.Tensor]:
+        """What the computing stream sees when its turn comes, once it has ended."""
+        seen: list[torch.Tensor] = []
+        self.compute.enqueue(lambda: seen.append(self.pool.kv[:, layer, page].cpu()))
+        return seen
+
+    def close(self) -> None:
+        for stream in (self.copies, self.compute):
+            stream.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_kernel_tells_of_each_layer_while_it_loads(seed: int):
+    with emulated_device(seed):
+        rig = KernelRig()
+        found = []
+        for turn in range(6):
+            # Time for one that does not wait to read too early.
+            rig.copies.enqueue(lambda: launch(lambda: time.sleep(2e-3)))
+            gate = rig.load(turn, turn, turn + 1)
+            for layer in range(LAYERS):
+                gate.wait(layer, rig.compute)
+                found.append((rig.read(layer, turn + 1), rig.host.kv[turn, :, layer]))
+        rig.close()
+        assert all(torch.equal(seen[0], loaded) for seen, loaded in found)
+        assert rig.link.poll() == [OpResult(turn, True, seconds=ANY) for turn in range(6)]
+        assert rig.link._flags is not None and rig.link._flags.words == [6] * LAYERS
+
+
+@pytest.mark.parametrize("ends", ["cancelled", "dead"])
+def test_who_waits_for_a_kernel_that_is_never_launched_goes_on(ends: str):
+    with emulated_device():
+        rig = KernelRig()
+        hold = threading.Event()
+        rig.copies.enqueue(hold.wait)
+        if ends == "dead":
+            rig.copies.enqueue(lambda: 1 // 0)
+        gate = rig.load(0, 3, 5)
+        gate.wait(0, rig.compute)
+        errors: list[str] = []
+
+        def look() -> None:
+            try:
+                gate.check()
+            except LoadFailedError as error:
+                errors.append(str(error))
+
+        rig.compute.enqueue(look)
+        if ends == "cancelled":
+            rig.link.cancel(Ticket(H2D, 0))
+        hold.set()
+        rig.compute.record().wait()
+        rig.close()
+        if ends == "cancelled":
+            assert len(errors) == 1 and "cancelled" in errors[0]
+        else:
+            with pytest.raises(RuntimeError, match="stream copies died"):
+                rig.link.poll()
 
 
 # -- real threads ------------------------------------------------------------------------------------------------

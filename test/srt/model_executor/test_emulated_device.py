@@ -74,6 +74,10 @@ OPTIONS = {
     "few pages": {"num_device_pages": 260, "num_host_pages": 3000},
     "pages of 16": {"num_device_pages": 24, "num_host_pages": 200, "page_size": 16},
     "failing loads": {"num_device_pages": 260, "num_host_pages": 3000, "load_fail_rate": 0.2},
+    "loads by one kernel": {
+        **{"num_device_pages": 260, "num_host_pages": 3000, "load_fail_rate": 0.2},
+        "io_backend": "persistent",
+    },
     "write back": {"num_device_pages": 260, "num_host_pages": 3000, "write_policy": "write_back"},
     "no host": {"num_device_pages": 300},
 }

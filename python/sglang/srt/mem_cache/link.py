@@ -19,6 +19,8 @@ import torch
 from sgl_kernel.kvcacheio import (
     KERNELS,
     KVPages,
+    LayerFlags,
+    load_layers,
     pick_backend,
     pick_between,
     transfer_kv_all_layer_lf_pf,
@@ -26,6 +28,7 @@ from sgl_kernel.kvcacheio import (
 )
 from sglang.srt.mem_cache.rate_limit import RateLimit
 from sglang.srt.mem_cache.transfer import H2D, P2D, GateError, LoadFailedError, OpResult, Ticket, Tier, TransferOp
+from sglang.srt.utils.cuda_stream import KernelLaunch
 from sglang.srt.utils.device import to_device
 from sglang.srt.utils.stream import Event, Stream
 
@@ -148,6 +151,10 @@ class CopyLink:
         self._backup_backend = self._backend(options.io_backend, above, below)
         in_groups = self._device.type != "cpu" and self._copier is None and self._load_backend in KERNELS
         self._groups = layer_groups(above.num_layers, LAYERS_AT_ONCE if in_groups else 1)
+        # For loads that are one kernel each.
+        self._flags: LayerFlags | None = None
+        if in_groups and self._load_backend == "persistent":
+            self._flags = LayerFlags([layers.stop for layers in self._groups], self._device)
         self._operations: dict[int, _Operation] = {}
         self._next_seq = 0
         self._results: deque[OpResult] = deque()
@@ -158,7 +165,13 @@ class CopyLink:
         self._next_seq += 1
         operation = self._operations[seq] = _Operation(op.ticket)
         self._operations.pop(seq - _KEPT_OPERATIONS, None)
-        if op.src != Tier.DEVICE:
+        if op.src != Tier.DEVICE and self._flags is not None:
+            launch = KernelLaunch(self._flags)
+            self._enqueue(op, operation, partial(self._load_by_one_kernel, op, launch=launch))
+            self.stream.enqueue(launch.end, always=True)
+            for layers, event in zip(self._groups, launch.events(), strict=True):
+                operation.layer_events += [event] * len(layers)
+        elif op.src != Tier.DEVICE:
             for layers in self._groups:
                 self._enqueue(op, operation, partial(self._load_layers, op, layers=layers))
                 operation.layer_events += [self.stream.record()] * len(layers)
@@ -204,6 +217,11 @@ class CopyLink:
                 return
             host_pages = self.host_pool.kv_pages.part(layers)
             transfer_kv_all_layer_pf_lf(host_pages, pages, src, dst, backend=self._load_backend)
+
+    def _load_by_one_kernel(self, op: TransferOp, src: torch.Tensor, dst: torch.Tensor, launch: KernelLaunch) -> None:
+        assert self._flags is not None
+        with self._pace(op.size_bytes):
+            launch.begin(load_layers(self.host_pool.kv_pages, self.device_pool.kv_pages, src, dst, self._flags))
 
     def _back_up(self, op: TransferOp, src: torch.Tensor, dst: torch.Tensor, fence: Fence | None) -> None:
         if fence is not None and fence.failed:

@@ -11,7 +11,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from sgl_kernel.kvcacheio import KVPages, pick_between, transfer_kv_all_layer_lf_pf, transfer_kv_all_layer_pf_lf
+from sgl_kernel.kvcacheio import (
+    KVPages,
+    LayerFlags,
+    load_layers,
+    pick_between,
+    transfer_kv_all_layer_lf_pf,
+    transfer_kv_all_layer_pf_lf,
+)
 from sgl_kernel.quantized import MOST_ROWS
 from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
 from sglang.srt.layers.linear import Weight
@@ -81,7 +88,11 @@ def warm_up_transfers(pool: DevicePool, host_pages: KVPages, io_backend: str) ->
     transfer_kv_all_layer_lf_pf(pool.kv_pages, host_pages, scratch, first, backend=backend)
     backend = pick_between(io_backend, host_pages, pool.kv_pages)
     scratch, first = (torch.tensor([page], device=index_device(backend, device)) for page in frames)
-    for layers in layer_groups(host_pages.num_layers, LAYERS_AT_ONCE):
+    groups = layer_groups(host_pages.num_layers, LAYERS_AT_ONCE)
+    if backend == "persistent":
+        load_layers(host_pages, pool.kv_pages, first, scratch, LayerFlags([group.stop for group in groups], device))
+        return
+    for layers in groups:
         transfer_kv_all_layer_pf_lf(
             host_pages.part(layers), pool.kv_pages.part(layers), first, scratch, backend=backend
         )

@@ -11,6 +11,8 @@ starts on the device is over later, in the same order:
 To wait for another stream's event, the thread waits until that event has been recorded on the device, which is soon,
 and the device until it has been passed. What a closure decided on the host, such as a failure, is therefore known
 to those that wait for its event before the device is done.
+
+An event is one of CUDA's, or a point that a kernel tells of while it goes on (`KernelEvent`).
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import Any
 
 import torch
 
+from sgl_kernel.kvcacheio import LayerFlags
 from sglang.srt.utils.stream import Event, ThreadStream
 
 
@@ -48,6 +51,50 @@ class CudaEvent:
         """Make the current stream wait for it."""
         self._on_device.wait()
         self._event.wait()
+
+
+class KernelLaunch:
+    """A kernel that counts flags up while it runs, which need not have been launched yet; see `LayerFlags`."""
+
+    def __init__(self, flags: LayerFlags) -> None:
+        self._flags = flags
+        # What the flags reach; None if nothing was launched.
+        self._value: int | None = None
+        self._is_known = threading.Event()
+
+    def begin(self, value: int) -> None:
+        """It has been launched on the device; called by the stream's thread."""
+        self._value = value
+        self._is_known.set()
+
+    def end(self) -> None:
+        """It failed, or its stream died: nothing comes that could be waited for. No change after `begin`."""
+        self._is_known.set()
+
+    def events(self) -> list[KernelEvent]:
+        """One for each flag."""
+        return [KernelEvent(self, group) for group in range(len(self._flags))]
+
+    def wait(self, group: int) -> None:
+        """Make the current stream wait until a flag has been counted up."""
+        self._is_known.wait()
+        if self._value is not None:
+            self._flags.wait(group, self._value, torch.cuda.current_stream())
+
+
+class KernelEvent:
+    recorded = True
+
+    def __init__(self, launch: KernelLaunch, group: int) -> None:
+        self._launch = launch
+        self._group = group
+
+    def query(self) -> bool:
+        """The flag is in the device's memory: it is not looked at, and the device waits."""
+        return False
+
+    def wait(self) -> None:
+        self._launch.wait(self._group)
 
 
 class CudaStream(ThreadStream):
@@ -87,13 +134,13 @@ class CudaStream(ThreadStream):
                 event.give_up()
                 raise
 
-        self._queue.put((record, True))
+        self.enqueue(record, always=True)
         return event
 
     def wait(self, event: Event) -> None:
-        assert isinstance(event, CudaEvent)
+        assert isinstance(event, CudaEvent | KernelEvent)
         if not event.query():
-            self._queue.put((event.wait, True))
+            self.enqueue(event.wait, always=True)
 
     def mark(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)

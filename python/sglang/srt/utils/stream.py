@@ -30,8 +30,9 @@ class Event(Protocol):
 class Stream(Protocol):
     name: str
 
-    def enqueue(self, work: Callable[[], None]) -> None:
-        """Run work after everything enqueued before it. What it starts on the device is over in the same order."""
+    def enqueue(self, work: Callable[[], None], always: bool = False) -> None:
+        """Run work after everything enqueued before it. What it starts on the device is over in the same order.
+        always: on a dead stream, too."""
         ...
 
     def when_done(self, work: Callable[[], None]) -> None:
@@ -92,21 +93,21 @@ class ThreadStream:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def enqueue(self, work: Callable[[], None]) -> None:
-        self._queue.put((work, False))
+    def enqueue(self, work: Callable[[], None], always: bool = False) -> None:
+        self._queue.put((work, always))
 
     def when_done(self, work: Callable[[], None]) -> None:
         self.enqueue(work)
 
     def record(self) -> Event:
         event = ThreadEvent()
-        self._queue.put((event.set, True))
+        self.enqueue(event.set, always=True)
         return event
 
     def wait(self, event: Event) -> None:
         assert isinstance(event, ThreadEvent)
         if not event.query():
-            self._queue.put((event.synchronize, True))
+            self.enqueue(event.synchronize, always=True)
 
     def mark(self) -> Any:
         return time.perf_counter()

@@ -64,7 +64,7 @@ constexpr unsigned int SEGMENTS_AT_ONCE = 8;
 
 // What is to be copied. Run (kv, layer, page) lies at base_kv + layer * layer_stride_kv + page * page_stride_kv, in
 // bytes. Segments of a page and layer: k_segments of K, then v_segments of V; all but the last of a run are
-// segment_bytes long. num_segments, of all pages and layers, is below 2^31.
+// segment_bytes long. num_segments, of all pages and of num_layers layers from first_layer on, is below 2^31.
 struct Copy {
     const char *src_k, *src_v;
     char *dst_k, *dst_v;
@@ -72,7 +72,7 @@ struct Copy {
     long long src_layer_stride_k, src_page_stride_k, src_layer_stride_v, src_page_stride_v;
     long long dst_layer_stride_k, dst_page_stride_k, dst_layer_stride_v, dst_page_stride_v;
     long long k_bytes, v_bytes;
-    int num_layers, k_segments, v_segments, segment_bytes, num_segments;
+    int num_layers, k_segments, v_segments, segment_bytes, num_segments, first_layer;
 };
 
 // Kernels take it field by field.
@@ -85,7 +85,7 @@ struct Copy {
 #define COPY_ARGUMENTS                                                                                           \
     {src_k, src_v, dst_k, dst_v, src_pages, dst_pages, src_layer_stride_k, src_page_stride_k,                    \
      src_layer_stride_v, src_page_stride_v, dst_layer_stride_k, dst_page_stride_k, dst_layer_stride_v,           \
-     dst_page_stride_v, k_bytes, v_bytes, num_layers, k_segments, v_segments, segment_bytes, num_segments}
+     dst_page_stride_v, k_bytes, v_bytes, num_layers, k_segments, v_segments, segment_bytes, num_segments, 0}
 
 struct Segment {
     const char* src;
@@ -98,8 +98,9 @@ __device__ __forceinline__ Segment segment_of(const Copy& c, unsigned int item) 
     const unsigned int per_page = per_layer * c.num_layers;
     const unsigned int index = item / per_page;
     const unsigned int in_page = item - index * per_page;
-    const unsigned int layer = in_page / per_layer;
-    const unsigned int in_layer = in_page - layer * per_layer;
+    const unsigned int in_group = in_page / per_layer;
+    const unsigned int in_layer = in_page - in_group * per_layer;
+    const unsigned int layer = c.first_layer + in_group;
     const bool is_v = in_layer >= c.k_segments;
     const long long start = static_cast<long long>(is_v ? in_layer - c.k_segments : in_layer) * c.segment_bytes;
     const long long left = (is_v ? c.v_bytes : c.k_bytes) - start;
@@ -115,9 +116,8 @@ __device__ __forceinline__ Segment segment_of(const Copy& c, unsigned int item) 
 
 __device__ __forceinline__ unsigned long long address(const void* p) { return reinterpret_cast<unsigned long long>(p); }
 
-// Segments are 16 bytes for each lane.
-extern "C" __global__ void __launch_bounds__(256) sgl_kv_copy_pages(COPY_PARAMETERS) {
-    const Copy copy = COPY_ARGUMENTS;
+// By all warps of the grid. Segments are 16 bytes for each lane.
+__device__ __forceinline__ void copy_segments(const Copy& copy) {
     constexpr unsigned int ALL_LANES = 0xffffffff;
     const int lane = threadIdx.x & 31;
     const unsigned int warp = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5);
@@ -149,6 +149,31 @@ extern "C" __global__ void __launch_bounds__(256) sgl_kv_copy_pages(COPY_PARAMET
                 char* q = reinterpret_cast<char*>(__shfl_sync(ALL_LANES, to, i));
                 copy_segment(p, q, __shfl_sync(ALL_LANES, size, i), lane);
             }
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(256) sgl_kv_copy_pages(COPY_PARAMETERS) {
+    const Copy copy = COPY_ARGUMENTS;
+    copy_segments(copy);
+}
+
+// The same, group of layers by group of layers: ends[g] is the layer behind group g. Each block adds 1 to done[g] when
+// all that it copies of the group can be seen from everywhere. A launch of its own for each group would wait every time
+// for a kernel that holds all multiprocessors.
+extern "C" __global__ void __launch_bounds__(256, 4)
+    sgl_kv_load_layers(COPY_PARAMETERS, const int* ends, unsigned int* done, int num_groups) {
+    Copy copy = COPY_ARGUMENTS;
+    const int num_pages = num_segments / (num_layers * (k_segments + v_segments));
+    for (int group = 0; group < num_groups; ++group) {
+        copy.num_layers = ends[group] - copy.first_layer;
+        copy.num_segments = num_pages * copy.num_layers * (k_segments + v_segments);
+        copy_segments(copy);
+        copy.first_layer = ends[group];
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            __threadfence_system();
+            atomicAdd(done + group, 1u);
         }
     }
 }

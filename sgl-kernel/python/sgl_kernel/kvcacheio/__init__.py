@@ -27,6 +27,7 @@ from typing import Any, TypedDict, Unpack
 import torch
 
 from sgl_kernel.kvcacheio import reference
+from sgl_kernel.kvcacheio.layer_flags import LayerFlags
 from sgl_kernel.kvcacheio.layout import KVLayoutError, KVPages, check_fit, check_indices
 from sgl_kernel.kvcacheio.pick import (
     BACKENDS,
@@ -46,7 +47,9 @@ __all__ = [
     "LOAD_WARPS",
     "KVLayoutError",
     "KVPages",
+    "LayerFlags",
     "copy_pages",
+    "load_layers",
     "page_size_for_dma",
     "pick_backend",
     "pick_between",
@@ -96,7 +99,7 @@ def copy_pages(
         from sgl_kernel.kvcacheio import dma
 
         dma.copy_pages(src, dst, src_pages, dst_pages, merge=chosen == "dma", stream=stream)
-    elif chosen == "bulk" or available_kernel(chosen) == "cuda":
+    elif chosen in ("bulk", "persistent") or available_kernel(chosen) == "cuda":
         from sgl_kernel.kvcacheio import cuda_kernels
 
         is_bulk = chosen == "bulk"
@@ -105,6 +108,25 @@ def copy_pages(
         from sgl_kernel.kvcacheio import triton_kernels
 
         triton_kernels.copy_pages(src, dst, src_pages, dst_pages, num_warps=num_warps, stream=stream)
+
+
+def load_layers(
+    src: KVPages,
+    dst: KVPages,
+    src_pages: torch.Tensor,
+    dst_pages: torch.Tensor,
+    flags: LayerFlags,
+    *,
+    num_warps: int = LOAD_WARPS,
+    stream: Any = None,
+) -> int:
+    """`copy_pages` by one kernel that goes through the layers in order, group by group of `flags`, which is this
+    stream's alone. Pages are on the GPU, at least one. Returns what to wait for, see `LayerFlags.wait`."""
+    from sgl_kernel.kvcacheio import cuda_kernels
+
+    check_fit(src, dst)
+    check_indices(src, dst, src_pages, dst_pages)
+    return cuda_kernels.load_layers(src, dst, src_pages, dst_pages, flags, num_warps=num_warps, stream=stream)
 
 
 class CopyOptions(TypedDict, total=False):

@@ -5,7 +5,8 @@ Owns the compiled module, one per device, and the addresses of pools between whi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,11 +16,13 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
+from sgl_kernel.kvcacheio.layer_flags import LayerFlags
 from sgl_kernel.kvcacheio.layout import KVLayoutError, KVPages, addresses
 
 SOURCE = Path(__file__).resolve().parent.parent / "csrc" / "kvcacheio.cu"
 KERNEL = "sgl_kv_copy_pages"
 BULK_KERNEL = "sgl_kv_copy_pages_bulk"
+LOAD_KERNEL = "sgl_kv_load_layers"
 # A quarter of a multiprocessor's registers, so that what computes can share it.
 THREADS = 256
 WARPS = THREADS // 32
@@ -48,26 +51,68 @@ def copy_pages(
 ) -> None:
     """See `kvcacheio.copy_pages`. is_bulk: by Hopper's bulk copies. Host memory, on either side, is pinned; the
     kernel reads it through its mapping."""
+    with _current(src, dst, stream) as device:
+        indices = _on_device(device, src_pages, dst_pages)
+        kernel = _kernel(device.index, BULK_KERNEL if is_bulk else KERNEL)
+        segment_bytes = bulk_segment_bytes(src.run_bytes) if is_bulk else SEGMENT_BYTES
+        for launch in _prepared(src, dst, segment_bytes):
+            arguments = launch.arguments(indices, device_address)
+            num_segments = int(arguments[-1])
+            if is_bulk:
+                lanes = min(32, BULK_RING_BYTES // (BULK_SLOTS * segment_bytes))
+                grid = min(-(-num_warps // _WARPS_PER_BULK_BLOCK), -(-num_segments // lanes))
+                kernel((grid,), (32,), arguments, shared_mem=BULK_RING_BYTES)
+            else:
+                kernel((_num_blocks(num_warps, num_segments),), (THREADS,), arguments)
+
+
+def load_layers(
+    src: KVPages,
+    dst: KVPages,
+    src_pages: torch.Tensor,
+    dst_pages: torch.Tensor,
+    flags: LayerFlags,
+    *,
+    num_warps: int,
+    stream: Any = None,
+) -> int:
+    """See `kvcacheio.load_layers`. No launch has more blocks than the largest group of layers keeps busy."""
+    with _current(src, dst, stream) as device:
+        indices = _on_device(device, src_pages, dst_pages)
+        kernel, value = _kernel(device.index, LOAD_KERNEL), 0
+        groups = (np.uint64(flags.ends.data_ptr()), np.uint64(flags.words.data_ptr()), np.int32(len(flags)))
+        for launch in _prepared(src, dst, SEGMENT_BYTES):
+            arguments = launch.arguments(indices, device_address)
+            grid = _num_blocks(num_warps, int(arguments[-1]) * flags.most_layers // src.num_layers)
+            kernel((grid,), (THREADS,), (*arguments, *groups))
+            # At once: if the next launch fails, this one counts all the same.
+            value = flags.count(grid)
+        return value
+
+
+def _num_blocks(num_warps: int, num_segments: int) -> int:
+    return min(-(-num_warps // WARPS), -(-num_segments // (WARPS * SEGMENTS_AT_ONCE)))
+
+
+@contextmanager
+def _current(src: KVPages, dst: KVPages, stream: Any) -> Iterator[torch.device]:
+    """Torch and CuPy use this stream, by default the current one, of the GPU on either side, which is returned."""
     import cupy
 
     device = dst.device if dst.is_cuda else src.device
     stream = stream or torch.cuda.current_stream(device)
-    with torch.cuda.device(device), torch.cuda.stream(stream):
-        # Allocated in the stream's order: the memory of both is not reused before the kernel is done.
-        indices = [pages.to(device, torch.int64, non_blocking=True).contiguous() for pages in (src_pages, dst_pages)]
-        kernel = _kernel(device.index, is_bulk)
-        with cupy.cuda.Device(device.index), cupy.cuda.ExternalStream(stream.cuda_stream):
-            segment_bytes = bulk_segment_bytes(src.run_bytes) if is_bulk else SEGMENT_BYTES
-            for launch in _prepared(src, dst, segment_bytes):
-                arguments = launch.arguments(indices, device_address)
-                num_segments = int(arguments[-1])
-                if is_bulk:
-                    lanes = min(32, BULK_RING_BYTES // (BULK_SLOTS * segment_bytes))
-                    grid = min(-(-num_warps // _WARPS_PER_BULK_BLOCK), -(-num_segments // lanes))
-                    kernel((grid,), (32,), arguments, shared_mem=BULK_RING_BYTES)
-                else:
-                    grid = min(-(-num_warps // WARPS), -(-num_segments // (WARPS * SEGMENTS_AT_ONCE)))
-                    kernel((grid,), (THREADS,), arguments)
+    with (
+        torch.cuda.device(device),
+        torch.cuda.stream(stream),
+        cupy.cuda.Device(device.index),
+        cupy.cuda.ExternalStream(stream.cuda_stream),
+    ):
+        yield device
+
+
+def _on_device(device: torch.device, *indices: torch.Tensor) -> list[torch.Tensor]:
+    """Allocated in the stream's order: the memory is not reused before the kernel is done."""
+    return [pages.to(device, torch.int64, non_blocking=True).contiguous() for pages in indices]
 
 
 def bulk_segment_bytes(run_bytes: Sequence[int]) -> int:
@@ -146,9 +191,9 @@ def device_address(t: torch.Tensor) -> int:
 
 
 @cache
-def _kernel(device_index: int, is_bulk: bool) -> Any:
-    kernel = _module(device_index).get_function(BULK_KERNEL if is_bulk else KERNEL)
-    if is_bulk:
+def _kernel(device_index: int, name: str) -> Any:
+    kernel = _module(device_index).get_function(name)
+    if name == BULK_KERNEL:
         kernel.max_dynamic_shared_size_bytes = BULK_RING_BYTES
     return kernel
 

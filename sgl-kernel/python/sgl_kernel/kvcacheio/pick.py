@@ -14,21 +14,22 @@ from functools import cache
 import torch
 
 from sgl_kernel.cpu.library import LIBRARY
+from sgl_kernel.kvcacheio import layer_flags
 from sgl_kernel.kvcacheio.layout import KVLayoutError, KVPages
 from sgl_kernel.kvcacheio.memcpy_batch import memcpy_batch
 
 # Those that copy in host memory only.
 HOST_BACKENDS = ("cpu", "reference")
 # Those that run on a GPU's multiprocessors.
-KERNELS = ("kernel", "cuda", "triton", "bulk")
+KERNELS = ("kernel", "cuda", "triton", "bulk", "persistent")
 # Compute capability.
 _BULK_FROM = (9, 0)
 # Bytes of a page and layer from which on `auto` is `dma`. A page that is backed up is one 2-D copy.
 _DMA_LOADS_FROM = 64 << 10
 _DMA_BACKUPS_FROM = 16 << 10
 # The names that a user may request. cuda and triton are the two implementations of kernel; bulk, by the copies that
-# Hopper makes by itself, is for comparison.
-BACKENDS = ("auto", "kernel", "dma", "direct", "cuda", "triton", "bulk", *HOST_BACKENDS)
+# Hopper makes by itself, is for comparison. persistent is cuda, but a load is one kernel for all layers.
+BACKENDS = ("auto", "kernel", "dma", "direct", "cuda", "triton", "bulk", "persistent", *HOST_BACKENDS)
 
 
 def pick_between(requested: str, src: KVPages, dst: KVPages) -> str:
@@ -94,8 +95,10 @@ def why_not(requested: str, device: torch.device | str) -> str | None:
     if _installed("cupy"):
         if requested == "bulk" and torch.cuda.get_device_capability(device) < _BULK_FROM:
             return "it needs a GPU of compute capability 9.0 or more"
+        if requested == "persistent" and layer_flags.driver() is None:
+            return "it needs a driver of CUDA 11.7 or more"
         return None
-    if requested in ("dma", "direct", "cuda", "bulk"):
+    if requested in ("dma", "direct", "cuda", "bulk", "persistent"):
         return "it needs CuPy (pip install cupy-cuda13x)"
     return None if _installed("triton") else "it needs CuPy (pip install cupy-cuda13x) or Triton"
 
