@@ -27,6 +27,7 @@ STYLES = {
     "+ host": {"color": "#3b82f6"},
     "+ disk": {"color": "#16a34a", "linewidth": 2.4},
     "+ remote": {"color": "#14b8a6", "linestyle": ":"},
+    "remote, no disk": {"color": "#f59e0b"},
     "vLLM": {"color": "#ef4444"},
 }
 
@@ -34,6 +35,7 @@ STYLES = {
 def draw(reports: list[dict[str, Any]], colours: dict[str, str], file: Path, digest: str) -> None:
     """A panel for each report. digest: of their files; a test looks for it in the drawing."""
     settings = reports[0]["settings"]
+    dates = " and ".join(sorted({report["date"][:10] for report in reports}))
     plt.rcParams.update({"svg.hashsalt": "load", "font.family": "DejaVu Sans", "svg.fonttype": "none"})
     figure, panels = plt.subplots(1, len(reports), figsize=(9.2, 3.3), sharey=True, layout="constrained")
     for axes, report in zip(panels, reports):
@@ -58,7 +60,7 @@ def draw(reports: list[dict[str, Any]], colours: dict[str, str], file: Path, dig
     figure.suptitle(
         f"{settings['model']}, {settings['threads']} cores, device pool of {settings['device tokens']:,} tokens, "
         f"host tier of {settings['host tokens']:,};\nvLLM {settings['vLLM']} (CPU) has the sum. A line ends where "
-        f"the system is overloaded. Measured on {reports[0]['hardware']}, {reports[0]['date'][:10]}",
+        f"the system is overloaded. Measured on {reports[0]['hardware']}, {dates}",
         fontsize=8.5,
         color=colours["faint"],
     )
