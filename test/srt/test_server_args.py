@@ -54,8 +54,8 @@ def test_the_served_name():
             "this engine does not have the flag --pp-size: a model is split by --tp-size alone",
         ),
         (
-            "--model m --quantization=fp8",
-            "this engine does not have the flag --quantization: how a checkpoint is quantized is read",
+            "--model m --fp8-gemm-backend=triton",
+            "this engine does not have the flag --fp8-gemm-backend: how a checkpoint is quantized is read",
         ),
         ("--model m --nonsense", "--nonsense is not a flag of this engine"),
         ("--model m --hicache-rat 3", "--hicache-rat is not a flag"),

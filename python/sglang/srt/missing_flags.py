@@ -287,7 +287,6 @@ MISSING_FLAGS = {
     "--prefill-only-disable-kv-cache": "use --disable-radix-cache",
     "--prompt-tokens-buckets": _METRIC_BUCKETS,
     "--qsa-indexer-dtype": _SPARSE,
-    "--quantization": _QUANTIZATION,
     "--quantize-and-serve": _QUANTIZATION,
     "--radix-cache-backend": _OTHER_CACHE,
     "--radix-eviction-policy-config": "its eviction policies have no parameters: leave it out",

@@ -112,6 +112,13 @@ class ServerArgs:
         "changes answers a little",
         choices=("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2"),
     )
+    quantization: str | None = arg(
+        MODEL,
+        None,
+        "how weights are kept; fp8 quantizes a checkpoint's that are not, on a GPU",
+        choices=("fp8", "compressed-tensors", "awq"),
+        unset="as the checkpoint has them",
+    )
     quantization_param_path: str | None = arg(
         MODEL,
         None,

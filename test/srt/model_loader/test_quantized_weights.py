@@ -13,12 +13,13 @@ from test_loader import LlamaConfig, load, save
 
 from sgl_kernel.quantized import FOUR_BITS, MatrixFormat
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.configs.model_files import ModelConfigError
+from sglang.srt.configs.model_families import TRANSFORMERS
+from sglang.srt.configs.model_files import GGUF_TENSORS, ModelConfigError
 from sglang.srt.configs.quantization import QuantizationError, WeightQuantization, read_quantization
 from sglang.srt.distributed.parallel_state import SINGLE_RANK
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.weights import QuantizedTarget
-from sglang.srt.model_loader.loader import ModelLoadError, load_model
+from sglang.srt.model_loader.loader import ModelLoadError, load_model, with_weight_format
 from sglang.srt.model_loader.quantized_weights import pick_weight_format
 from support.thread_group import thread_groups
 
@@ -262,6 +263,67 @@ def test_a_gpu_keeps_what_its_kernels_read(tmp_path, caplog, monkeypatch, config
     device = torch.device(changes.get("device", "cuda"))
     assert pick_weight_format(model, changes.get("names", ()), changes.get("ranks", 1), device) == format
     assert reason in caplog.text
+
+
+def wide(tmp_path) -> ModelConfig:
+    """A checkpoint that is not quantised, whose inputs divide into groups."""
+    save(tmp_path, **SHAPE | dict(hidden_size=64, intermediate_size=96, head_dim=16))
+    return replace(ModelConfig.from_pretrained(str(tmp_path)), dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("asked", "changes", "message"),
+    [
+        ("awq", {}, "--quantization awq: the checkpoint is not quantized; leave the flag out, or use fp8"),
+        ("fp8", {"device": "cpu"}, "cannot be used here: on a CPU there is no faster kernel; leave it out"),
+        ("fp8", {"dtype": torch.float32}, "cannot be used here: kernels are for bfloat16 and float16"),
+        ("fp8", {"capability": (8, 0)}, "cannot be used here: this GPU does not compute with e4m3"),
+        ("fp8", {"ranks": 2}, "48 inputs do not divide into groups of 32"),
+        ("fp8", {"model_impl": TRANSFORMERS}, "for models with a native implementation"),
+        ("fp8", {"quantization": WeightQuantization(is_awq=True, method="awq")}, "the checkpoint has awq; leave the"),
+        ("fp8", {"is_gguf": True}, "not for a GGUF file"),
+    ],
+)
+def test_what_quantization_cannot_do_is_refused(tmp_path, monkeypatch, asked, changes, message):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: changes.get("capability", (9, 0)))
+    fields = {name: changes[name] for name in ("dtype", "model_impl", "quantization") if name in changes}
+    config, device = replace(wide(tmp_path), **fields), torch.device(changes.get("device", "cuda"))
+    if changes.get("is_gguf"):
+        (tmp_path / GGUF_TENSORS).touch()
+    with pytest.raises(ModelConfigError, match=message):
+        with_weight_format(config, "auto", changes.get("ranks", 1), device, asked)
+
+
+def test_the_checkpoints_own_quantization_may_be_named(tmp_path):
+    config = ModelConfig.from_pretrained(str(quantized(tmp_path, way="awq")))
+    cpu = torch.device("cpu")
+    for asked in (None, "awq"):
+        assert with_weight_format(config, "auto", 1, cpu, asked).weight_format is None
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_weights_are_quantised_when_they_are_read(tmp_path, monkeypatch, num_ranks):
+    """Each part of a rank's by itself: half a step of e4m3 is all that a value loses."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    plain = wide(tmp_path)
+    config = with_weight_format(plain, "auto", 1, torch.device("cuda"), "fp8")
+    assert config.weight_format == MatrixFormat(FP8)
+    assert config.fingerprint() != plain.fingerprint(), "its keys and values are others"
+    assert with_weight_format(plain, "auto", 1, torch.device("cuda")) == plain
+    backend = TorchNativeAttnBackend()
+    for group in thread_groups(num_ranks):
+        kept, exact = (load_model(each, "auto", backend, group=group) for each in (config, plain))
+        wanted, num_quantised = exact.weight_targets(), 0
+        for name, target in kept.weight_targets().items():
+            if not isinstance(target, QuantizedTarget):
+                assert torch.equal(target.tensor, wanted[name].tensor), name
+                continue
+            num_quantised += 1
+            exactly = wanted[name].tensor.float()
+            error = (target.matrix.dequantized(torch.float32) - exactly).abs()
+            least = exactly.abs().amax(1, keepdim=True) / torch.finfo(FP8).max * 2**-10
+            assert bool((error <= exactly.abs() * 2**-4 + least).all()), name
+        assert num_quantised == 7 * config.num_layers
 
 
 def quantized(tmp_path, change: Callable[[Tensors], None] = lambda tensors: None, way: str = "fp8, blocks"):

@@ -99,7 +99,7 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     # How the checkpoint stores its matrices; None as they are.
     quantization: WeightQuantization | None = None
-    # How decoder layers keep their matrices in memory; None in dtype. See `pick_weight_format`.
+    # How decoder layers keep their matrices in memory; None in dtype. See `with_weight_format`.
     weight_format: MatrixFormat | None = None
 
     @classmethod
@@ -223,6 +223,9 @@ class ModelConfig:
             digest.update(f"long factors {self.context_length > original}".encode())
         if self.kv_dtype != self.dtype:
             digest.update(f"computed in {self.dtype}, scales {self.kv_scales}".encode())
+        if self.quantization is None and self.weight_format is not None:
+            # Of a quantised checkpoint the numbers are the same wherever they are dequantised.
+            digest.update(f"weights in {self.weight_format.dtype}".encode())
         if load_format == "dummy":
             digest.update(f"dummy {seed}".encode())
         elif is_gguf(self.local_path, load_format):

@@ -6,7 +6,7 @@ Owns which ways are read and what the others are told. Imports no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 READABLE = "fp8, compressed-tensors with 8 bits, awq with 4 bits, or a GGUF file"
@@ -21,12 +21,14 @@ class WeightQuantization:
     """A matrix is stored as whole numbers or floats of few bits, times scales.
 
     is_awq: 4 bits in AWQ's tensors; else 8 bits. is_int: those are int8, not e4m3. block: values of a scale,
-    (outputs, inputs); None: the scale's shape tells, one for all or one for each output.
+    (outputs, inputs); None: the scale's shape tells, one for all or one for each output. method: the checkpoint's
+    name for it, as of --quantization.
     """
 
     is_awq: bool = False
     is_int: bool = False
     block: tuple[int, int] | None = None
+    method: str = field(default="", compare=False)
 
 
 def read_quantization(config: object) -> WeightQuantization | None:
@@ -40,7 +42,7 @@ def read_quantization(config: object) -> WeightQuantization | None:
     readers = {"fp8": _fp8, "compressed-tensors": _compressed_tensors, "awq": _awq}
     if not isinstance(method, str) or method not in readers:
         raise QuantizationError(f"it is quantized as {method!r}, which is not supported; use {READABLE}")
-    return readers[method](config)
+    return replace(readers[method](config), method=method)
 
 
 def _fp8(config: Mapping[str, Any]) -> WeightQuantization:

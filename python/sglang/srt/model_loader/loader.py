@@ -28,7 +28,12 @@ from sglang.srt.distributed.parallel_state import SINGLE_RANK, TensorParallelGro
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.weights import WeightTarget
 from sglang.srt.model_loader.gguf_weights import GGUFWeights
-from sglang.srt.model_loader.quantized_weights import QuantizedWeights, pick_weight_format, plain_names
+from sglang.srt.model_loader.quantized_weights import (
+    QuantizedWeights,
+    format_asked,
+    pick_weight_format,
+    plain_names,
+)
 from sglang.srt.models.registry import get_model_class
 from sglang.srt.utils.device import CPU
 from sglang.srt.utils.startup_progress import SILENT, StartupProgress
@@ -77,11 +82,23 @@ def load_model(
     return model.eval()
 
 
-def with_weight_format(config: ModelConfig, load_format: str, num_ranks: int, device: torch.device) -> ModelConfig:
-    """How decoder layers keep a quantised checkpoint's matrices on this device. Raises ModelLoadError if there is no
+def with_weight_format(
+    config: ModelConfig, load_format: str, num_ranks: int, device: torch.device, asked: str | None = None
+) -> ModelConfig:
+    """How decoder layers keep their matrices on this device: a quantised checkpoint's, or those of any one as asked.
+    asked: as --quantization takes it. Raises ModelConfigError if it cannot be, ModelLoadError if there is no
     checkpoint to look at."""
-    if config.quantization is None or is_gguf(config.local_path, load_format):
+    stored = config.quantization
+    if is_gguf(config.local_path, load_format):
+        if asked is not None:
+            raise ModelConfigError(f"--quantization {asked} is not for a GGUF file, whose weights are dequantised.")
         return config
+    if stored is None:
+        return (
+            config if asked is None else replace(config, weight_format=format_asked(config, asked, num_ranks, device))
+        )
+    if asked not in (None, stored.method):
+        raise ModelConfigError(f"--quantization {asked}: the checkpoint has {stored.method}; leave the flag out.")
     names = () if load_format == "dummy" else _weight_files(config.local_path, load_format)
     return replace(config, weight_format=pick_weight_format(config, names, num_ranks, device))
 

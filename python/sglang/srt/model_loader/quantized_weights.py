@@ -1,9 +1,9 @@
 """`QuantizedWeights`: the matrices of a quantised checkpoint, dequantised when they are read, or as they are stored.
 
-Owns the decision which of both, `pick_weight_format`. Names are those of the same checkpoint without quantization:
-`x.weight` stands for `x.weight` with `x.weight_scale` (or `_scale_inv`), or for AWQ's `x.qweight`, `x.qzeros` and
-`x.scales`. A part of a matrix costs the time and memory of that part alone. Scales of activations are not used:
-activations keep the model's data type.
+Owns the decision which of both, `pick_weight_format`, and what is quantised when it is read. Names are those of the
+same checkpoint without quantization: `x.weight` stands for `x.weight` with `x.weight_scale` (or `_scale_inv`), or for
+AWQ's `x.qweight`, `x.qzeros` and `x.scales`. A part of a matrix costs the time and memory of that part alone. Scales
+of activations are not used: activations keep the model's data type.
 
     fp8, int8    weight = values * scale                           values (outputs, inputs)
     awq          weight = ((values - zeros) * scales) transposed   values (inputs, outputs), eight in an int32
@@ -22,6 +22,7 @@ import torch
 
 from sgl_kernel.quantized import FOUR_BITS, LEAST_GROUP, MatrixFormat
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.model_families import NATIVE
 from sglang.srt.configs.model_files import ModelConfigError
 from sglang.srt.configs.quantization import WeightQuantization
 from sglang.srt.utils.device import has_e4m3
@@ -59,6 +60,22 @@ def pick_weight_format(
     dtype = FOUR_BITS if stored.is_awq else torch.int8 if stored.is_int else torch.float8_e4m3fn
     logger.info("weights of decoder layers are kept in %d bits", 4 if stored.is_awq else 8)
     return MatrixFormat(dtype, group)
+
+
+def format_asked(config: ModelConfig, asked: str, num_ranks: int, device: torch.device) -> MatrixFormat:
+    """How decoder layers keep the matrices of a checkpoint that is not quantised: e4m3, with a scale for each output
+    of a rank's part. asked: as of --quantization. Raises ModelConfigError if that cannot be."""
+    if asked != "fp8":
+        raise ModelConfigError(
+            f"--quantization {asked}: the checkpoint is not quantized; leave the flag out, or use fp8."
+        )
+    if config.model_impl != NATIVE:
+        raise ModelConfigError("--quantization fp8 is for models with a native implementation; leave it out.")
+    reason = _reason_to_dequantize(config, WeightQuantization(), frozenset(), num_ranks, device)
+    if reason is not None:
+        raise ModelConfigError(f"--quantization fp8 cannot be used here: {reason}; leave it out.")
+    logger.info("weights of decoder layers are quantized to fp8")
+    return MatrixFormat(torch.float8_e4m3fn)
 
 
 def _reason_to_dequantize(

@@ -152,7 +152,7 @@ class EngineBuilder:
         dtype = pick_dtype(args, model.dtype, device)
         self.model = with_kv_cache(args, replace(model, dtype=dtype), backend, device)
         self.model.check_tensor_parallel(group.size)
-        self.model = with_weight_format(self.model, args.load_format, group.size, device)
+        self.model = with_weight_format(self.model, args.load_format, group.size, device, args.quantization)
         check_weights_fit(self.model, group, device)
         # Again once the weights are there; what does not even fit now need not wait for them.
         device_pages(args, self.model, group, device)
