@@ -53,7 +53,7 @@ def test_names_may_be_written_as_flags_and_values_as_yaml_has_them(tmp_path):
     ("text", "words"),
     [
         ("prot: 1", "server.yaml: 'prot' is not a flag of this engine: did you mean 'port'?"),
-        ("quantization: fp8", "server.yaml: this engine does not have the flag --quantization: how a checkpoint"),
+        ("fp8-gemm-backend: triton", "server.yaml: this engine does not have the flag --fp8-gemm-backend: how a"),
         ("port: http", "server.yaml: port is 'http', but it must be a whole number"),
         ("port: 1.5", "port is '1.5', but it must be a whole number"),
         ("port: true", "port is 'true', but it must be a whole number"),
