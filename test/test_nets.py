@@ -121,7 +121,7 @@ FIRST_SEEDS = {
     ("disk",): (6, 5),
     ("remote",): (6,),
     ("peer", "disk"): (7, 0),
-    ("peer", "remote"): (8, 0),
+    ("peer", "remote"): (2, 3),
     ("peer", "stream"): (1,),
     ("disk", "remote"): (4,),
     ("disk", "stream"): (0, 4),

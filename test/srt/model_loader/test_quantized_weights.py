@@ -54,10 +54,8 @@ def by_block(rows: int | None, columns: int | None, dtype: torch.dtype, suffix: 
     def store(stem: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         block = rows or weight.shape[0], columns or weight.shape[1]
         values, scale = scaled(weight, *block, dtype)
-        means = torch.empty_like(weight)
-        for i in range(weight.shape[0]):
-            for j in range(weight.shape[1]):
-                means[i, j] = values[i, j].float() * scale[i // block[0], j // block[1]]
+        i, j = (torch.arange(size) // step for size, step in zip(weight.shape, block))
+        means = values.float() * scale[i][:, j]
         stored = scale.flatten() if flat else scale
         attention = stem.rpartition(".")[0] if stem.endswith("k_proj") else None
         unused = {f"{attention}.{each}_scale": torch.ones(()) for each in ("q", "k", "v", "kv", "prob") if attention}
