@@ -195,6 +195,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of each system at each rate")
     parser.add_argument("--rounds", type=int, default=1, help="of each system at each rate, with other requests")
     args = parser.parse_args()
+    if args.rounds < 1:
+        parser.error("--rounds is at least 1")
     parts = [part for part in args.only.split(",") if part]
     kinds = [kind for kind in SYSTEMS if not parts or any(p in kind.name for p in parts)] or list(SYSTEMS)
     loads = [load for load in LOADS if not parts or any(p in load.name for p in parts)] or list(LOADS)

@@ -140,6 +140,21 @@ def test_questions_are_about_few_documents(order: str, sharegpt: Path, vocabular
     assert 150 < np.mean(list(documents.values())) < 250
 
 
+def test_another_number_of_questions_is_about_other_documents(sharegpt: Path, vocabulary: Vocabulary) -> None:
+    """Of the same documents; not in the same order a little later."""
+    sizes = ("--loogle-num-documents", "24", "--loogle-document-len", "200", "--loogle-order", "zipf")
+    orders = []
+    for count in ("30", "31"):
+        workload = DATASETS["loogle"].build(
+            flags("loogle", sharegpt, *sizes, "--loogle-zipf-alpha", "0.01", "--num-prompts", count), vocabulary
+        )
+        orders.append([session.context.keys for session in workload.sessions if session.context])
+    assert len(set(orders[0]) & set(orders[1])) > 8
+    for shift in range(8):
+        same = sum(a == b for a, b in zip(orders[0][shift:], orders[1]))
+        assert same < 12, f"shifted by {shift}"
+
+
 def test_a_trace_shares_blocks_as_its_hashes_do(tmp_path: Path, vocabulary: Vocabulary) -> None:
     rows = [
         {"timestamp": 2000, "input_length": 1100, "output_length": 100, "hash_ids": [7, 8, 9]},

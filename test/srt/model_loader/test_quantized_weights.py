@@ -307,6 +307,10 @@ def test_weights_are_quantised_when_they_are_read(tmp_path, monkeypatch, num_ran
     config = with_weight_format(plain, "auto", 1, torch.device("cuda"), "fp8")
     assert config.weight_format == MatrixFormat(FP8)
     assert config.fingerprint() != plain.fingerprint(), "its keys and values are others"
+    of_awq = replace(plain, quantization=WeightQuantization(is_awq=True))
+    kept_so = replace(of_awq, weight_format=MatrixFormat(FOUR_BITS, 32))
+    assert kept_so.fingerprint() == of_awq.fingerprint(), "a checkpoint's numbers are the same"
+    assert kept_so.fingerprint("dummy") != of_awq.fingerprint("dummy"), "made-up ones are quantised"
     assert with_weight_format(plain, "auto", 1, torch.device("cuda")) == plain
     backend = TorchNativeAttnBackend()
     for group in thread_groups(num_ranks):

@@ -94,7 +94,8 @@ def documents(args: Namespace, vocabulary: Vocabulary) -> Workload:
     questions = lengths_with_mean(rng, n, args.loogle_question_len, _QUESTION_CV).tolist()
     outputs = lengths_with_mean(rng, n, args.loogle_output_len, _ANSWER_CV).tolist()
     if args.loogle_order == "zipf":
-        about = zipf_ranks(rng, n, num_documents, args.loogle_zipf_alpha)
+        # Another number of requests draws others, not the same ones a little later.
+        about = zipf_ranks(np.random.default_rng([args.seed, n]), n, num_documents, args.loogle_zipf_alpha)
     else:
         about = rng.permutation(np.arange(n) % num_documents)
     return Workload(

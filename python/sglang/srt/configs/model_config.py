@@ -223,8 +223,8 @@ class ModelConfig:
             digest.update(f"long factors {self.context_length > original}".encode())
         if self.kv_dtype != self.dtype:
             digest.update(f"computed in {self.dtype}, scales {self.kv_scales}".encode())
-        if self.quantization is None and self.weight_format is not None:
-            # Of a quantised checkpoint the numbers are the same wherever they are dequantised.
+        # A checkpoint that is quantised means the same numbers wherever it is dequantised.
+        if self.weight_format is not None and (self.quantization is None or load_format == "dummy"):
             digest.update(f"weights in {self.weight_format.dtype}".encode())
         if load_format == "dummy":
             digest.update(f"dummy {seed}".encode())

@@ -151,9 +151,9 @@ class CopyLink:
         self._backup_backend = self._backend(options.io_backend, above, below)
         in_groups = self._device.type != "cpu" and self._copier is None and self._load_backend in KERNELS
         self._groups = layer_groups(above.num_layers, LAYERS_AT_ONCE if in_groups else 1)
-        # For loads that are one kernel each.
+        # For loads that are one kernel each, which cannot be held back between layers.
         self._flags: LayerFlags | None = None
-        if in_groups and self._load_backend == "persistent":
+        if in_groups and self._load_backend == "persistent" and self.rate_limit is None:
             self._flags = LayerFlags([layers.stop for layers in self._groups], self._device)
         self._operations: dict[int, _Operation] = {}
         self._next_seq = 0
@@ -220,8 +220,7 @@ class CopyLink:
 
     def _load_by_one_kernel(self, op: TransferOp, src: torch.Tensor, dst: torch.Tensor, launch: KernelLaunch) -> None:
         assert self._flags is not None
-        with self._pace(op.size_bytes):
-            launch.begin(load_layers(self.host_pool.kv_pages, self.device_pool.kv_pages, src, dst, self._flags))
+        launch.begin(load_layers(self.host_pool.kv_pages, self.device_pool.kv_pages, src, dst, self._flags))
 
     def _back_up(self, op: TransferOp, src: torch.Tensor, dst: torch.Tensor, fence: Fence | None) -> None:
         if fence is not None and fence.failed:

@@ -80,7 +80,7 @@ def warm_up_kernels(
 
 def warm_up_transfers(pool: DevicePool, host_pages: KVPages, io_backend: str) -> None:
     """The page of the pool's scratch slot, which it must have, to the host's first page and back, on the current
-    stream. io_backend: see `kvcacheio.pick_backend`."""
+    stream. io_backend: see `kvcacheio.pick_backend`. Raises LayerFlagsError where the driver lets no stream wait."""
     assert pool.scratch_slot is not None, "a warm-up writes to a scratch slot"
     device, frames = pool.kv_pages.device, (pool.scratch_slot // pool.page_size, 0)
     backend = pick_between(io_backend, pool.kv_pages, host_pages)
@@ -90,7 +90,9 @@ def warm_up_transfers(pool: DevicePool, host_pages: KVPages, io_backend: str) ->
     scratch, first = (torch.tensor([page], device=index_device(backend, device)) for page in frames)
     groups = layer_groups(host_pages.num_layers, LAYERS_AT_ONCE)
     if backend == "persistent":
-        load_layers(host_pages, pool.kv_pages, first, scratch, LayerFlags([group.stop for group in groups], device))
+        flags = LayerFlags([group.stop for group in groups], device)
+        value = load_layers(host_pages, pool.kv_pages, first, scratch, flags)
+        flags.wait(len(flags) - 1, value, torch.cuda.current_stream(device))
         return
     for layers in groups:
         transfer_kv_all_layer_pf_lf(

@@ -27,7 +27,7 @@ from typing import Any, TypedDict, Unpack
 import torch
 
 from sgl_kernel.kvcacheio import reference
-from sgl_kernel.kvcacheio.layer_flags import LayerFlags
+from sgl_kernel.kvcacheio.layer_flags import LayerFlags, LayerFlagsError
 from sgl_kernel.kvcacheio.layout import KVLayoutError, KVPages, check_fit, check_indices
 from sgl_kernel.kvcacheio.pick import (
     BACKENDS,
@@ -48,6 +48,7 @@ __all__ = [
     "KVLayoutError",
     "KVPages",
     "LayerFlags",
+    "LayerFlagsError",
     "copy_pages",
     "load_layers",
     "page_size_for_dma",
@@ -126,6 +127,7 @@ def load_layers(
 
     check_fit(src, dst)
     check_indices(src, dst, src_pages, dst_pages)
+    assert len(src_pages), "a load of no pages"
     return cuda_kernels.load_layers(src, dst, src_pages, dst_pages, flags, num_warps=num_warps, stream=stream)
 
 

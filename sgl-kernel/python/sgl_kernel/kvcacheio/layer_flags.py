@@ -38,8 +38,8 @@ class LayerFlagsError(RuntimeError):
 def driver() -> Any:
     """The functions of SIGNATURES; None where the driver is older than CUDA 11.7, or there is none."""
     try:
-        # They return at once, and keep Python's lock: to get it back can take longer.
-        libcuda = ctypes.PyDLL("libcuda.so.1")
+        # Without Python's lock: a call blocks while the stream's queue is full.
+        libcuda = ctypes.CDLL("libcuda.so.1")
         functions = {name: getattr(libcuda, name) for name in SIGNATURES}
     except (OSError, AttributeError):
         return None

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from sgl_kernel.kvcacheio import LayerFlagsError
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constrained.grammar_cache import GrammarCache
 from sglang.srt.constrained.grammar_rows import GrammarRows
@@ -252,7 +253,10 @@ class EngineBuilder:
         args, rank, config = self.args, self.rank, self.config
         host_pool = MHATokenToKVPoolHost(self.pool, config.num_host_pages, args.hicache_mem_layout)
         if rank.device.type == "cuda" and self.pool.scratch_slot is not None:
-            warm_up_transfers(self.pool, host_pool.kv_pages, args.hicache_io_backend)
+            try:
+                warm_up_transfers(self.pool, host_pool.kv_pages, args.hicache_io_backend)
+            except LayerFlagsError as error:
+                raise StartupError(f"--hicache-io-backend persistent cannot run here: {error}; use auto") from error
         for name, limit in self._limits.items():
             logger.info("hicache: link %s is limited to %g GB/s", name, limit.bytes_per_s / 1e9)
         below: dict[str, HasPages] = {H2D: host_pool, D2H: host_pool}
