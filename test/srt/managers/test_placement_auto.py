@@ -9,6 +9,7 @@ import pytest
 from test_cache_controller import DEVICE, HOST, PEER, Rig, ops_of, tokens
 
 from sglang.srt.managers.slab_withdrawal import SlabWithdrawal
+from sglang.srt.mem_cache.block_names import BlockNames
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.node import Node
 from sglang.srt.mem_cache.placement import CONVENIENT, FIRST_COPYING_RATIO, LAST, MAX_COPYING_RATIO, SPARE
@@ -395,10 +396,23 @@ def test_what_storage_has_leaves_the_host_for_what_it_lacks():
     rig.copy(stored, HOST)
     rig.controller.drop(stored, DEVICE)
     (lacking,) = peers_with(rig, "ab")
-    rig.tree.names.is_stored = lambda node: node is stored  # type: ignore[method-assign]
+    rig.tree.names.has_stored = lambda node: node is stored  # type: ignore[method-assign]
     assert not rig.at(10).make_room(PEER, 2, ())
     assert rig.begun() == [(P2H, 2)] and [rig.where(node) for node in (lacking, stored)] == ["H", ""]
     rig.check()
+
+
+@pytest.mark.parametrize(
+    ("blocks", "lacks_none", "has_some"),
+    [((True, True), True, True), ((True, False), False, False), ((), True, False)],
+    ids=str,
+)
+def test_the_end_of_a_prompt_that_is_in_no_block_is_not_stored(
+    blocks: tuple[bool, ...], lacks_none: bool, has_some: bool
+):
+    node = Node(1, tokens("abc"), None)
+    node.stored = np.array(blocks, np.bool_)
+    assert (BlockNames.is_stored(node), BlockNames.has_stored(node)) == (lacks_none, has_some)
 
 
 def test_room_on_the_host_takes_no_other_victim_off_slow_peers():

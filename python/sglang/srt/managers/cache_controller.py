@@ -241,7 +241,7 @@ class HiCacheController:
         return all(
             node.frames[Tier.DEVICE] is not None
             or node.frames[Tier.PEER] is not None
-            or self.tree.names.is_stored(node)
+            or self.tree.names.has_stored(node)
             for node in victims
         )
 

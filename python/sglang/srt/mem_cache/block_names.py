@@ -100,6 +100,11 @@ class BlockNames:
         return node.stored is not None and bool(node.stored.all())
 
     @staticmethod
+    def has_stored(node: Node) -> bool:
+        """The same, and that there is one: the end of a prompt may be in none."""
+        return BlockNames.is_stored(node) and node.stored is not None and len(node.stored) > 0
+
+    @staticmethod
     def forget_stored(node: Node) -> None:
         """Nothing of the node is believed stored."""
         if node.stored is not None:
