@@ -350,6 +350,19 @@ def test_what_storage_lacks_is_copied_from_peers_that_have_nothing_else():
     rig.check()
 
 
+def test_peers_give_up_no_more_while_a_copy_makes_them_room():
+    rig = AutoRig(host=8, peer=6)
+    nodes = peers_with(rig, "ab", "cd", "ef")
+    rig.at(10).evict(PEER, 2)
+    assert rig.begun() == [(P2H, 2)]
+    for _ in range(3):
+        assert not rig.at(10).make_room(PEER, 2, ()), "its pages are still read"
+    assert rig.begun() == [] and [rig.where(node) for node in nodes] == ["H", "P", "P"]
+    rig.end_all()
+    assert rig.at(10).make_room(PEER, 2, ()) and [rig.where(node) for node in nodes] == ["H", "P", "P"]
+    rig.check()
+
+
 def test_little_more_is_copied_than_peers_give_up():
     """Nothing is stored, as with a store that hangs: making room for one page does not copy all that peers have."""
     rig = AutoRig(host=8, peer=7)
@@ -388,6 +401,16 @@ def test_what_is_stored_nowhere_stays_on_the_host_before_what_is_older():
     assert rig.at(10).make_room(PEER, 2, ())
     assert rig.begun() == [] and [rig.where(node) for node in (old, new)] == ["", "H"]
     rig.check()
+
+
+def test_what_the_host_does_not_give_up_is_not_split():
+    rig = AutoRig(host=4, peer=2)
+    new = rig.insert("cdef", now=5)
+    rig.copy(new, HOST)
+    rig.controller.drop(new, DEVICE)
+    (old,) = peers_with(rig, "a")
+    rig.at(10).move_to_host([old])
+    assert rig.begun() == [] and len(new.key) == 4
 
 
 def test_what_storage_has_leaves_the_host_for_what_it_lacks():

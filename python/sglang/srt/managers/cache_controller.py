@@ -214,7 +214,7 @@ class HiCacheController:
         room for them, or has less valuable pages, or such as storage has. kept: other nodes, whose copies stay."""
         moving: list[Node] = []
         num_moving = 0
-        kept = [*nodes, *kept]
+        stay = [node for node in kept if node.frames[Tier.HOST] is not None]
         for node in nodes if Tier.HOST not in self.unwritten else ():
             num_pages = len(node.key) // self.tree.page_size
             is_known = (
@@ -226,9 +226,10 @@ class HiCacheController:
                 continue
             room = self._room(Tier.HOST, num_moving)._replace(num_allowed=num_pages)
             goes = choose_tier(num_pages, self.tree.order.rank(node), {Tier.HOST: room}) is not None
-            if not (goes or (self.feeds_storage and self._gives_up_stored(num_moving + num_pages, kept))):
+            if not (goes or (self.feeds_storage and self._gives_up_stored(num_moving + num_pages, stay))):
                 continue
-            if self.make_room(Tier.HOST, num_moving + num_pages, kept, spares_pinned=True):
+            # Peers are giving up what is oldest anyway.
+            if self.make_room(Tier.HOST, num_moving + num_pages, stay, spares_pinned=True, ages=False):
                 moving.append(node)
                 num_moving += num_pages
         if moving:
@@ -237,12 +238,13 @@ class HiCacheController:
     def _gives_up_stored(self, num_pages: int, kept: Sequence[Node]) -> bool:
         """Whether nothing is lost if the host makes room for so many pages: storage or another tier has it too."""
         missing = num_pages - self.tables[Tier.HOST].num_free
-        victims = self.tree.victims(Tier.HOST, missing, {node.id for node in kept}) if missing > 0 else ()
+        if missing <= 0:
+            return True
         return all(
             node.frames[Tier.DEVICE] is not None
             or node.frames[Tier.PEER] is not None
             or self.tree.names.has_stored(node)
-            for node in victims
+            for node in self.tree.victims(Tier.HOST, missing, {node.id for node in kept}, splits=False)
         )
 
     def copy_to_host(self, nodes: list[Node]) -> None:
@@ -372,20 +374,23 @@ class HiCacheController:
 
     # -- room ---------------------------------------------------------------------------------------------------
 
-    def make_room(self, tier: Tier, num_pages: int, kept: Sequence[Node], spares_pinned: bool = False) -> bool:
+    def make_room(
+        self, tier: Tier, num_pages: int, kept: Sequence[Node], spares_pinned: bool = False, ages: bool = True
+    ) -> bool:
         """Evict until so many pages of a tier below the device are free; the nodes `kept` stay, and everything if
-        that would not be enough. spares_pinned: what has soft pins stays, too. Whether they are free."""
+        that would not be enough. spares_pinned: what has soft pins stays, too. ages: whether a slow tier gives up
+        what is as old, see `_aged_with`. Whether they are free."""
         table = self.tables[tier]
         table.reap(self.clock.done)
         missing = num_pages - table.num_free
-        if missing <= 0:
-            return True
-        evictable = self.tree.evictable_pages(tier, kept, spares_pinned)
-        if missing <= evictable:
+        if tier == Tier.PEER:
+            # These are free when their copies to the host have ended.
+            missing -= table.num_pinned_only
+        if 0 < missing <= self.tree.evictable_pages(tier, kept, spares_pinned):
             stay = {node.id for node in kept}
             if tier == Tier.PEER and self._moves_unstored:
                 stay |= self._move_unstored(missing, kept)
-            self._give_up(self.tree.victims(tier, missing, stay, stay=False), tier, kept)
+            self._give_up(self.tree.victims(tier, missing, stay, stay=False), tier, kept, ages)
         return table.num_free >= num_pages
 
     @property
@@ -654,13 +659,12 @@ class HiCacheController:
                 return nodes[:i]
         return nodes
 
-    def _give_up(self, victims: list[Node], tier: Tier, kept: Sequence[Node] = ()) -> None:
+    def _give_up(self, victims: list[Node], tier: Tier, kept: Sequence[Node] = (), ages: bool = True) -> None:
         if tier == Tier.PEER and self._moves_unstored:
-            # Room on the host must not take other victims off peers meanwhile, see `_aged_with`.
             self.move_to_host(self._unstored(victims), [*victims, *kept])
         elif tier == Tier.PEER and self.has_host and self.write_policy != "auto":
             self.move_to_host(victims, kept)
-        aged = self._aged_with(victims, tier, kept)
+        aged = self._aged_with(victims, tier, kept) if ages else []
         self._take_off(victims, tier)
         if aged:
             self._take_off([node for node in aged if node.frames[_OTHER[tier]] is not None], _OTHER[tier])

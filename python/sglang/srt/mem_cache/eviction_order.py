@@ -107,12 +107,14 @@ class EvictionOrder:
         """Ids of the nodes that are entered for a tier; for checks."""
         return set(self._heaps[tier].ranks())
 
-    def victims(self, tier: Tier, num_pages: int, kept: Container[int] = (), stay: bool = True) -> list[Node]:
+    def victims(
+        self, tier: Tier, num_pages: int, kept: Container[int] = (), stay: bool = True, splits: bool = True
+    ) -> list[Node]:
         """The nodes that a tier would give up next, in the order of `rank_on`, until they have num_pages or none is
         left. Changes nothing but this: the last one is split if a part of it is enough.
 
         stay: whether they remain candidates; else the tree gives them up next. kept: ids of nodes that are no
-        victims.
+        victims. splits: whether the last one may be split; else it is there as a whole.
         """
         heap = self._heaps[tier]
         found: dict[int, Node] = {}
@@ -134,7 +136,7 @@ class EvictionOrder:
                 break
             if node.id in found:
                 continue  # as the last that was below it
-            if (kept_tokens := self.whole_blocks(node, len(node.key) - num_pages * self._page_size)) > 0:
+            if splits and (kept_tokens := self.whole_blocks(node, len(node.key) - num_pages * self._page_size)) > 0:
                 self._split(node, kept_tokens)
             num_pages -= len(node.key) // self._page_size
             found[node.id] = node

@@ -531,10 +531,12 @@ class HiRadixTree:
     path_of, root_of = staticmethod(path_of), staticmethod(root_of)
 
     # -- shrinking ----------------------------------------------------------------------------------------------
-    def victims(self, tier: Tier, num_pages: int, kept: Container[int] = (), stay: bool = True) -> list[Node]:
+    def victims(
+        self, tier: Tier, num_pages: int, kept: Container[int] = (), stay: bool = True, splits: bool = True
+    ) -> list[Node]:
         """See `EvictionOrder.victims`. All stay where they are; `give_up` takes them off in this order. stay: False
         if they are given up next."""
-        return self.order.victims(tier, num_pages, kept, stay)
+        return self.order.victims(tier, num_pages, kept, stay, splits)
 
     def give_up(self, nodes: Iterable[Node], tier: Tier) -> Dropped:
         """Take victims off a tier."""

@@ -91,6 +91,8 @@ class _Operation:
 class CopyGate:
     def __init__(self, operation: _Operation) -> None:
         self._operation = operation
+        # The layers of a group have one event: what waits for it last, and for which.
+        self._waits: tuple[Stream, Event] | None = None
 
     def wait(self, layer: int, stream: Stream) -> None:
         # The order matters: the stream sets `finished`, then drops the events.
@@ -99,7 +101,9 @@ class CopyGate:
             return
         if layer >= len(events) or not events[layer].recorded:
             raise GateError(f"{self._operation.ticket}: layer {layer} is awaited but was never enqueued")
-        stream.wait(events[layer])
+        if self._waits != (waits := (stream, events[layer])):
+            stream.wait(events[layer])
+            self._waits = waits
 
     def check(self) -> None:
         if self._operation.error:

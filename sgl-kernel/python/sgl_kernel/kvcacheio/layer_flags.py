@@ -11,12 +11,11 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from sgl_kernel.libcuda import error_of
+from sgl_kernel.libcuda import bind, error_of
 
 FUNCTION = "cuStreamWaitValue32_v2"
 # The stream waits until (int32) (word - value) >= 0.
@@ -38,14 +37,10 @@ class LayerFlagsError(RuntimeError):
 def driver() -> Any:
     """The functions of SIGNATURES; None where the driver is older than CUDA 11.7, or there is none."""
     try:
-        # Without Python's lock: a call blocks while the stream's queue is full.
-        libcuda = ctypes.CDLL("libcuda.so.1")
-        functions = {name: getattr(libcuda, name) for name in SIGNATURES}
-    except (OSError, AttributeError):
+        # None is short: a wait blocks while the stream's queue is full.
+        return bind(SIGNATURES)
+    except OSError:
         return None
-    for name, function in functions.items():
-        function.argtypes, function.restype = SIGNATURES[name], ctypes.c_int
-    return SimpleNamespace(**functions)
 
 
 class LayerFlags:

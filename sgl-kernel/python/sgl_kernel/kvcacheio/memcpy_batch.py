@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from sgl_kernel.libcuda import MemLocation, error_of
+from sgl_kernel.libcuda import MemLocation, bind, error_of
 
 FUNCTION = "cuMemcpyBatchAsync_v2"
 # A driver of CUDA 13.0 crashed in one call with 51,828 copies (vLLM issue 49276).
@@ -62,14 +61,9 @@ def memcpy_batch() -> MemcpyBatch | None:
     """None where the driver is older than CUDA 13.0, or there is none. CUDA 12.8 has the function without _v2, with
     another parameter; it is not used."""
     try:
-        # The short calls keep Python's lock: to get it back can take longer than they do.
-        long, short = ctypes.CDLL("libcuda.so.1"), ctypes.PyDLL("libcuda.so.1")
-        functions = {name: getattr(long if name == FUNCTION else short, name) for name in SIGNATURES}
-    except (OSError, AttributeError):
+        return MemcpyBatch(bind(SIGNATURES, short=SIGNATURES.keys() - {FUNCTION}))
+    except OSError:
         return None
-    for name, function in functions.items():
-        function.argtypes, function.restype = SIGNATURES[name], ctypes.c_int
-    return MemcpyBatch(SimpleNamespace(**functions))
 
 
 class MemcpyBatch:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from sgl_kernel.libcuda import MemLocation, error_of
+from sgl_kernel.libcuda import MemLocation, bind, error_of
 from sglang.srt.peer.memory.slabs import SlabError
 from sglang.srt.utils.raw_tensor import raw_tensor
 
@@ -95,13 +95,9 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
 def load_libcuda() -> Any:
     """Raises SlabError if there is no driver."""
     try:
-        library = ctypes.CDLL("libcuda.so.1")
-        for name, takes in SIGNATURES.items():
-            function = getattr(library, name)
-            function.argtypes, function.restype = takes, ctypes.c_int
-    except (OSError, AttributeError) as error:
+        return bind(SIGNATURES)
+    except OSError as error:
         raise SlabError(f"slabs of GPU memory need the CUDA driver's virtual memory: {error}") from error
-    return library
 
 
 class CudaDriver:
