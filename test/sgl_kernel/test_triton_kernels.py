@@ -34,13 +34,13 @@ def test_they_compile_for_sm_90(dtype: str):
     def compiled(
         kernel: Any, constants: dict[str, Any], num_warps: int = 4, types: Mapping[str, str] = MappingProxyType({})
     ) -> str:
-        names = kernel.arg_names
+        names, floats = kernel.arg_names, ("eps", "k_scale", "v_scale")
         pointers = {"positions_ptr": "*i64", "loc_ptr": "*i64", "table_ptr": "*fp32"}
         pointers |= {"probs_ptr": "*fp32", "top_ks_ptr": "*i64", "top_ps_ptr": "*fp32"}
         pointers |= types
         types = {name: pointers.get(name, f"*{dtype}" if name.endswith("_ptr") else "i32") for name in names}
-        types |= {name: "fp32" for name in names if name in ("eps", "divisor")}
-        aligned = {name for name in names if name not in ("eps", "divisor") and not name.startswith("num_")}
+        types |= {name: "fp32" for name in names if name in floats}
+        aligned = {name for name in names if name not in floats and not name.startswith("num_")}
         return compile_for_sm_90(kernel, types, constants, aligned, num_warps).asm["ptx"]
 
     for residual in ({"residual_ptr": None}, {}):
@@ -163,12 +163,12 @@ def rotations_into_slots() -> None:
 
     fp8 = torch.float8_e4m3fn
     # Queries, keys and values; in slots of another type; divided.
-    for dtype, heads, head_dim, stored, divisor in (
-        (torch.float16, (30, 5, 5), 128, torch.float16, 1.0),
-        (torch.float32, (4, 2, 2), 24, torch.float32, 1.0),
-        (torch.bfloat16, (9, 9, 9), 96, torch.bfloat16, 1.0),
-        (torch.float16, (8, 2, 2), 64, fp8, 0.5),
-        (torch.float16, (8, 2, 2), 64, torch.float16, 0.3),
+    for dtype, heads, head_dim, stored, scales in (
+        (torch.float16, (30, 5, 5), 128, torch.float16, (1.0, 1.0)),
+        (torch.float32, (4, 2, 2), 24, torch.float32, (1.0, 1.0)),
+        (torch.bfloat16, (9, 9, 9), 96, torch.bfloat16, (1.0, 1.0)),
+        (torch.float16, (8, 2, 2), 64, fp8, (0.5, 0.25)),
+        (torch.float16, (8, 2, 2), 64, torch.float16, (0.3, 1.7)),
     ):
         angles = torch.rand(50, head_dim // 2, generator=torch.Generator().manual_seed(12)) * 6
         table = torch.cat((angles.cos(), angles.sin()), dim=1).to(dtype).float()
@@ -179,10 +179,10 @@ def rotations_into_slots() -> None:
         triton_kernels.apply_rope(positions, apart[:, :num_qk], table)
         slots = [[torch.zeros(6, 2 * heads[1], head_dim, dtype=stored) for _ in range(2)] for _ in range(2)]
         views = [[each[:, : heads[1]] for each in both] for both in slots]
-        k, v = (apart[:, heads[0] : num_qk] / divisor, apart[:, num_qk:] / divisor)
+        k, v = (apart[:, heads[0] : num_qk] / scales[0], apart[:, num_qk:] / scales[1])
         triton_kernels.store_kv(*views[0], loc, k, v)
         triton_kernels.apply_rope_and_store(
-            positions, qkv[:, :num_qk], qkv[:, num_qk:], table, *views[1], loc, divisor
+            positions, qkv[:, :num_qk], qkv[:, num_qk:], table, *views[1], loc, *scales
         )
         assert torch.equal(qkv[:, : heads[0]], apart[:, : heads[0]])
         for one, other in zip(*slots, strict=True):

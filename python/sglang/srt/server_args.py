@@ -123,7 +123,7 @@ class ServerArgs:
         MODEL,
         None,
         "a JSON file with a scale of K and V for each layer, for a KV cache of fp8",
-        unset="scales of 1",
+        unset="the checkpoint's, else 1",
     )
     context_length: int | None = arg(
         MODEL, None, "the longest prompt plus answer, in tokens", unset="the model's context"

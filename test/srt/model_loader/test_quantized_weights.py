@@ -15,7 +15,7 @@ from sgl_kernel.quantized import FOUR_BITS, MatrixFormat
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.model_families import TRANSFORMERS
 from sglang.srt.configs.model_files import GGUF_TENSORS, ModelConfigError
-from sglang.srt.configs.quantization import QuantizationError, WeightQuantization, read_quantization
+from sglang.srt.configs.quantization import WHOLE, QuantizationError, WeightQuantization, read_quantization
 from sglang.srt.distributed.parallel_state import SINGLE_RANK
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.weights import QuantizedTarget
@@ -68,9 +68,10 @@ def by_block(rows: int | None, columns: int | None, dtype: torch.dtype, suffix: 
     return store
 
 
-def awq(group: int) -> Callable:
+def awq(group_size: int) -> Callable:
     def store(stem: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         outputs, inputs = weight.shape
+        group = inputs if group_size == WHOLE else group_size
         values = torch.randint(16, (inputs, outputs))
         zeros = torch.randint(16, (inputs // group, outputs))
         scales = (torch.rand(inputs // group, outputs) * 0.02).half()
@@ -118,9 +119,18 @@ WAYS: dict[str, tuple[dict, Callable]] = {
         compressed("block", block_structure=[16, 16]),
         by_block(16, 16, FP8, "weight_scale"),
     ),
+    "compressed, fp8 by block as text": (
+        compressed("block", block_structure="16x12"),
+        by_block(16, 12, FP8, "weight_scale"),
+    ),
     "compressed, int8 by channel": (compressed("channel", INT8), by_block(1, None, INT8, "weight_scale")),
     "compressed, int8 by group": (compressed("group", INT8, group_size=4), by_block(1, 4, INT8, "weight_scale")),
+    "compressed, int8 by one group": (
+        compressed("group", INT8, group_size=WHOLE),
+        by_block(1, None, INT8, "weight_scale"),
+    ),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 8, "zero_point": True, "version": "gemm"}, awq(8)),
+    "awq, one group": ({"quant_method": "awq", "bits": 4, "group_size": WHOLE, "version": "gemm"}, awq(WHOLE)),
 }
 
 
@@ -190,8 +200,9 @@ def load_as_stored(path, group=SINGLE_RANK):
     return load_model(config, "auto", TorchNativeAttnBackend(), group=group)
 
 
-# With so many ranks. Blocks that the inputs, or a rank's part of them, do not divide into are no format.
-KEPT = [(way, size) for way in WAYS for size in (1, 2) if "block" not in way and (way != "awq" or size == 1)]
+# With so many ranks. Blocks that the inputs, or a rank's part of them, do not divide into are no format, nor is AWQ
+# without blocks.
+KEPT = [(way, size) for way in WAYS for size in (1, 2) if "block" not in way and "awq" not in way] + [("awq", 1)]
 
 
 @pytest.mark.parametrize(("checkpoints", "size"), KEPT, indirect=["checkpoints"])
@@ -248,6 +259,7 @@ BLOCKS = {"quant_method": "fp8", "weight_block_size": [32, 32]}
         (BLOCKS | {"weight_block_size": [24, 24]}, {}, None, "64 inputs do not divide into groups of 24"),
         (BLOCKS, {"names": [f"{Q}.weight"]}, None, f"{Q}.weight is not quantized"),
         (BLOCKS, {"names": [f"{Q}.weight", f"{Q}.weight_scale_inv"]}, MatrixFormat(FP8, 32), "in 8 bits"),
+        (WAYS["awq, one group"][0], {}, None, "the kernel is for groups of inputs"),
         (BLOCKS, {"names": ["lm_head.weight"]}, MatrixFormat(FP8, 32), "in 8 bits"),
     ],
 )  # fmt: skip
@@ -402,6 +414,8 @@ def test_what_does_not_fit_is_named(tmp_path, way, change, message):
         (compressed("tensor", num_bits=4), "not of 8 symmetric bits"),
         (compressed("tensor", symmetric=False), "not of 8 symmetric bits"),
         (compressed("token"), "the strategy 'token'"),
+        (compressed("block", block_structure="16"), "blocks of '16', not of two sizes above 0"),
+        (compressed("group", group_size=0), r"blocks of \(1, 0\), not of two sizes above 0"),
         ({"quant_method": "awq", "bits": 8}, "have 8 bits"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version 'gemv'"),
         ({"quant_method": "awq", "bits": 4, "zero_point": False}, "zero_point False"),
@@ -430,6 +444,21 @@ def test_a_group_of_activations_alone_and_a_type_that_is_left_out():
     del config["config_groups"]["group_0"]["weights"]["type"]
     config["config_groups"]["attention"] = {"weights": None, "input_activations": {}}
     assert read_quantization(config) == WeightQuantization(is_int=True)
+
+
+def test_scales_for_the_kv_cache_alone_leave_weights_as_they_are(tmp_path):
+    save(tmp_path)
+    config = {"quant_method": "compressed-tensors", "format": "dense", "kv_cache_scheme": {"num_bits": 8}}
+    set_quantization(tmp_path, config)
+    assert ModelConfig.from_pretrained(str(tmp_path)).quantization is None
+
+
+def test_the_earlier_name_of_the_config(tmp_path):
+    save(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"compression_config": compressed("tensor")}))
+    found = ModelConfig.from_pretrained(str(tmp_path)).quantization
+    assert found == WeightQuantization() and found.method == "compressed-tensors"
 
 
 def test_a_config_that_is_no_object_is_refused():

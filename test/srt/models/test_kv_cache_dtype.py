@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from copy import copy
 from dataclasses import fields, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AttentionInterface, AutoModelForCausalLM, GemmaConfig, LlamaConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -18,7 +20,8 @@ from sgl_kernel.elementwise import saturating_cast
 from sglang.srt.configs.kv_cache_dtype import KV_CACHE_DTYPE_CHOICES, pick_kv_cache_dtype, read_kv_scales
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.model_files import ModelConfigError
-from sglang.srt.layers.kv_scale import kv_scale_of
+from sglang.srt.layers.kv_scale import KVScale, kv_scale_of
+from sglang.srt.managers.startup.device import with_kv_cache
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.transfer import Tier
@@ -30,7 +33,8 @@ from support.tiny_runner import TinyRunner
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # Gemma is computed by transformers.
 FAMILIES = {"llama": LlamaConfig, "gemma": GemmaConfig}
-SCALES = (0.01, 0.3, 2.0)
+# Of K and V, layer by layer.
+SCALES = ((0.01, 0.02), (0.3, 0.25), (2.0, 1.0))
 SEED = 12
 
 
@@ -56,12 +60,15 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return found
 
 
-def rounded_logits(path: str, tokens: list[int], dtype: torch.dtype, scales: tuple[float, ...]) -> torch.Tensor:
+Scales = tuple[tuple[float, float], ...]
+
+
+def rounded_logits(path: str, tokens: list[int], dtype: torch.dtype, scales: Scales) -> torch.Tensor:
     """Of transformers, whose attention gets K and V as the cache would give them back."""
 
     def attend(module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **more: Any) -> Any:
-        scale = scales[module.layer_idx] if scales else 1.0
-        k, v = (saturating_cast(x / scale, dtype).float() * scale for x in (k, v))
+        of_layer = scales[module.layer_idx] if scales else (1.0, 1.0)
+        k, v = (saturating_cast(x / scale, dtype).float() * scale for x, scale in zip((k, v), of_layer))
         return sdpa_attention_forward(module, q, k, v, *args, **more)
 
     AttentionInterface.register("rounded", attend)
@@ -74,7 +81,7 @@ def rounded_logits(path: str, tokens: list[int], dtype: torch.dtype, scales: tup
 @pytest.mark.parametrize("scales", [(), SCALES], ids=["scales of 1", "scales"])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2, torch.bfloat16], ids=str)
 def test_as_transformers_with_rounded_kv(
-    paths: dict[str, str], family: str, scales: tuple[float, ...], dtype: torch.dtype
+    paths: dict[str, str], family: str, scales: Scales, dtype: torch.dtype
 ) -> None:
     config = ModelConfig.from_pretrained(paths[family], "float32")
     config = replace(config, kv_cache_dtype=dtype, kv_scales=(scales,) if scales else ())
@@ -133,8 +140,8 @@ def test_a_file_of_scales(tmp_path: Path) -> None:
     by_rank = {"0": {"0": 0.5, "1": 2, "2": 1.5}, "1": {"0": 1.0, "1": 1.0, "2": 0.25}}
     file.write_text(json.dumps({"model_type": "llama", "kv_cache": {"scaling_factor": by_rank}}))
     scales = read_kv_scales(str(file), E4M3, 2, 3)
-    assert scales == ((0.5, 2.0, 1.5), (1.0, 1.0, 0.25))
-    assert [kv_scale_of(scales, rank, 2).factor for rank in (0, 1)] == [1.5, 0.25]
+    assert scales == (((0.5, 0.5), (2.0, 2.0), (1.5, 1.5)), ((1.0, 1.0), (1.0, 1.0), (0.25, 0.25)))
+    assert [kv_scale_of(scales, rank, 2) for rank in (0, 1)] == [KVScale(1.5, 1.5), KVScale(0.25, 0.25)]
     for num_ranks, num_layers in ((3, 3), (2, 4)):
         with pytest.raises(ModelConfigError, match=r"has no '[23]'; it needs kv_cache, scaling_factor, "):
             read_kv_scales(str(file), E4M3, num_ranks, num_layers)
@@ -167,6 +174,103 @@ def test_bad_files_of_scales(tmp_path: Path, text: str | None, words: str) -> No
         file.write_text(text)
     with pytest.raises(ModelConfigError, match=words):
         read_kv_scales(str(file), E4M3, 1, 1)
+
+
+# -- scales of a checkpoint -------------------------------------------------------------------------------------
+
+ATTENTION = "model.layers.{}.self_attn."
+AS_NAMED = {
+    "compressed-tensors": ("k_scale", "v_scale"),
+    "ModelOpt": ("k_proj.k_scale", "v_proj.v_scale"),
+    "early compressed-tensors": ("k_proj.output_scale", "v_proj.output_scale"),
+    "with the attention's name": ("attn.k_scale", "attn.v_scale"),
+}
+
+
+def with_scales(path: str, to: Path, scales: dict[str, torch.Tensor]) -> str:
+    """A copy of the checkpoint with more tensors."""
+    shutil.copytree(path, to)
+    file = to / "model.safetensors"
+    save_file(load_file(file) | scales, file, metadata={"format": "pt"})
+    return str(to)
+
+
+def started(path: str, *flags: str) -> ModelConfig:
+    """As the engine has it when it loads weights."""
+    args = ServerArgs.from_cli(["--model-path", path, "--dtype", "float32", *flags])
+    model = ModelConfig.from_pretrained(path, "float32", model_impl=args.model_impl)
+    return with_kv_cache(args, model, "torch_native", torch.device("cpu"))
+
+
+@pytest.mark.parametrize("shape", [(), (1,)], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("names", AS_NAMED.values(), ids=AS_NAMED)
+def test_scales_of_a_checkpoint(
+    paths: dict[str, str], tmp_path: Path, names: tuple[str, str], family: str, shape: tuple[int, ...]
+) -> None:
+    stored = {
+        ATTENTION.format(layer) + name: torch.full(shape, scale)
+        for layer, scales in enumerate(SCALES)
+        for name, scale in zip(names, scales)
+    }
+    path = with_scales(paths[family], tmp_path / "scaled", stored)
+    config = started(path, "--kv-cache-dtype", "fp8_e4m3", "--tp-size", "1")
+    assert torch.tensor(config.kv_scales).equal(torch.tensor((SCALES,)))
+    (seq,) = TinyRunner(config).start([[1, 2, 3]], page_size=4)
+    assert seq is not None, "its other tensors are loaded"
+    for flags in ((), ("--kv-cache-dtype", "fp8_e5m2"), ("--kv-cache-dtype", "fp8_e4m3", "--load-format", "dummy")):
+        assert started(path, *flags).kv_scales == ()
+
+
+def test_one_scale_for_k_and_v(paths: dict[str, str], tmp_path: Path) -> None:
+    stored = {ATTENTION.format(layer) + "kv_scale": torch.tensor(0.5) for layer in range(3)}
+    path = with_scales(paths["llama"], tmp_path / "scaled", stored)
+    assert started(path, "--kv-cache-dtype", "fp8_e4m3").kv_scales == (((0.5, 0.5),) * 3,)
+    assert started(path, "--kv-cache-dtype", "fp8_e4m3", "--tp-size", "2").kv_scales == (((0.5, 0.5),) * 3,) * 2
+
+
+def test_a_file_of_scales_goes_before_those_of_a_checkpoint(paths: dict[str, str], tmp_path: Path) -> None:
+    stored = {ATTENTION.format(layer) + "kv_scale": torch.tensor(0.5) for layer in range(3)}
+    path = with_scales(paths["llama"], tmp_path / "scaled", stored)
+    file = tmp_path / "scales.json"
+    file.write_text(json.dumps({"kv_cache": {"scaling_factor": {"0": {"0": 2, "1": 2, "2": 2}}}}))
+    flags = ("--kv-cache-dtype", "fp8_e4m3", "--quantization-param-path", str(file))
+    assert started(path, *flags).kv_scales == (((2.0, 2.0),) * 3,)
+
+
+@pytest.mark.parametrize(
+    ("stored", "words"),
+    [
+        ({0: ("k", "v"), 1: ("k", "v")}, "not one of K and one of V for layer 2; give all by --quantization-param"),
+        ({0: ("k", "v"), 1: ("v",), 2: ("k", "v")}, "not one of K and one of V for layer 1"),
+    ],
+)
+def test_a_checkpoint_that_lacks_scales(
+    paths: dict[str, str], tmp_path: Path, stored: dict[int, tuple[str, ...]], words: str
+) -> None:
+    tensors = {
+        ATTENTION.format(layer) + f"{of}_scale": torch.tensor(0.5) for layer, each in stored.items() for of in each
+    }
+    path = with_scales(paths["llama"], tmp_path / "scaled", tensors)
+    with pytest.raises(ModelConfigError, match=words):
+        started(path, "--kv-cache-dtype", "fp8_e4m3")
+    assert started(path).kv_scales == (), "which do not matter here"
+
+
+@pytest.mark.parametrize(
+    ("scale", "words"),
+    [
+        (torch.ones(2), "not one of K and one of V for layer 0"),
+        (torch.tensor(0.0), "the checkpoint: KV scales are numbers from 1e-06 to 1e"),
+        (torch.tensor(torch.nan), "the checkpoint: KV scales are numbers from 1e-06 to 1e"),
+    ],
+    ids=str,
+)
+def test_bad_scales_of_a_checkpoint(paths: dict[str, str], tmp_path: Path, scale: torch.Tensor, words: str) -> None:
+    tensors = {ATTENTION.format(layer) + "kv_scale": scale.clone() for layer in range(3)}
+    path = with_scales(paths["llama"], tmp_path / "scaled", tensors)
+    with pytest.raises(ModelConfigError, match=words):
+        started(path, "--kv-cache-dtype", "fp8_e4m3")
 
 
 def test_float16_comes_back_from_bfloat16() -> None:

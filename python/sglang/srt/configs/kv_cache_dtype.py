@@ -1,8 +1,12 @@
-"""Data types of the KV cache other than the model's, and the scales of what is stored in them. Owns nothing."""
+"""Data types of the KV cache other than the model's, and the scales of what is stored in them, from a file of their
+own or from the names of a checkpoint's tensors. Owns nothing."""
 
 from __future__ import annotations
 
 import json
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +21,15 @@ _DTYPES = {
     "fp8_e5m2": torch.float8_e5m2,
 }
 KV_CACHE_DTYPE_CHOICES = ("auto", *_DTYPES)
+# Of each rank and layer, what K and what V is divided by before it is stored; () where all are 1.
+KVScales = tuple[tuple[tuple[float, float], ...], ...]
 # Of a scale.
 _LEAST, _MOST = 1e-6, 1e6
+# As compressed-tensors, ModelOpt and AutoFP8 name them; the last one wrote kv_scale for both.
+_SCALE_NAME = re.compile(
+    r"\.layers\.(?P<layer>\d+)\.self_attn\.(?:attn\.)?"
+    r"(?:(?:[kv]_proj\.)?(?P<of>k|v|kv)_scale|(?P<projection>[kv])_proj\.output_scale)$"
+)
 
 
 def pick_kv_cache_dtype(name: str) -> torch.dtype | None:
@@ -26,10 +37,9 @@ def pick_kv_cache_dtype(name: str) -> torch.dtype | None:
     return _DTYPES.get(name)
 
 
-def read_kv_scales(path: str, dtype: torch.dtype, num_ranks: int, num_layers: int) -> tuple[tuple[float, ...], ...]:
-    """Of each rank and layer, what K and V are divided by before they are stored; () where all are 1. path: a JSON
-    file as SGLang and vLLM read it, {"kv_cache": {"dtype": name, "scaling_factor": {rank: {layer: scale}}}}. Raises
-    ModelConfigError."""
+def read_kv_scales(path: str, dtype: torch.dtype, num_ranks: int, num_layers: int) -> KVScales:
+    """path: a JSON file as SGLang and vLLM read it, {"kv_cache": {"dtype": name, "scaling_factor": {rank: {layer:
+    scale}}}}, of K and V alike. Raises ModelConfigError."""
     flag = f"--quantization-param-path {path}"
     try:
         cache: Any = json.loads(Path(path).read_text())["kv_cache"]
@@ -50,9 +60,43 @@ def read_kv_scales(path: str, dtype: torch.dtype, num_ranks: int, num_layers: in
         raise ModelConfigError(f"{flag} has scales for {made_for}, and the KV cache is {_name_of(dtype)}")
     if len(by_rank) != num_ranks:
         raise ModelConfigError(f"{flag} has scales for {len(by_rank)} ranks, and --tp-size is {num_ranks}")
-    if not all(_LEAST <= scale <= _MOST for of_rank in scales for scale in of_rank):
-        raise ModelConfigError(f"{flag}: scales are numbers from {_LEAST:g} to {_MOST:g}")
-    return scales if any(scale != 1.0 for of_rank in scales for scale in of_rank) else ()
+    return _checked(flag, [[(scale, scale) for scale in of_rank] for of_rank in scales])
+
+
+def is_kv_scale(name: str) -> bool:
+    """Whether a tensor of a checkpoint is a scale of K or V."""
+    return _SCALE_NAME.search(name) is not None
+
+
+def stored_kv_scales(
+    names: Iterable[str], read: Callable[[str], torch.Tensor | None], num_ranks: int, num_layers: int
+) -> KVScales:
+    """The scales that a checkpoint has for a KV cache of fp8_e4m3, () if it has none. read: a tensor by its name.
+    Raises ModelConfigError."""
+    names_of = defaultdict[tuple[int, str], list[str]](list)
+    for match in filter(None, map(_SCALE_NAME.search, names)):
+        for letter in match["of"] or match["projection"]:
+            names_of[int(match["layer"]), letter].append(match.string)
+    if not names_of:
+        return ()
+    scales = []
+    for layer in range(num_layers):
+        tensors = [read(name) for letter in "kv" for name in names_of[layer, letter][:1]]
+        found = [float(tensor) for tensor in tensors if tensor is not None and tensor.numel() == 1]
+        if len(found) != 2:
+            raise ModelConfigError(
+                f"the checkpoint has KV scales, but not one of K and one of V for layer {layer}; give all by "
+                "--quantization-param-path"
+            )
+        scales.append((found[0], found[1]))
+    return _checked("the checkpoint", [scales] * num_ranks)
+
+
+def _checked(source: str, scales: Sequence[Sequence[tuple[float, float]]]) -> KVScales:
+    flat = [scale for of_rank in scales for of_layer in of_rank for scale in of_layer]
+    if not all(_LEAST <= scale <= _MOST for scale in flat):
+        raise ModelConfigError(f"{source}: KV scales are numbers from {_LEAST:g} to {_MOST:g}")
+    return tuple(map(tuple, scales)) if any(scale != 1.0 for scale in flat) else ()
 
 
 def _name_of(dtype: torch.dtype) -> str:

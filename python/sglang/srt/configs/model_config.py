@@ -19,6 +19,7 @@ import torch
 
 from sgl_kernel.quantized import MatrixFormat
 from sglang.srt.configs.gguf_model import GGUF_LINK, gguf_file_of, read_tensor_list
+from sglang.srt.configs.kv_cache_dtype import KVScales
 from sglang.srt.configs.model_families import NATIVE, TRANSFORMERS, pick_model_impl
 from sglang.srt.configs.model_files import (
     ModelConfigError,
@@ -80,8 +81,8 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     # Of the KV cache; None for dtype.
     kv_cache_dtype: torch.dtype | None = None
-    # Of what is stored, by rank and layer; () for 1. All ranks', so that they agree about the fingerprint.
-    kv_scales: tuple[tuple[float, ...], ...] = ()
+    # Of what is stored. All ranks', so that they agree about the fingerprint.
+    kv_scales: KVScales = ()
 
     # The rest is for native models only; transformers reads hf_config itself.
     # Width of the residual stream.
@@ -143,7 +144,7 @@ class ModelConfig:
             attention_bias=bool(getattr(hf_config, "attention_bias", False)),
             mlp_bias=bool(getattr(hf_config, "mlp_bias", False)),
             tie_word_embeddings=bool(hf_config.tie_word_embeddings),
-            quantization=quantization_of(model_path, raw.get("quantization_config"), NATIVE),
+            quantization=quantization_of(model_path, raw, NATIVE),
             eos_token_ids=_eos_token_ids(local_path, hf_config),
         )
         _refuse_unsupported(config)
@@ -159,7 +160,7 @@ class ModelConfig:
         dtype: str,
         context_length: int | None,
     ) -> ModelConfig:
-        quantization_of(model_path, getattr(hf_config, "quantization_config", None), TRANSFORMERS)
+        quantization_of(model_path, vars(hf_config), TRANSFORMERS)
         check_transformers_config(model_path, architecture, hf_config)
         shape = shape_of(model_path, hf_config)
         context = pick_context_length(context_length, max_context(model_path, hf_config), {"rope_type": "default"})

@@ -230,7 +230,7 @@ def check_config(
                 f"{model_path!r} cannot be served: {name} in its config is {value!r}, but it has to be a whole "
                 "number above 0."
             )
-    quantization_of(model_path, raw.get("quantization_config"), impl)
+    quantization_of(model_path, raw, impl)
     stored = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
     if dtype == "auto" and stored not in _DTYPE_NAMES:
         raise unsupported_dtype(stored)
@@ -256,10 +256,11 @@ def check_one_rank(num_ranks: int) -> None:
         )
 
 
-def quantization_of(model_path: str, quantization_config: object, impl: str) -> WeightQuantization | None:
-    """impl: NATIVE or TRANSFORMERS."""
+def quantization_of(model_path: str, raw: Mapping[str, Any], impl: str) -> WeightQuantization | None:
+    """raw: config.json. impl: NATIVE or TRANSFORMERS."""
     try:
-        found = read_quantization(quantization_config)
+        # Early compressed-tensors have the second name.
+        found = read_quantization(raw.get("quantization_config") or raw.get("compression_config"))
     except QuantizationError as error:
         raise ModelConfigError(f"{model_path!r} cannot be served: {error}.") from error
     if found is not None and impl == TRANSFORMERS:

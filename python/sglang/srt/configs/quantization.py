@@ -5,11 +5,14 @@ Owns which ways are read and what the others are told. Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 READABLE = "fp8, compressed-tensors with 8 bits, awq with 4 bits, or a GGUF file"
+
+# The size of a group that is all inputs.
+WHOLE = -1
 
 
 class QuantizationError(ValueError):
@@ -21,7 +24,7 @@ class WeightQuantization:
     """A matrix is stored as whole numbers or floats of few bits, times scales.
 
     is_awq: 4 bits in AWQ's tensors; else 8 bits. is_int: those are int8, not e4m3. block: values of a scale,
-    (outputs, inputs); None: the scale's shape tells, one for all or one for each output. method: the checkpoint's
+    (outputs, inputs); None: one for each output, or as the scale's shape tells, one for all. method: the checkpoint's
     name for it, as of --quantization.
     """
 
@@ -39,10 +42,12 @@ def read_quantization(config: object) -> WeightQuantization | None:
     if not isinstance(config, Mapping):
         raise QuantizationError(f"its quantization_config is {config!r}, not an object; use {READABLE}")
     method = config.get("quant_method")
+    readers: dict[str, Callable[[Mapping[str, Any]], WeightQuantization | None]]
     readers = {"fp8": _fp8, "compressed-tensors": _compressed_tensors, "awq": _awq}
     if not isinstance(method, str) or method not in readers:
         raise QuantizationError(f"it is quantized as {method!r}, which is not supported; use {READABLE}")
-    return replace(readers[method](config), method=method)
+    found = readers[method](config)
+    return None if found is None else replace(found, method=method)
 
 
 def _fp8(config: Mapping[str, Any]) -> WeightQuantization:
@@ -52,7 +57,10 @@ def _fp8(config: Mapping[str, Any]) -> WeightQuantization:
     return WeightQuantization(block=None if block is None else _block(block))
 
 
-def _compressed_tensors(config: Mapping[str, Any]) -> WeightQuantization:
+def _compressed_tensors(config: Mapping[str, Any]) -> WeightQuantization | None:
+    if config.get("kv_cache_scheme") and not config.get("config_groups"):
+        # Scales for the KV cache alone.
+        return None
     kind = config.get("format")
     if kind not in ("float-quantized", "int-quantized", "naive-quantized"):
         raise QuantizationError(f"its compressed-tensors have the format {kind!r}; use {READABLE}")
@@ -78,11 +86,12 @@ def _of_group(weights: object, usual_type: str) -> WeightQuantization:
     if not isinstance(weights, Mapping) or weights.get("num_bits") != 8 or not weights.get("symmetric", True):
         raise QuantizationError(f"its compressed-tensors are not of 8 symmetric bits: {weights!r}; use {READABLE}")
     strategy, is_int = weights.get("strategy"), weights.get("type", usual_type) == "int"
-    if strategy == "group":
-        return WeightQuantization(is_int=is_int, block=_block((1, weights.get("group_size"))))
     if strategy == "block":
         return WeightQuantization(is_int=is_int, block=_block(weights.get("block_structure")))
-    if strategy in ("tensor", "channel"):
+    group_size = weights.get("group_size")
+    if strategy == "group" and group_size != WHOLE:
+        return WeightQuantization(is_int=is_int, block=_block((1, group_size)))
+    if strategy in ("tensor", "channel", "group"):
         return WeightQuantization(is_int=is_int)
     raise QuantizationError(f"its compressed-tensors have the strategy {strategy!r}; use {READABLE}")
 
@@ -95,12 +104,16 @@ def _awq(config: Mapping[str, Any]) -> WeightQuantization:
             f"its AWQ weights have {bits!r} bits, version {version!r}, zero_point "
             f"{config.get('zero_point', True)!r}; only 4 bits of version 'gemm' with zero points are read"
         )
-    return WeightQuantization(is_awq=True, block=_block((1, config.get("group_size", config.get("q_group_size")))))
+    group_size = config.get("group_size", config.get("q_group_size"))
+    return WeightQuantization(is_awq=True, block=None if group_size == WHOLE else _block((1, group_size)))
 
 
 def _block(sizes: Any) -> tuple[int, int]:
+    """sizes: two, maybe as text, "128x128"."""
+    rows: Any
+    columns: Any
     try:
-        rows, columns = sizes
+        rows, columns = map(int, sizes.split("x")) if isinstance(sizes, str) else sizes
     except (TypeError, ValueError):
         rows = columns = None
     if not all(isinstance(size, int) and size > 0 for size in (rows, columns)):

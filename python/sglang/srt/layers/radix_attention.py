@@ -36,7 +36,7 @@ class RadixAttention(nn.Module):
 
     def store(self, k: torch.Tensor, v: torch.Tensor, loc: torch.Tensor, pool: KVPool) -> None:
         """k, v: (num_tokens, num_kv_heads, head_dim), into slots loc."""
-        pool.store(self.layer_id, loc, self.kv_scale.stored(k), self.kv_scale.stored(v))
+        pool.store(self.layer_id, loc, *self.kv_scale.stored(k, v))
 
     def forward(self, q: torch.Tensor, batch: AttentionBatch, pool: KVPool) -> torch.Tensor:
         """q: (num_tokens, num_q_heads, head_dim), of the batch's own tokens, whose K and V are in the pool. Returns

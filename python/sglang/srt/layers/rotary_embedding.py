@@ -20,6 +20,7 @@ from torch import nn
 
 from sgl_kernel import elementwise
 from sgl_kernel.elementwise import reference
+from sglang.srt.layers.kv_scale import KVScale
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
@@ -155,11 +156,12 @@ class Rotation:
         v: torch.Tensor,
         slots: tuple[torch.Tensor, torch.Tensor] | None,
         loc: torch.Tensor,
-        divisor: float,
+        kv_scale: KVScale,
     ) -> bool:
         """Rotate qk's queries in place, and its keys and v into slots loc of both, if one kernel does it. Returns
         whether it did. slots: as of `KVPool.slots`."""
         if slots is None or not elementwise.has_rope_and_store_kernel(qk, v):
             return False
-        elementwise.apply_rope_and_store(self._positions, qk, v, self._rotary.table, *slots, loc, divisor)
+        scales = kv_scale.k_scale, kv_scale.v_scale
+        elementwise.apply_rope_and_store(self._positions, qk, v, self._rotary.table, *slots, loc, *scales)
         return True

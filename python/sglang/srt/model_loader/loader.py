@@ -6,6 +6,7 @@ and a rank reads only its part of each. Loading therefore takes no memory beyond
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from sglang.srt.configs.gguf_model import GGUF_LINK, gguf_file_of, read_tensor_list
+from sglang.srt.configs.kv_cache_dtype import KVScales, is_kv_scale, stored_kv_scales
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.model_families import TRANSFORMERS
 from sglang.srt.configs.model_files import (
@@ -37,6 +39,8 @@ from sglang.srt.model_loader.quantized_weights import (
 from sglang.srt.models.registry import get_model_class
 from sglang.srt.utils.device import CPU
 from sglang.srt.utils.startup_progress import SILENT, StartupProgress
+
+logger = logging.getLogger(__name__)
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
@@ -103,6 +107,18 @@ def with_weight_format(
     return replace(config, weight_format=pick_weight_format(config, names, num_ranks, device))
 
 
+def checkpoint_kv_scales(config: ModelConfig, load_format: str, num_ranks: int) -> KVScales:
+    """What the checkpoint has for a KV cache of fp8_e4m3, see `stored_kv_scales`. Raises ModelConfigError, or
+    ModelLoadError if its files cannot be read."""
+    if load_format == "dummy" or is_gguf(config.local_path, load_format):
+        return ()
+    stored = _weight_files(config.local_path, load_format)
+    scales = stored_kv_scales(stored, partial(_read, stored), num_ranks, config.num_layers)
+    if scales:
+        logger.info("K and V are stored with the checkpoint's scales")
+    return scales
+
+
 def _weight_files(path: Path, load_format: str) -> dict[str, Path]:
     """Tensor name -> file."""
     try:
@@ -126,6 +142,8 @@ def _load_files(model: Any, config: ModelConfig, load_format: str, progress: Sta
     gguf_file = gguf_file_of(path)
     files = stored = _weight_files(path, load_format)
     quantization = None if gguf_file is not None else config.quantization
+    if config.kv_dtype != torch.float8_e4m3fn and any(map(is_kv_scale, stored)):
+        logger.info("the checkpoint's KV scales are not used: they are for --kv-cache-dtype fp8_e4m3")
     if quantization is not None:
         files = {name: stored[held] for name, held in plain_names(stored).items()}
     where = {name: file for name, file in files.items() if not model.ignores_weight(name)}

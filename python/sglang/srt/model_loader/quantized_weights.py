@@ -91,6 +91,8 @@ def _reason_to_dequantize(
         return "kernels are for bfloat16 and float16"
     if not (stored.is_awq or stored.is_int or has_e4m3(device)):
         return "this GPU does not compute with e4m3"
+    if stored.is_awq and stored.block is None:
+        return "the kernel is for groups of inputs"
     group = LEAST_GROUP if stored.block is None else stored.block[1]
     heads = config.num_heads * config.head_dim
     for inputs in (config.hidden_size, heads // num_ranks, config.intermediate_size // num_ranks):
@@ -137,8 +139,8 @@ class QuantizedWeights:
         if held.endswith(_PACKED):
             _check_matrix(held, values, torch.int32, "is AWQ's")
             zeros, scales = (self._needed(stem + suffix, held) for suffix in (_ZEROS, _PACKED_SCALES))
-            assert self._quantization.block is not None
-            return PackedTensor(held, values, zeros, scales, self._quantization.block[1])
+            block = self._quantization.block
+            return PackedTensor(held, values, zeros, scales, block[1] if block else values.get_shape()[0])
         scale = next((s for s in map(self._read, (stem + suffix for suffix in _SCALES)) if s is not None), None)
         if name.endswith(".weight") and scale is not None:
             wanted = torch.int8 if self._quantization.is_int else torch.float8_e4m3fn

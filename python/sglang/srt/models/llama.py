@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from sglang.srt.configs.kv_cache_dtype import is_kv_scale
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import TensorParallelGroup
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -78,7 +79,7 @@ class LlamaAttention(nn.Module):
         qk, v = qkv.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
         if self.qk_norm is not None:
             qk = self.qk_norm(qk)
-        if rotation.store(qk, v, pool.slots(self.attn.layer_id), out_loc, self.attn.kv_scale.factor):
+        if rotation.store(qk, v, pool.slots(self.attn.layer_id), out_loc, self.attn.kv_scale):
             return qk[:, : self.num_heads]
         q, k = rotation(qk).split((self.num_heads, self.num_kv_heads), dim=1)
         self.attn.store(k, v, out_loc, pool)
@@ -280,4 +281,8 @@ class LlamaForCausalLM(nn.Module):
 
     def ignores_weight(self, name: str) -> bool:
         """Tensors that checkpoints may contain and the model does not need."""
-        return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.config.tie_word_embeddings)
+        return (
+            name.endswith("rotary_emb.inv_freq")
+            or (name == "lm_head.weight" and self.config.tie_word_embeddings)
+            or is_kv_scale(name)
+        )

@@ -214,7 +214,7 @@ class _Serving:
         if value_dim < head_dim:
             v = pad(v, (0, head_dim - value_dim))
         kv_scale = kv_scale_of(config.kv_scales, 0, layer)
-        self.pool.store(layer, batch.out_loc, kv_scale.stored(k), kv_scale.stored(v))
+        self.pool.store(layer, batch.out_loc, *kv_scale.stored(k, v))
         scale = kwargs.get("scaling")
         meta = kv_scale.of_scores(replace(batch.attn, scale=head_dim**-0.5 if scale is None else float(scale)))
         layer_attention = MaskedAttention(
