@@ -3,10 +3,10 @@
     python benchmark/bench_gpu_kernels.py [--device cpu] [--profile-host]
 
 *Kernels*: of a decode as a CUDA graph and of a prefill, per launch: how many, and their time on the device. *Host*: a
-prompt of few new tokens behind a document that is on the device, with and without graphs between the attentions, and
-by how often Python's lock changes hands: the time to first token, and what the compute thread takes to enqueue the
-launch, by the clock and of its CPU. --profile-host prints what is called meanwhile, from Python 3.12 on by any
-thread.
+prompt of few new tokens behind a document that is on the device, kernel by kernel, with a graph of each layer but for
+its attention ("layers"), and as one graph ("yes"), and by how often Python's lock changes hands: the time to first
+token, and what the compute thread takes to enqueue the launch, by the clock and of its CPU. --profile-host prints
+what is called meanwhile, from Python 3.12 on by any thread.
 
 Model and engine are those of bench_gpu_engine.py. On the CPU everything is tiny, and no kernels are seen.
 """
@@ -108,9 +108,11 @@ class HostTime:
 
 def host_rows(model: Model, document: int, lengths: tuple[int, ...], profile_host: bool) -> Iterator[dict[str, Any]]:
     rounds = 5
-    for graphs in (False, True) if model.device != "cpu" else (False,):
-        options: dict[str, Any] = {} if graphs else {"graph_prefill_tokens": 0}
+    for graphs in ("no", "layers", "yes") if model.device != "cpu" else ("no",):
+        options: dict[str, Any] = {"graph_prefill_tokens": 0} if graphs == "no" else {}
         with rig_of(model, 1, 2 * document, chunked_prefill_size=8192, **options) as rig:
+            if graphs == "layers":
+                rig.engine.core.executor._prefill_graphs._attention = None
             rng = np.random.default_rng(4)
             (text,) = rig.prompts(rng, document)
             rig.serve([text], 1)
@@ -130,7 +132,7 @@ def host_rows(model: Model, document: int, lengths: tuple[int, ...], profile_hos
                     yield {
                         "new": length,
                         "behind": document,
-                        "graphs": "yes" if graphs else "no",
+                        "graphs": graphs,
                         "switch interval ms": 1e3 * interval,
                         "TTFT ms": ttft,
                         "enqueuing ms": wall,

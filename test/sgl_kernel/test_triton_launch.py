@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,17 +11,23 @@ import pytest
 import torch
 
 from sgl_kernel import triton_launch
-from sgl_kernel.triton_launch import launch
+from sgl_kernel.triton_launch import Recording, launch
 
 
 class Compiled:
     """What a launch by Triton returns."""
 
+    function = 0xF0
+    packed_metadata = (4, 1, 0)
+
     def __init__(self, calls: list[tuple[Any, ...]]) -> None:
         self._calls = calls
 
-    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
-        return lambda *values: self._calls.append((grid, *values))
+    def run(self, x: int, y: int, z: int, stream: int, function: int, metadata: Any, *values: Any) -> None:
+        assert (stream, function, metadata) == (0, self.function, self.packed_metadata)
+        # Of the launch: its metadata, and the hooks before and after it.
+        assert values[:3] == (None, None, None)
+        self._calls.append(((x, y, z), *values[3:]))
 
 
 class Kernel:
@@ -73,6 +81,44 @@ def test_what_triton_compiles_anew_is_compiled_anew(change: str) -> None:
     launch(other, grid, x, y, number, **{**first, **changed})
     assert len(kernel.direct) == (change == "nothing")
     assert kernel.compiled + other.compiled * (other is not kernel) == 2 - (change == "nothing")
+
+
+def test_floats_compile_nothing() -> None:
+    kernel, x = Kernel(), torch.zeros(64)
+    for number in (0.5, 0.25):
+        launch(kernel, (7,), x, x, number, BLOCK=32, LAST=None)
+    assert kernel.compiled == 1 and [values[3] for values in kernel.direct] == [0.25]
+
+
+@pytest.mark.parametrize("is_interpreted", [False, True])
+def test_a_recording_is_repeated_with_what_is_given(is_interpreted: bool) -> None:
+    kernel, (x, y, z, part) = Kernel(is_interpreted), (torch.zeros(64) for _ in range(4))
+    first, second = 0.5, 0.25
+    recording = Recording(x, first)
+    recording.launch(kernel, (7, 2), x, part, first, BLOCK=32, LAST=None)
+    recording.launch(kernel, (3,), part, x, 5, BLOCK=32, LAST=None)
+    kernel.direct.clear()
+    for given in ((y, second), (z, first)):
+        recording.repeat(*given)
+    assert kernel.compiled == (6 if is_interpreted else 2)
+    if not is_interpreted:
+        assert [values[0] for values in kernel.direct] == [(7, 2, 1), (3, 1, 1)] * 2
+        calls = [values[1:] for values in kernel.direct]
+        for (of_first, of_second), (tensor, number) in zip((calls[:2], calls[2:]), ((y, second), (z, first))):
+            assert of_first[0] is tensor and of_first[1] is part and of_first[2:] == (number, 32, None)
+            assert of_second[0] is part and of_second[1] is tensor and of_second[2:] == (5, 32, None)
+
+
+def test_a_recording_keeps_the_memory_of_the_others() -> None:
+    """It knows addresses alone, on a GPU."""
+    x, part = torch.zeros(64), torch.zeros(64)
+    recording = Recording(x)
+    recording.launch(Kernel(), (1,), x, part, 1, BLOCK=1, LAST=False)
+    there = weakref.ref(part)
+    recording._launches.clear()
+    del part
+    gc.collect()
+    assert there() is not None
 
 
 def test_the_interpreter_runs_each_launch() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from functools import reduce
 from typing import Any
 
@@ -158,11 +159,14 @@ class PagedCase(Case):
         self.name = f"seed {seed}, page {page_size}, {layout}, {dtype}, KV {self.view.k.dtype}, paged {reqs}"
         self.fill(rng)
 
-    def fill(self, rng, kv_lens=None):
-        """Other KV in other pages at other places of the table, in the same memory, as before a replay."""
+    def fill(self, rng, kv_lens=None, q_lens=None):
+        """Other KV in other pages at other places of the table, in the same memory, as before a replay. q_lens: of
+        fewer rows, maybe."""
         view, segments = self.view, self.segments
         if kv_lens is not None:
             segments.kv_lens[:] = kv_lens
+        if q_lens is not None:
+            segments.q_lens[:] = self.q_lens = q_lens
         view.k.fill_(math.nan)
         view.v.fill_(math.nan)
         pages = list(range(1, len(view.k)))
@@ -175,7 +179,7 @@ class PagedCase(Case):
         segments.device_starts.copy_(torch.from_numpy(segments.starts))
         segments.device_kv_lens.copy_(torch.from_numpy(segments.kv_lens))
         self.want, self.want_lse = [], []
-        rows = self.q.split(self.q_lens)
+        rows = self.q[: sum(self.q_lens)].split(tuple(self.q_lens))
         for q, start, kv_len, q_len in zip(rows, segments.starts.tolist(), segments.kv_lens.tolist(), self.q_lens):
             mine = torch.tensor([pages.pop() for _ in range(-(-kv_len // view.page_size))], dtype=torch.int64)
             segments.table[start : start + len(mine)] = mine
@@ -212,6 +216,14 @@ def on_gpu(case: Case) -> Case:
 # kv_len and q_len: decodes among empty rows, and extends of every kind.
 DECODES = ((70, 1), (0, 1), (1, 1), (64, 1), (33, 1))
 EXTENDS = ((41, 7), (20, 1), (0, 20), (17, 17), (0, 1), (66, 18))
+# A graph of 40 rows and four requests at most, with room for the keys of all replays; and what they have.
+CAPTURED_EXTENDS = ((3200, 40), (0, 0), (0, 0), (0, 0), (0, 0))
+REPLAYED_EXTENDS = [
+    ((3000, 0, 0, 0, 0), (40, 0, 0, 0, 0)),
+    ((2500, 12, 70, 300, 0), (1, 12, 2, 25, 0)),
+    ((30, 3, 0, 0, 0), (30, 1, 0, 0, 0)),
+    ((700, 900, 1300, 0, 0), (17, 2, 1, 0, 0)),
+]
 
 
 def check_batch(backend: Any, case: Case) -> None:
@@ -236,14 +248,25 @@ def check_partials(backend: Any, case: Case) -> None:
 
 
 def check_pages_and_graphs(backend: Any, page_size: int, layout: str) -> None:
-    """On a GPU: decodes and extends of pages, then a CUDA graph of a decode, replayed with other KV, kv_lens and
-    pages in the same memory."""
+    """On a GPU: decodes and extends of pages, then a CUDA graph of a decode, and of extends where the backend can
+    capture them, replayed with other KV, lengths and pages in the same memory."""
     options = {"kv_heads": 8, "group": 4, "head_dim": 128}
     decodes = ((3000, 1), (0, 1), (1, 1), (64, 1), (515, 1))
     for table, reqs in ((torch.int32, decodes), (torch.int64, decodes), (torch.int32, EXTENDS)):
         check_batch(backend, on_gpu(PagedCase(1, page_size, layout, torch.bfloat16, reqs, table, **options)))
 
+    decode_lens = ((3000, 0, 1, 64, 515), (17, 2000, 0, 0, 900), (1, 1, 1, 1, 3500), (0, 0, 0, 0, 0))
     case = on_gpu(PagedCase(2, page_size, layout, torch.bfloat16, decodes, **options))
+    check_graph(backend, case, [(kv_lens, None) for kv_lens in decode_lens])
+    if backend.captures_extends:
+        case = on_gpu(PagedCase(3, page_size, layout, torch.bfloat16, CAPTURED_EXTENDS, **options))
+        check_graph(backend, case, REPLAYED_EXTENDS)
+
+
+def check_graph(
+    backend: Any, case: PagedCase, replays: Sequence[tuple[tuple[int, ...], tuple[int, ...] | None]]
+) -> None:
+    """replays: kv_lens and q_lens; None for those of the case."""
     backend.capturing = True
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -254,13 +277,15 @@ def check_pages_and_graphs(backend: Any, page_size: int, layout: str) -> None:
     with torch.cuda.graph(graph):
         out = backend.forward(case.q, case.view, case.segments, case.meta)
     backend.capturing = False
-    for seed, kv_lens in enumerate(
-        ((3000, 0, 1, 64, 515), (17, 2000, 0, 0, 900), (1, 1, 1, 1, 3500), (0, 0, 0, 0, 0))
-    ):
-        case.fill(random.Random(seed), kv_lens)
+    for seed, (kv_lens, q_lens) in enumerate(replays):
+        case.fill(random.Random(seed), kv_lens, q_lens)
         backend.before_replay(case.segments)
         graph.replay()
-        error = (out.double() - torch.cat(case.want)).abs().max().item()
-        assert error < case.tolerance(), f"replay {seed}, page {page_size}, {layout}: off by {error}"
+        want = torch.cat(case.want)
+        error = (out[: len(want)].double() - want).abs().max().item()
+        assert error < case.tolerance(), f"replay {seed} of {case.name}: off by {error}"
         # Between replays the backend works on other batches.
-        check_batch(backend, on_gpu(PagedCase(9, page_size, layout, torch.bfloat16, EXTENDS, **options)))
+        (kv_heads, head_dim), group = case.view.k.shape[2:], case.q.shape[1] // case.view.k.shape[2]
+        options = {"kv_heads": kv_heads, "group": group, "head_dim": head_dim}
+        other = PagedCase(9, case.view.page_size, "layer_first", case.q.dtype, EXTENDS, **options)
+        check_batch(backend, on_gpu(other))

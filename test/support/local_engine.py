@@ -121,7 +121,7 @@ class LocalEngine:
     pool, called like `MHATokenToKVPool`. borrow: memory of peers that comes and goes, given what `BorrowedMemory` has
     to know of the engine. device: "cuda" for a GPU's; None for `device_under_test`. attention_backend: the device's
     own by default. io_backend: as the server's flag; by default SGLANG_TEST_IO_BACKEND, or auto. graph_batch_size,
-    graph_prefill_tokens: of the largest decode that is a CUDA graph, and of the largest prefill whose layers are.
+    graph_prefill_tokens: of the largest decode that is a CUDA graph, and of the largest prefill.
     clock: seconds, of what the scheduler is told; when_idle is called whenever there is nothing to do but to wait, so
     that a test with a clock of its own knows when to turn it. evidence: the canary's folder. vocabulary_file: for
     requests with grammars, see `GrammarCache`.

@@ -157,32 +157,46 @@ def test_the_host_waits_for_nothing(config):
 class PagedAttention:
     """Attention that a graph can hold: it reads everything on the device, when it runs. As slow as can be."""
 
-    def __init__(self) -> None:
+    def __init__(self, captures_extends: bool = False) -> None:
         self.capturing = False
+        self.captures_extends = captures_extends
+        # On the device, of the segments of graphs.
+        self._q_lens = {}
         self.replayed = 0
         self._others = TorchNativeAttnBackend()
 
     def forward(self, q, view, segments, meta):
-        if set(meta.q_lens) != {1}:
+        if self.capturing and segments not in self._q_lens:
+            self._q_lens[segments] = torch.from_numpy(segments.q_lens.copy()).to(q.device)
+        if segments in self._q_lens:
+            q_lens = self._q_lens[segments]
+        elif set(meta.q_lens) == {1}:
+            q_lens = torch.ones_like(segments.device_starts)
+        else:
             return self._others.forward(q, view, segments, meta)
 
-        def decode(out, q, k, v, table, starts, kv_lens):
-            page = k.shape[1]
-            for i, (start, kv_len) in enumerate(zip(starts.tolist(), kv_lens.tolist())):
-                if not kv_len:
-                    out[i] = 0
-                    continue
-                pages = table[start : start - (-kv_len // page)].long()
-                keys, values = (x[pages].flatten(0, 1)[:kv_len].repeat_interleave(3, dim=1) for x in (k, v))
-                weights = (torch.einsum("hd,thd->ht", q[i], keys) * meta.scale).softmax(-1)
-                out[i] = torch.einsum("ht,thd->hd", weights, values)
+        def attend(out, q, k, v, table, starts, kv_lens, q_lens):
+            page, row = k.shape[1], 0
+            for start, kv_len, q_len in zip(starts.tolist(), kv_lens.tolist(), q_lens.tolist()):
+                for i in range(q_len):
+                    seen = kv_len - q_len + i + 1
+                    if seen <= 0:
+                        out[row + i] = 0
+                        continue
+                    pages = table[start : start - (-seen // page)].long()
+                    keys, values = (x[pages].flatten(0, 1)[:seen].repeat_interleave(3, dim=1) for x in (k, v))
+                    weights = (torch.einsum("hd,thd->ht", q[row + i], keys) * meta.scale).softmax(-1)
+                    out[row + i] = torch.einsum("ht,thd->hd", weights, values)
+                row += q_len
 
         out = torch.empty_like(q)
-        launch(decode, out, q, view.k, view.v, segments.table, segments.device_starts, segments.device_kv_lens)
+        lens = segments.device_kv_lens, q_lens
+        launch(attend, out, q, view.k, view.v, segments.table, segments.device_starts, *lens)
         return out
 
     def before_replay(self, segments):
         assert segments.kv_lens.tolist() != [0] * len(segments), "the host knows what is replayed"
+        self._q_lens[segments].copy_(torch.from_numpy(segments.q_lens.copy()).pin_memory(), non_blocking=True)
         self.replayed += 1
 
     def partial(self, *args):
@@ -203,31 +217,36 @@ def test_decodes_as_graphs(config, page_size):
     assert found == rounds(LocalEngine(config, chunked_prefill_size=64, **options), 3, 5)
 
 
-@pytest.mark.parametrize("page_size", [1, pytest.param(4, marks=pytest.mark.slow)])
-def test_short_prefills_as_graphs(config, page_size, monkeypatch):
-    """Beside longer ones, which have none, with loads of some layers on their way, and beside graphs of decodes."""
+@pytest.mark.parametrize(
+    ("page_size", "captures_extends"), [(1, False), pytest.param(4, False, marks=pytest.mark.slow), (4, True)]
+)
+def test_short_prefills_as_graphs(config, page_size, captures_extends, monkeypatch):
+    """Beside longer ones, which have none, with loads of some layers on their way, and beside graphs of decodes.
+    captures_extends: where nothing is on its way, they are one graph."""
     options = {"num_device_pages": 320 // page_size, "num_host_pages": 3000, "page_size": page_size}
     sizes: list[tuple[int, int]] = []
+    ways: set[tuple[str, bool]] = set()
     replay = PrefillGraphs.forward_layer
 
     def watched(self, layer_id, state, batch, pool):
         if layer_id == 0 and hasattr(state, "captured"):
             sizes.append((state.num_tokens, state.captured.num_tokens))
+            ways.add((type(state.captured).__name__, bool(batch.gates)))
         return replay(self, layer_id, state, batch, pool)
 
     monkeypatch.setattr(PrefillGraphs, "forward_layer", watched)
-    with emulated_device(13) as device:
+    with emulated_device(13):
         engine = LocalEngine(
             config,
             device="cuda",
-            attention_backend=PagedAttention(),
+            attention_backend=PagedAttention(captures_extends),
             graph_batch_size=6,
             graph_prefill_tokens=40,
             chunked_prefill_size=64,
             **options,
         )
-        device.syncs.clear()
         found = rounds(engine, 3, 5)
+    assert ways == {("_Captured", True), ("_Whole" if captures_extends else "_Captured", False)}
     assert len({counts for _, counts in sizes}) > 1 and any(n < count for n, count in sizes), sizes
     assert found == rounds(LocalEngine(config, chunked_prefill_size=64, **options), 3, 5)
 
@@ -242,14 +261,34 @@ def test_captured_token_counts(most, counts):
 
 def test_a_table_that_has_grown_is_captured_anew(config, monkeypatch):
     monkeypatch.setattr(executor_module, "PageTable", lambda slots, device, places: PageTable(slots, device, 64))
-    attention = PagedAttention()
+    attention = PagedAttention(captures_extends=True)
+    captured: list[int] = []
+    capture = PrefillGraphs._capture_whole
+    monkeypatch.setattr(PrefillGraphs, "_capture_whole", lambda *args: captured.append(args[1]) or capture(*args))
+    graphs = {"graph_batch_size": 8, "graph_prefill_tokens": 40}
     with emulated_device(12):
-        engine = LocalEngine(config, 700, device="cuda", attention_backend=attention, graph_batch_size=8)
-        found = engine.generate(prompts(9), params(8))
+        engine = LocalEngine(config, 700, device="cuda", attention_backend=attention, **graphs)
+        counts = set(captured)
+        captured.clear()
+        # The second time they are short.
+        found = [engine.generate(prompts(9), params(8)) for _ in range(2)]
+        assert captured and counts.issuperset(captured)
         engine.close()
     engine = LocalEngine(config, 700)
-    assert [each.tokens for each in found] == [each.tokens for each in engine.generate(prompts(9), params(8))]
+    for answers in found:
+        assert [each.tokens for each in answers] == [each.tokens for each in engine.generate(prompts(9), params(8))]
     engine.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_graphs_on_a_gpu(config, page_size):
+    """With the attention of a GPU."""
+    options = {"num_device_pages": 320 // page_size, "num_host_pages": 3000, "page_size": page_size}
+    options |= {"device": "cuda", "chunked_prefill_size": 64}
+    plain = rounds(LocalEngine(config, **options), 3, 5)
+    assert rounds(LocalEngine(config, graph_batch_size=6, graph_prefill_tokens=40, **options), 3, 5) == plain
 
 
 @pytest.mark.parametrize("largest", [1, 3, 8, 100, 256, 300, 1000])

@@ -73,8 +73,8 @@ class PagedSegments(Sequence[list[KVSegment]]):
     request, made when first asked for.
 
     table: pages of many requests, integers, on the device. starts, kv_lens, q_lens: (num_reqs,) int64 numpy.
-    device_starts, device_kv_lens: the same (num_reqs,) int64 on the table's device. The owner of a CUDA graph of
-    a decode writes to them, and to table, before each replay; q_lens never change.
+    device_starts, device_kv_lens: the same (num_reqs,) int64 on the table's device. The owner of a CUDA graph writes
+    to them, and to table, before each replay; to q_lens, too, if it is of a prefill.
     """
 
     table: torch.Tensor

@@ -35,7 +35,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 from sglang.srt.model_executor.kernel_warm_up import warm_up_kernels
 from sglang.srt.model_executor.launch import NO_TOKEN, Launch, LaunchMode, StreamedPrefix
 from sglang.srt.model_executor.page_table import PageTable
-from sglang.srt.model_executor.prefill_graphs import CutModel, PrefillGraphs
+from sglang.srt.model_executor.prefill_graphs import CapturedAttention, CutModel, PrefillGraphs
 from sglang.srt.sampling.logprob_types import LaunchFindings, TokenLogprob
 from sglang.srt.sampling.logprobs import LogprobQuery, LogprobTensors
 from sglang.srt.sampling.penalties import PenaltyTable
@@ -190,11 +190,11 @@ class ExecutorOptions:
     lockstep: bool = False
     # The model's and the pool's.
     device: torch.device = CPU
-    # What the model attends with, if decodes are to be CUDA graphs, of graph_batch_size requests at most; the pool
-    # then has a scratch slot.
+    # What the model attends with, if there are to be CUDA graphs; the pool then has a scratch slot. graph_batch_size:
+    # requests of the largest decode that is one.
     attention: AttentionBackend | None = None
     graph_batch_size: int = 0
-    # Prefills of so many tokens at most are CUDA graphs but for their attention; the model is a `CutModel` then.
+    # Prefills of so many tokens at most are CUDA graphs; the model is a `CutModel` then.
     graph_prefill_tokens: int = 0
     # None: no request has a grammar.
     grammars: GrammarRows | None = None
@@ -213,11 +213,17 @@ class ModelExecutor:
         layer_stream: LayerStreamCache | None = None,
     ) -> None:
         max_slots, vocab_size, device = options.max_slots, options.vocab_size, options.device
+        # On a GPU the table starts with room for every page several times over, because CUDA graphs are captured
+        # again when it grows.
+        self._page_table = PageTable(max_slots, device, 64 * max_slots + 4 * pool.num_pages)
         self.model: CausalLM = model
         self._prefill_graphs: PrefillGraphs | None = None
         if options.graph_prefill_tokens:
+            captured = None
+            if options.attention is not None and options.attention.captures_extends:
+                captured = CapturedAttention(options.attention, self._page_table, options.scale)
             self.model = self._prefill_graphs = PrefillGraphs(
-                cast(CutModel, model), pool, options.graph_prefill_tokens, options.device
+                cast(CutModel, model), pool, options.graph_prefill_tokens, device, captured
             )
         self.pool = pool
         self.page_size = options.page_size
@@ -233,9 +239,6 @@ class ModelExecutor:
         self._layer_stream = layer_stream
         # The prefixes that were streamed last, cut into pieces. They are the same in most launches.
         self._pieces: deque[tuple[tuple[tuple[Tier, np.ndarray], ...], list[Piece]]] = deque(maxlen=_KEPT_PREFIXES)
-        # On a GPU the table starts with room for every page several times over, because CUDA graphs are captured
-        # again when it grows.
-        self._page_table = PageTable(max_slots, device, 64 * max_slots + 4 * pool.num_pages)
         self._last_tokens = torch.zeros(max_slots, dtype=torch.int64, device=device)
         self._graphs: CudaGraphRunner | None = None
         if options.attention is not None and options.graph_batch_size:

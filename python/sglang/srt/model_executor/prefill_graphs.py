@@ -1,14 +1,15 @@
-"""`PrefillGraphs`: a model whose short prefills are CUDA graphs, but for their attention.
+"""`PrefillGraphs`: a model whose short prefills are CUDA graphs.
 
 Owns the graphs and the memory that they read from and leave their results in. 48 new tokens behind a long prefix take
-a GPU less time than the host takes for 27 kernels a layer. Attention depends on the lengths of all
-requests, and a layer's KV may still be on its way, so that a prefill is not one graph but one per layer:
+a GPU less time than the host takes for 27 kernels a layer. Where all KV is there, a prefill is one graph, up to the
+rest of the last layer: only sampled rows. A layer's KV may still be on its way, and not all backends can capture
+their attention. Then it is one graph per layer:
 
     graph 0         embedding, and layer 0 up to its queries, with K and V in the pool
                     the host starts layer 0's attention
     graph 1         the rest of layer 0, and layer 1 up to its queries, with K and V in the pool
     ...
-                    the last layer's attention, and the rest of it: only sampled rows
+                    the last layer's attention, and the rest of it
 
 A batch with fewer tokens than its graphs is filled up with rows of earlier batches, whose results are not read, and
 whose K and V go to the pool's scratch slot: no row depends on another but in attention. Used on the executor's stream
@@ -24,17 +25,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
-from sglang.srt.mem_cache.kv_view import KVPool, KVSegment, KVView
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionMetadata
+from sglang.srt.layers.radix_attention import AttentionBatch
+from sglang.srt.mem_cache.kv_view import KVPool, KVSegment, KVView, PagedSegments
 from sglang.srt.mem_cache.memory_pool import DevicePool
 from sglang.srt.model_executor.forward_batch_info import CausalLM, ForwardBatch, ForwardMode
+from sglang.srt.model_executor.page_table import PageTable
 
 logger = logging.getLogger(__name__)
 
 _WARM_UPS = 2
 _SMALLEST = 16
 _LARGEST_STEP = 128
+# Of a prefill that is one graph.
+_MOST_REQUESTS = 32
 
 
 class CutModel(CausalLM, Protocol):
@@ -54,7 +61,7 @@ class CutModel(CausalLM, Protocol):
         which are stored."""
         ...
 
-    def attend_own(self, layer_id: int, q: torch.Tensor, batch: ForwardBatch, pool: KVPool) -> torch.Tensor:
+    def attend_own(self, layer_id: int, q: torch.Tensor, batch: AttentionBatch, pool: KVPool) -> torch.Tensor:
         """(num_tokens, attended_size)."""
         ...
 
@@ -71,7 +78,7 @@ class CutModel(CausalLM, Protocol):
 
 @dataclass(frozen=True)
 class _Captured:
-    """The graphs of prefills of num_tokens tokens, one of each layer."""
+    """Prefills of num_tokens tokens, as a graph of each layer."""
 
     num_tokens: int
     graphs: list[torch.cuda.CUDAGraph]
@@ -80,10 +87,32 @@ class _Captured:
 
 
 @dataclass(frozen=True)
-class _Replayed:
-    """The state of a batch between two graphs."""
+class _Whole:
+    """Prefills of num_tokens tokens, as one graph."""
 
-    captured: _Captured
+    num_tokens: int
+    graph: torch.cuda.CUDAGraph
+    segments: PagedSegments
+    # Of the last layer, (num_tokens, attended_size), and the state behind its attention.
+    attended: torch.Tensor
+    state: Any
+    # Of the page table.
+    version: int
+
+
+@dataclass(frozen=True)
+class _OfGraph:
+    """See `AttentionBatch`."""
+
+    segments: PagedSegments
+    attn: AttentionMetadata
+
+
+@dataclass(frozen=True)
+class _Replayed:
+    """The state of a batch between two graphs, or after the only one."""
+
+    captured: _Captured | _Whole
     num_tokens: int
 
 
@@ -98,11 +127,31 @@ def token_counts(most: int) -> list[int]:
     return [*counts, most]
 
 
+@dataclass(frozen=True)
+class CapturedAttention:
+    """The model's backend, which captures extends, the table that its batches read, and their scale."""
+
+    backend: AttentionBackend
+    page_table: PageTable
+    scale: float
+
+
+def _max_requests(num_tokens: int) -> int:
+    return min(num_tokens, _MOST_REQUESTS)
+
+
 class PrefillGraphs:
     """See `CausalLM`. max_tokens: of a batch; larger ones, and those that stream, run kernel by kernel. pool: of all
-    batches. Raises ValueError if it has no scratch slot."""
+    batches. attention: None for a graph of each layer alone. Raises ValueError if the pool has no scratch slot."""
 
-    def __init__(self, model: CutModel, pool: DevicePool, max_tokens: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: CutModel,
+        pool: DevicePool,
+        max_tokens: int,
+        device: torch.device,
+        attention: CapturedAttention | None = None,
+    ) -> None:
         if pool.scratch_slot is None:
             raise ValueError("CUDA graphs need a device pool with a scratch slot")
         self.model = model
@@ -115,6 +164,8 @@ class PrefillGraphs:
         # (max_tokens, heads, head_dim): a layer's queries.
         self._queries: torch.Tensor | None = None
         self._captured: dict[int, _Captured] = {}
+        self._attention = attention
+        self._whole: dict[int, _Whole] = {}
         # Memory that all graphs use in turn.
         self._memory: Any = None
 
@@ -125,6 +176,8 @@ class PrefillGraphs:
             # The largest first: the others fit into its memory.
             for count in reversed(self._counts):
                 self._captured[count] = self._capture(count)
+                if self._attention is not None:
+                    self._whole[count] = self._capture_whole(count, self._attention)
         seconds = time.monotonic() - began
         logger.info("captured CUDA graphs of prefills of up to %d tokens in %.1f s", self._counts[-1], seconds)
 
@@ -140,6 +193,9 @@ class PrefillGraphs:
         self._positions[:num_tokens].copy_(batch.positions)
         self._out_loc[:num_tokens].copy_(batch.out_loc)
         self._out_loc[num_tokens : captured.num_tokens].fill_(self._scratch_slot)
+        if (whole := self._whole_for(captured.num_tokens, batch)) is not None:
+            whole.graph.replay()
+            return _Replayed(whole, num_tokens)
         captured.graphs[0].replay()
         return _Replayed(captured, num_tokens)
 
@@ -148,6 +204,11 @@ class PrefillGraphs:
         if not isinstance(state, _Replayed):
             return self.model.forward_layer(layer_id, state, batch, pool)
         captured, num_tokens = state.captured, state.num_tokens
+        if isinstance(captured, _Whole):
+            if layer_id < self.num_layers - 1:
+                return state
+            last, attended = self.model.first_rows(captured.state, num_tokens), captured.attended[:num_tokens]
+            return self.model.finish_layer(layer_id, last, attended, batch.sample_rows)
         assert self._queries is not None and pool is self._pool
         attended = self.model.attend_own(layer_id, self._queries[:num_tokens], batch, pool)
         if layer_id == self.num_layers - 1:
@@ -171,6 +232,31 @@ class PrefillGraphs:
     def logits(self, state: Any, batch: ForwardBatch) -> torch.Tensor:
         return self.model.logits(state, batch)
 
+    def _whole_for(self, count: int, batch: ForwardBatch) -> _Whole | None:
+        """The graph, with the batch's lengths and places; None if its attention cannot be in one."""
+        attention, ours = self._attention, batch.segments
+        if (
+            attention is None
+            or batch.gates
+            or not isinstance(ours, PagedSegments)
+            or len(ours) > _max_requests(count)
+        ):
+            return None
+        whole = self._whole[count]
+        if whole.version != attention.page_table.version:
+            whole = self._whole[count] = self._capture_whole(count, attention)
+        theirs, num_reqs = whole.segments, len(ours)
+        for there, here in (
+            (theirs.starts, ours.starts),
+            (theirs.kv_lens, ours.kv_lens),
+            (theirs.q_lens, ours.q_lens),
+        ):
+            there[:num_reqs], there[num_reqs:] = here, 0
+        theirs.device_starts[:num_reqs].copy_(ours.device_starts)
+        theirs.device_kv_lens[:num_reqs].copy_(ours.device_kv_lens)
+        attention.backend.before_replay(theirs)
+        return whole
+
     def _capture(self, count: int) -> _Captured:
         """On the current stream."""
         for _ in range(_WARM_UPS):
@@ -178,17 +264,49 @@ class PrefillGraphs:
         graphs: list[torch.cuda.CUDAGraph] = []
 
         def capture(work: Callable[[], Any]) -> Any:
-            graph = torch.cuda.CUDAGraph()
-            # Other threads may make CUDA calls meanwhile.
-            with torch.cuda.graph(
-                graph, pool=self._memory, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
-            ):
-                found = work()
-            self._memory = graph.pool()
+            graph, found = self._graph_of(work)
             graphs.append(graph)
             return found
 
         return _Captured(count, graphs, self._run(count, capture))
+
+    def _capture_whole(self, count: int, attention: CapturedAttention) -> _Whole:
+        """On the current stream."""
+        table, num_reqs = attention.page_table, _max_requests(count) + 1
+        starts, kv_lens, q_lens = np.zeros((3, num_reqs), np.int64)
+        q_lens[0] = count
+        on_device = torch.zeros((2, num_reqs), dtype=torch.int64, device=self._input_ids.device)
+        segments = PagedSegments(table.table, self._pool.page_size, starts, kv_lens, q_lens, *on_device)
+        batch = _OfGraph(segments, AttentionMetadata(tuple(q_lens.tolist()), attention.scale))
+
+        def forward() -> tuple[Any, torch.Tensor]:
+            state = self.model.start(self._input_ids[:count], self._positions[:count], self._out_loc[:count])
+            for layer in range(self.num_layers):
+                queries = self.model.project(layer, state, self._pool)
+                attended = self.model.attend_own(layer, queries, batch, self._pool)
+                if layer < self.num_layers - 1:
+                    state = self.model.finish_layer(layer, state, attended)
+            return state, attended
+
+        attention.backend.capturing = True
+        try:
+            for _ in range(_WARM_UPS):
+                forward()
+            graph, (state, attended) = self._graph_of(forward)
+        finally:
+            attention.backend.capturing = False
+        return _Whole(count, graph, segments, attended, state, table.version)
+
+    def _graph_of(self, work: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+        """What the work starts on the device, and what it returns."""
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may make CUDA calls meanwhile.
+        with torch.cuda.graph(
+            graph, pool=self._memory, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
+        ):
+            found = work()
+        self._memory = graph.pool()
+        return graph, found
 
     def _run(self, count: int, each: Callable[[Callable[[], Any]], Any]) -> Any:
         """The parts of a prefill that are graphs, each by `each`. Returns the state before the last attention."""

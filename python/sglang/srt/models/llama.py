@@ -19,7 +19,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.kv_scale import kv_scale_of
 from sglang.srt.layers.layernorm import QKNorm, RMSNorm
 from sglang.srt.layers.linear import GatedLinear, MergedColumnParallelLinear, RowParallelLinear, Weight
-from sglang.srt.layers.radix_attention import PartialState, RadixAttention
+from sglang.srt.layers.radix_attention import AttentionBatch, PartialState, RadixAttention
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding, Rotation
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from sglang.srt.layers.weights import WeightTarget
@@ -231,7 +231,7 @@ class LlamaForCausalLM(nn.Module):
         return self._layer(layer_id).project(state, pool)
 
     @torch.inference_mode()
-    def attend_own(self, layer_id: int, q: torch.Tensor, batch: ForwardBatch, pool: KVPool) -> torch.Tensor:
+    def attend_own(self, layer_id: int, q: torch.Tensor, batch: AttentionBatch, pool: KVPool) -> torch.Tensor:
         return self._layer(layer_id).self_attn.attn(q, batch, pool).reshape(q.shape[0], -1)
 
     @torch.inference_mode()

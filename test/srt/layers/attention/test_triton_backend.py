@@ -16,9 +16,11 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
 from sglang.srt.mem_cache.kv_view import KVSegment
 from support.attention_cases import (
+    CAPTURED_EXTENDS,
     DECODES,
     EXTENDS,
     LAYOUTS,
+    REPLAYED_EXTENDS,
     SMALL_TYPES,
     Case,
     PagedCase,
@@ -41,7 +43,9 @@ INT_TYPES = (torch.int32, torch.int64)
 
 
 @needs_triton
-@pytest.mark.parametrize("what", ["paged,capture", "batches,partials", "heads,splits,edges,small_types", "engine"])
+@pytest.mark.parametrize(
+    "what", ["paged,capture", "captured_extends,batches,partials", "heads,splits,edges,small_types", "engine"]
+)
 def test_under_the_interpreter(what: str):
     assert run_interpreted(__file__, what).count("are right") == what.count(",") + 1
 
@@ -173,7 +177,7 @@ def test_a_gpu_with_less_shared_memory_and_wide_heads_get_other_tiles():
 
 @needs_triton
 def test_splits_of_extends_cover_each_key_once():
-    from sglang.srt.layers.attention.triton_backend import Heads, Tiles, split_extends
+    from sglang.srt.layers.attention.triton_backend import ExtendRoom, Heads, Tiles, split_extends
 
     seed = 26
     print(f"seed {seed}")
@@ -185,28 +189,36 @@ def test_splits_of_extends_cover_each_key_once():
         q_lens = np.array([rng.choice((1, 2, 48, 700)) for _ in range(num_reqs)])
         before = np.array([rng.choice((0, 5, 12_000)) for _ in range(num_reqs)])
         kv_lens = before + q_lens
-        splits = split_extends(q_lens, kv_lens, before, heads, tiles, num_sms)
-        reqs, firsts, keys, slots, *merges = splits.columns
+        fewest = rng.choice((1, 2))
+        splits = split_extends(q_lens, kv_lens, before, heads, tiles, num_sms, fewest)
+        reqs, firsts, keys, ends, slots = splits.blocks
+        split_tokens = int((ends - keys).max(initial=0))
+        assert bool((ends - keys == split_tokens).all())
         keys_of: dict[tuple[int, int], list[int]] = {}
         slots_of: dict[tuple[int, int], list[int]] = {}
         for req, first, key, slot in zip(*(column.tolist() for column in (reqs, firsts, keys, slots)), strict=True):
             keys_of.setdefault((req, first), []).append(key)
             slots_of.setdefault((req, first), []).append(slot)
         rows = tiles.extend_queries
-        wanted = {(i, r) for i, n in enumerate(q_lens) if n > 1 for r in range(0, n * heads.group, rows)}
+        wanted = {(i, r) for i, n in enumerate(q_lens) if n >= fewest for r in range(0, n * heads.group, rows)}
         assert keys_of.keys() == wanted
         for (req, first), starts in keys_of.items():
             end = before[req] + min((first + rows - 1) // heads.group + 1, q_lens[req])
-            assert starts == list(range(0, end, splits.split_tokens))
-            assert splits.split_tokens % tiles.extend_keys == 0
+            assert starts == list(range(0, end, split_tokens))
+            assert split_tokens % tiles.extend_keys == 0
         assert len(keys) <= len(wanted) + -(-num_sms // heads.num_kv_heads)
         of_merges = {
             (req, first): list(range(slot, slot + count))
-            for req, first, slot, count in zip(*(column.tolist() for column in merges), strict=True)
+            for req, first, slot, count in zip(*(column.tolist() for column in splits.merges), strict=True)
         }
         assert of_merges == {block: each for block, each in slots_of.items() if len(each) > 1}
         assert all(each == [-1] for each in slots_of.values() if len(each) == 1)
         assert sorted(itertools.chain(*of_merges.values())) == list(range(splits.num_slots))
+        room = ExtendRoom.of(int(q_lens.sum()) + rng.choice((0, 9)), num_reqs + 1, heads, tiles, num_sms)
+        of_reqs = [np.append(column, 0) for column in (np.cumsum(q_lens) - q_lens, q_lens, before)]
+        filled = np.split(room.filled(splits, of_reqs), np.cumsum(room.sizes)[:-1])
+        assert (filled[0][len(reqs) :] == num_reqs).all() and (filled[4][len(reqs) :] == -1).all()
+        assert [*map(len, filled)] == room.sizes and filled[0][: len(reqs)].tolist() == reqs.tolist()
 
 
 @needs_triton
@@ -299,6 +311,26 @@ def capture(backend: Any) -> int:
         assert kernels == grid, (kernels, grid)
     backend.capturing = False
     return 2
+
+
+def captured_extends(backend: Any) -> int:
+    """The same of extends: the host divides them before a replay, and the grid stays."""
+    kernels = watch_grids()
+    case = PagedCase(16, 16, "layer_first", torch.float32, CAPTURED_EXTENDS, **SMALL)
+    backend.capturing = True
+    got = backend.forward(case.q, case.view, case.segments, case.meta)
+    assert (got.double() - torch.cat(case.want)).abs().max() < 2e-6
+    grid = dict(kernels)
+    for seed, (kv_lens, q_lens) in enumerate(REPLAYED_EXTENDS):
+        case.fill(random.Random(seed), kv_lens, q_lens)
+        backend.before_replay(case.segments)
+        for hidden in (case.segments.kv_lens, case.segments.starts, case.segments.q_lens):
+            hidden[:] = 1 << 40
+        got, want = backend.forward(case.q, case.view, case.segments, case.meta), torch.cat(case.want)
+        assert (got[: len(want)].double() - want).abs().max() < 2e-6, (kv_lens, q_lens)
+        assert kernels == grid and "decode_kernel" not in grid, (kernels, grid)
+    backend.capturing = False
+    return 1 + len(REPLAYED_EXTENDS)
 
 
 def watch_grids() -> dict[str, tuple[int, ...]]:

@@ -52,9 +52,11 @@ class AttentionBackend(Protocol):
     """capturing: set around the capture of a CUDA graph, and before the forward passes that warm up for it. False at
     first. While it is set, the work of `forward` with a `PagedSegments` of one query each depends on the batch's size
     only. It may be captured if it has run once before with the same object: then memory is allocated, kernels are
-    compiled and plans are made."""
+    compiled and plans are made. captures_extends: whether that holds for any numbers of queries, too, with as many
+    rows as q has; the last request then has none."""
 
     capturing: bool
+    captures_extends: bool
 
     def forward(
         self, q: torch.Tensor, view: KVView, segments: Sequence[list[KVSegment]], meta: AttentionMetadata
@@ -68,8 +70,8 @@ class AttentionBackend(Protocol):
         ...
 
     def before_replay(self, segments: PagedSegments) -> None:
-        """Called before a replay of a CUDA graph in which a decode's `forward` was captured, with the current content
-        of segments, the numpy arrays too. The captured work reads kv_lens, starts and table on the device and none of
+        """Called before a replay of a CUDA graph in which `forward` was captured, with the current content of
+        segments, the numpy arrays too. The captured work reads kv_lens, starts and table on the device and none of
         them on the host. A backend that plans on the host plans again in this call."""
         ...
 

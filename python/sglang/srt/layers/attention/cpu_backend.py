@@ -37,6 +37,8 @@ class CpuAttnBackend:
     """See `AttentionBackend`. One instance serves one model; calls do not overlap. A batch's segments do not change
     while its layers are computed."""
 
+    captures_extends = False
+
     def __init__(self) -> None:
         self.capturing = False
         self._torch = TorchNativeAttnBackend()

@@ -162,6 +162,8 @@ class FlashInferAttnBackend:
     Hopper, "fa2" are the kernels that decodes have compiled anyway.
     """
 
+    captures_extends = False
+
     def __init__(
         self, flashinfer: Any = None, workspace_bytes: int = _WORKSPACE_BYTES, extend_kernels: str = "auto"
     ) -> None:

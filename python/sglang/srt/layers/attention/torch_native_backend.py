@@ -129,6 +129,8 @@ class TorchNativeAttnBackend:
     immutable, its pages included: other pages need another `KVSegment`.
     """
 
+    captures_extends = False
+
     def __init__(self) -> None:
         self.capturing = False
         self._plan: _Plan | None = None

@@ -9,17 +9,17 @@ An extend's plan is one copy from pinned memory, without a wait. Lists of `KVSeg
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 import triton
 
-from sgl_kernel.triton_launch import launch
+from sgl_kernel.triton_launch import ALIGNMENT, Recording, launch
 from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata, BatchKey
 from sglang.srt.layers.attention.triton_kernels import (
     decode_kernel,
@@ -79,9 +79,9 @@ class Tiles:
 @dataclass(frozen=True)
 class _Extends:
     """The requests with more than one query; int32 on the queries' device, as triton_kernels.py names them. Per
-    request: rows, q_lens, before. blocks, per program: block_reqs, block_firsts, block_keys, block_slots. merges, per
-    block with more than one split: merge_reqs, merge_firsts, merge_slots, merge_counts. decodes: requests of one
-    query. num_slots: of parts."""
+    request: rows, q_lens, before. blocks, per program: block_reqs, block_firsts, block_keys, block_ends, block_slots.
+    merges, per block with more than one split: merge_reqs, merge_firsts, merge_slots, merge_counts. decodes: requests
+    of one query. num_slots: of parts."""
 
     rows: torch.Tensor
     q_lens: torch.Tensor
@@ -89,8 +89,13 @@ class _Extends:
     blocks: list[torch.Tensor]
     merges: list[torch.Tensor]
     decodes: torch.Tensor
-    split_tokens: int
     num_slots: int
+
+    @classmethod
+    def of(cls, columns: list[torch.Tensor], num_slots: int) -> _Extends:
+        """columns: blocks, merges, rows, q_lens, before, decodes."""
+        rows, q_lens, before, decodes = columns[9:]
+        return cls(rows, q_lens, before, columns[:5], columns[5:9], decodes, num_slots)
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,18 @@ class _Plan:
 
 
 @dataclass(frozen=True)
+class _CapturedExtends:
+    """Of a CUDA graph: room for the plans of all batches with so many rows at most. What a batch does not fill
+    belongs to the last request, which has neither queries nor keys."""
+
+    heads: Heads
+    tiles: Tiles
+    room: ExtendRoom
+    # int32 on the queries' device: blocks, merges, rows, q_lens and before, one after the other.
+    memory: torch.Tensor
+
+
+@dataclass(frozen=True)
 class _Table:
     """The places of a batch's keys, as triton_kernels.py reads them. pages: slots if by_slot, on the queries'
     device. skip: 0 in a batch's table; other kernels are compiled for tables that may have one."""
@@ -137,6 +154,8 @@ class _Batch:
     q_lens: tuple[int, ...]
     table: _Table
     plan: _Plan
+    # The launches of a layer, for others; by what they depend on.
+    recorded: dict[tuple[object, ...], Recording] = field(default_factory=dict)
 
     def matches(self, segments: Sequence[list[KVSegment]], page_size: int, q_lens: tuple[int, ...]) -> bool:
         if isinstance(segments, PagedSegments):
@@ -150,13 +169,16 @@ class TritonAttnBackend:
     The plan of a batch is made in its first layer and kept until other segments arrive. Segments are immutable, but
     for the arrays of a `PagedSegments` of one query each, from which a plan takes only whether any is long.
 
-    A CUDA graph of a decode: with `capturing` the grid depends on the batch's size only. Each program finds its
+    CUDA graphs: with `capturing` the grid depends on the batch's size only. A program of a decode finds its
     request and its keys from kv_lens, starts and table on the device. Where kv_len is 0 it finds none, and the row is
-    zero. A replay therefore needs nothing from the host. Without `capturing`, short batches have no splits.
+    zero. A replay therefore needs nothing from the host. Without `capturing`, short batches have no splits. Of
+    prefills the host divides rows and keys again before a replay, for as many programs as there may be.
 
     tiles, num_sms (the number of programs that run at once): None to derive them from the first queries, pages and
     their GPU.
     """
+
+    captures_extends = True
 
     def __init__(self, tiles: Tiles | None = None, num_sms: int | None = None) -> None:
         self.capturing = False
@@ -165,6 +187,7 @@ class TritonAttnBackend:
         self._batch: _Batch | None = None
         # By q_len, length and whether it is causal. A plan does not depend on the pages.
         self._partials: OrderedDict[tuple[int, int, bool], _Plan] = OrderedDict()
+        self._captured: WeakKeyDictionary[PagedSegments, _CapturedExtends] = WeakKeyDictionary()
 
     def forward(
         self, q: torch.Tensor, view: KVView, segments: Sequence[list[KVSegment]], meta: AttentionMetadata
@@ -175,11 +198,32 @@ class TritonAttnBackend:
             batch = self._batch = self._make_batch(segments, view, meta.q_lens, q)
         assert sum(meta.q_lens) == q.shape[0], f"{q.shape[0]} rows of q for q_lens {meta.q_lens}"
         out = q.new_empty(q.shape)
-        self._attend(q, view, batch.table, batch.plan, meta.scale, out, None)
+        factor = meta.scale * _LOG2_E
+        if self.capturing:
+            # A graph uses memory of its own.
+            self._attend(q, view, batch.table, batch.plan, factor, out, None, launch)
+            return out
+        given = (q, view.k, view.v, out, factor)
+        key = (q.shape, *(x for each in given[:3] for x in (each.dtype, each.stride(), each.data_ptr() % ALIGNMENT)))
+        recorded = batch.recorded.get(key)
+        if recorded is None:
+            recorded = batch.recorded[key] = Recording(*given)
+            self._attend(q, view, batch.table, batch.plan, factor, out, None, recorded.launch)
+        else:
+            recorded.repeat(*given)
         return out
 
     def before_replay(self, segments: PagedSegments) -> None:
-        """Nothing to do: a graph needs no plan from the host."""
+        captured = self._captured.get(segments)
+        if captured is None:
+            return  # a decode needs no plan from the host
+        q_lens, kv_lens = segments.q_lens, segments.kv_lens
+        before = np.maximum(kv_lens - q_lens, 0)
+        sms = self._sms_of(captured.memory.device)
+        splits = split_extends(q_lens, kv_lens, before, captured.heads, captured.tiles, sms, 1)
+        found = captured.room.filled(splits, (np.cumsum(q_lens) - q_lens, q_lens, before))
+        (there,) = to_device_together([found], captured.memory.device)
+        captured.memory.copy_(there)
 
     def partial(
         self, q: torch.Tensor, view: KVView, segment: KVSegment, scale: float
@@ -200,7 +244,8 @@ class TritonAttnBackend:
         self._partials.move_to_end(key)
         out = q.new_empty(q.shape, dtype=torch.float32)
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-        self._attend(q, view, _Table(segment.pages, may_skip=True, skip=segment.skip), plan, scale, out, lse)
+        table = _Table(segment.pages, may_skip=True, skip=segment.skip)
+        self._attend(q, view, table, plan, scale * _LOG2_E, out, lse, launch)
         return out, lse
 
     # -- inside -------------------------------------------------------------------------------------------------
@@ -212,6 +257,9 @@ class TritonAttnBackend:
         if isinstance(segments, PagedSegments):
             assert segments.page_size == page_size, f"pages of {segments.page_size} tokens in a pool of {page_size}"
             assert np.array_equal(segments.q_lens, queries), "queries that the segments were not made for"
+            if self.capturing and not (queries == 1).all():
+                plan = self._make_captured_plan(segments, q, view)
+                return _Batch(segments, q_lens, _Table(segments.table), plan)
             kv_lens = segments.kv_lens
             on_device = segments.device_starts, segments.device_kv_lens
             plan = self._make_plan(queries, kv_lens, kv_lens - queries, q, view, on_device)
@@ -243,24 +291,23 @@ class TritonAttnBackend:
         heads, tiles = _heads_of(q, view), self._tiles_for(q, view)
         splits = split_extends(q_lens, kv_lens, before, heads, tiles, self._sms_of(q.device))
         columns = [
-            *splits.columns,
+            *splits.blocks,
+            *splits.merges,
             *(np.cumsum(q_lens) - q_lens, q_lens, before, np.flatnonzero(is_decode)),
             *(() if on_device else (np.cumsum(kv_lens) - kv_lens, kv_lens)),
         ]
         tensors = to_device_together([column.astype(np.int32) for column in columns], q.device)
         starts, lens = on_device or tensors[-2:]
-        rows, lens_of_queries, tokens_before, decodes = tensors[8:12]
-        extends = _Extends(
-            rows,
-            lens_of_queries,
-            tokens_before,
-            tensors[:4],
-            tensors[4:8],
-            decodes,
-            splits.split_tokens,
-            splits.num_slots,
-        )
-        return _Plan(starts, lens, num_decodes, longest, extends)
+        return _Plan(starts, lens, num_decodes, longest, _Extends.of(tensors[:13], splits.num_slots))
+
+    def _make_captured_plan(self, segments: PagedSegments, q: torch.Tensor, view: KVView) -> _Plan:
+        heads, tiles = _heads_of(q, view), self._tiles_for(q, view)
+        room = ExtendRoom.of(q.shape[0], len(segments), heads, tiles, self._sms_of(q.device))
+        memory = torch.zeros(sum(room.sizes), dtype=torch.int32, device=q.device)
+        self._captured[segments] = _CapturedExtends(heads, tiles, room, memory)
+        self.before_replay(segments)
+        extends = _Extends.of([*memory.split(room.sizes), memory[:0]], room.num_slots)
+        return _Plan(segments.device_starts, segments.device_kv_lens, 0, 0, extends)
 
     def _attend(
         self,
@@ -268,14 +315,15 @@ class TritonAttnBackend:
         view: KVView,
         table: _Table,
         plan: _Plan,
-        scale: float,
+        factor: float,
         out: torch.Tensor,
         lse: torch.Tensor | None,
+        launch: Callable[..., object],
     ) -> None:
-        """Fills out, and lse unless it is None."""
+        """Fills out, and lse unless it is None. factor: the kernels' scale. launch: see `triton_launch`."""
         num_heads, head_dim = q.shape[1:]
         heads, extends = _heads_of(q, view), plan.extends
-        assert scale > 0, f"a scale of {scale}"
+        assert factor > 0, f"a scale of {factor}"
         assert q.stride(2) == 1, "the values of a head lie side by side"
         assert table.pages.is_contiguous(), "pages lie side by side in their table"
         tiles = self._tiles_for(q, view)
@@ -286,105 +334,103 @@ class TritonAttnBackend:
         from_page_start = not (table.by_slot or table.may_skip)
         keys = (table.pages, plan.starts, plan.kv_lens)
         strides = (*q.stride()[:2], *view.k.stride()[:3], *view.v.stride()[:3])
-        numbers = (*strides, page_tokens or 0, scale * _LOG2_E, table.skip)
-        with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
-            if extends is not None and (num_blocks := len(extends.blocks[0])):
-                in_pages = lse is None and not table.by_slot
-                tile_keys = tiles.extend_keys_of_pages if in_pages else tiles.extend_keys
-                parts, part_lses = _parts(q, extends.num_slots, heads.num_kv_heads, tiles.extend_queries)
+        numbers = (*strides, page_tokens or 0, factor, table.skip)
+        if extends is not None and (num_blocks := len(extends.blocks[0])):
+            in_pages = lse is None and not table.by_slot
+            tile_keys = tiles.extend_keys_of_pages if in_pages else tiles.extend_keys
+            parts, part_lses = _parts(q, extends.num_slots, heads.num_kv_heads, tiles.extend_queries)
+            launch(
+                extend_kernel,
+                (num_blocks, heads.num_kv_heads),
+                q,
+                view.k,
+                view.v,
+                out,
+                lse,
+                parts,
+                part_lses,
+                *keys,
+                *extends.blocks,
+                extends.rows,
+                extends.q_lens,
+                extends.before,
+                *numbers,
+                **paged,
+                BLOCK_M=tiles.extend_queries,
+                BLOCK_N=tile_keys,
+                TILE_IN_PAGE=from_page_start and view.page_size % tile_keys == 0,
+                num_warps=tiles.extend_warps,
+                num_stages=tiles.num_stages,
+            )
+            if num_merges := len(extends.merges[0]):
+                chunks = tiles.extend_queries // _MERGED_ROWS
                 launch(
-                    extend_kernel,
-                    (num_blocks, heads.num_kv_heads),
-                    q,
-                    view.k,
-                    view.v,
-                    out,
-                    lse,
+                    merge_extends_kernel,
+                    (num_merges, heads.num_kv_heads, chunks),
                     parts,
                     part_lses,
-                    *keys,
-                    *extends.blocks,
+                    out,
+                    lse,
+                    *extends.merges,
                     extends.rows,
                     extends.q_lens,
-                    extends.before,
-                    *numbers,
-                    extends.split_tokens,
-                    **paged,
+                    **shape,
+                    GROUP=heads.group,
                     BLOCK_M=tiles.extend_queries,
-                    BLOCK_N=tile_keys,
-                    TILE_IN_PAGE=from_page_start and view.page_size % tile_keys == 0,
-                    num_warps=tiles.extend_warps,
-                    num_stages=tiles.num_stages,
+                    ROWS=_MERGED_ROWS,
                 )
-                if num_merges := len(extends.merges[0]):
-                    chunks = tiles.extend_queries // _MERGED_ROWS
-                    launch(
-                        merge_extends_kernel,
-                        (num_merges, heads.num_kv_heads, chunks),
-                        parts,
-                        part_lses,
-                        out,
-                        lse,
-                        *extends.merges,
-                        extends.rows,
-                        extends.q_lens,
-                        **shape,
-                        GROUP=heads.group,
-                        BLOCK_M=tiles.extend_queries,
-                        ROWS=_MERGED_ROWS,
-                    )
-            if num_decodes := plan.num_decodes:
-                rows = min(64, max(16, triton.next_power_of_2(heads.group)))
-                head_blocks = -(-heads.group // rows)
-                num_more = 0
-                if self.capturing or plan.longest_decode > _MIN_DECODE_SPLIT:
-                    programs = _MORE_DECODE_PROGRAMS * self._sms_of(q.device)
-                    num_more = -(-programs // (heads.num_kv_heads * head_blocks))
-                parts, part_lses = _parts(q, num_decodes + num_more if num_more else 0, num_heads, 1)
-                of_decodes = (None, None) if extends is None else (extends.decodes, extends.rows)
+        if num_decodes := plan.num_decodes:
+            rows = min(64, max(16, triton.next_power_of_2(heads.group)))
+            head_blocks = -(-heads.group // rows)
+            num_more = 0
+            if self.capturing or plan.longest_decode > _MIN_DECODE_SPLIT:
+                programs = _MORE_DECODE_PROGRAMS * self._sms_of(q.device)
+                num_more = -(-programs // (heads.num_kv_heads * head_blocks))
+            parts, part_lses = _parts(q, num_decodes + num_more if num_more else 0, num_heads, 1)
+            of_decodes = (None, None) if extends is None else (extends.decodes, extends.rows)
+            launch(
+                decode_kernel,
+                (num_decodes + num_more, heads.num_kv_heads * head_blocks),
+                q,
+                view.k,
+                view.v,
+                out,
+                lse,
+                parts,
+                part_lses,
+                *keys,
+                *of_decodes,
+                *numbers,
+                num_decodes,
+                num_more,
+                head_blocks,
+                **paged,
+                BLOCK_H=rows,
+                BLOCK_N=tiles.decode_keys,
+                TILE_IN_PAGE=from_page_start and view.page_size % tiles.decode_keys == 0,
+                LEAST=_MIN_DECODE_SPLIT,
+                AT_ONCE=_LENS_AT_ONCE,
+                num_warps=tiles.decode_warps(rows, shape["BLOCK_D"], q.dtype),
+                num_stages=tiles.num_stages,
+            )
+            if num_more:
                 launch(
-                    decode_kernel,
-                    (num_decodes + num_more, heads.num_kv_heads * head_blocks),
-                    q,
-                    view.k,
-                    view.v,
-                    out,
-                    lse,
+                    merge_decodes_kernel,
+                    (num_decodes, -(-num_heads // _MERGED_ROWS)),
                     parts,
                     part_lses,
-                    *keys,
+                    out,
+                    lse,
+                    plan.kv_lens,
                     *of_decodes,
-                    *numbers,
                     num_decodes,
                     num_more,
-                    head_blocks,
-                    **paged,
-                    BLOCK_H=rows,
-                    BLOCK_N=tiles.decode_keys,
-                    TILE_IN_PAGE=from_page_start and view.page_size % tiles.decode_keys == 0,
+                    num_heads,
+                    **shape,
                     LEAST=_MIN_DECODE_SPLIT,
                     AT_ONCE=_LENS_AT_ONCE,
-                    num_warps=tiles.decode_warps(rows, shape["BLOCK_D"], q.dtype),
-                    num_stages=tiles.num_stages,
+                    ROWS=_MERGED_ROWS,
                 )
-                if num_more:
-                    launch(
-                        merge_decodes_kernel,
-                        (num_decodes, -(-num_heads // _MERGED_ROWS)),
-                        parts,
-                        part_lses,
-                        out,
-                        lse,
-                        plan.kv_lens,
-                        *of_decodes,
-                        num_decodes,
-                        num_more,
-                        num_heads,
-                        **shape,
-                        LEAST=_MIN_DECODE_SPLIT,
-                        AT_ONCE=_LENS_AT_ONCE,
-                        ROWS=_MERGED_ROWS,
-                    )
 
     def _tiles_for(self, q: torch.Tensor, view: KVView) -> Tiles:
         if self._tiles is None:
@@ -403,20 +449,60 @@ class TritonAttnBackend:
 
 @dataclass(frozen=True)
 class ExtendSplits:
-    """columns: int64 arrays, of `_Extends` the blocks and then the merges."""
+    """blocks, merges: int64 arrays, see `_Extends`."""
 
-    columns: tuple[np.ndarray, ...]
-    split_tokens: int
+    blocks: tuple[np.ndarray, ...]
+    merges: tuple[np.ndarray, ...]
     num_slots: int
 
 
+@dataclass(frozen=True)
+class ExtendRoom:
+    """The most that `split_extends` finds for a number of rows and requests."""
+
+    num_reqs: int
+    num_blocks: int
+    num_merges: int
+    num_slots: int
+
+    @classmethod
+    def of(cls, num_rows: int, num_reqs: int, heads: Heads, tiles: Tiles, num_sms: int) -> ExtendRoom:
+        """num_reqs: the last one has no rows."""
+        num_more = _more_splits(heads, num_sms)
+        num_blocks = num_rows * heads.group // tiles.extend_queries + min(num_rows, num_reqs - 1)
+        num_merges = min(num_blocks, num_more)
+        return cls(num_reqs, num_blocks + num_more, num_merges, num_merges + num_more)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Of the columns of `_CapturedExtends`."""
+        return [self.num_blocks] * 5 + [self.num_merges] * 4 + [self.num_reqs] * 3
+
+    def filled(self, splits: ExtendSplits, of_reqs: Sequence[np.ndarray]) -> np.ndarray:
+        """(sum(sizes),) int32. of_reqs: rows, q_lens and before."""
+        assert splits.num_slots <= self.num_slots, f"{splits} in {self}"
+        # Programs without work: no keys of the last request.
+        idle = (self.num_reqs - 1, 0, 0, 0, -1, self.num_reqs - 1, 0, 0, 0)
+        columns = [
+            np.pad(column, (0, size - len(column)), constant_values=value)
+            for column, size, value in zip((*splits.blocks, *splits.merges), self.sizes, idle)
+        ]
+        return np.concatenate((*columns, *of_reqs)).astype(np.int32)
+
+
 def split_extends(
-    q_lens: np.ndarray, kv_lens: np.ndarray, before: np.ndarray, heads: Heads, tiles: Tiles, num_sms: int
+    q_lens: np.ndarray,
+    kv_lens: np.ndarray,
+    before: np.ndarray,
+    heads: Heads,
+    tiles: Tiles,
+    num_sms: int,
+    fewest: int = 2,
 ) -> ExtendSplits:
-    """How the requests of more than one query are cut into blocks of rows, and the keys that a block sees into
+    """How the requests of `fewest` queries or more are cut into blocks of rows, and the keys that a block sees into
     splits. All blocks together have num_sms / num_kv_heads splits beyond one each, of equally many keys, or fewer: 48
     tokens behind 12 K keys fill a GPU, and a long prompt that fills it anyway is not split."""
-    extends = np.flatnonzero(q_lens > 1)
+    extends = np.flatnonzero(q_lens >= fewest)
     rows = tiles.extend_queries
     num_blocks = -(-q_lens[extends] * heads.group // rows)
     reqs = np.repeat(extends, num_blocks)
@@ -426,8 +512,7 @@ def split_extends(
     # The longest first, so that the last programs to begin are short.
     order = np.argsort(-ends, kind="stable")
     reqs, firsts, ends = reqs[order], firsts[order], ends[order]
-    num_more = -(-_MORE_EXTEND_PROGRAMS * num_sms // heads.num_kv_heads)
-    tokens = max(_MIN_EXTEND_SPLIT, -(-int(ends.sum()) // num_more))
+    tokens = max(_MIN_EXTEND_SPLIT, -(-int(ends.sum()) // _more_splits(heads, num_sms)))
     tile = max(tiles.extend_keys, tiles.extend_keys_of_pages)
     tokens = -(-tokens // tile) * tile
     counts = np.maximum(-(-ends // tokens), 1)
@@ -437,9 +522,14 @@ def split_extends(
     of_block = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     slots = np.arange(counts.sum())
     slots[num_slots:] = -1
-    merged = (reqs[is_split], firsts[is_split], (np.cumsum(counts) - counts)[is_split], counts[is_split])
-    columns = (np.repeat(reqs, counts), np.repeat(firsts, counts), of_block * tokens, slots, *merged)
-    return ExtendSplits(columns, tokens, num_slots)
+    merges = (reqs[is_split], firsts[is_split], (np.cumsum(counts) - counts)[is_split], counts[is_split])
+    keys = of_block * tokens
+    blocks = (np.repeat(reqs, counts), np.repeat(firsts, counts), keys, keys + tokens, slots)
+    return ExtendSplits(blocks, merges, num_slots)
+
+
+def _more_splits(heads: Heads, num_sms: int) -> int:
+    return -(-_MORE_EXTEND_PROGRAMS * num_sms // heads.num_kv_heads)
 
 
 def _heads_of(q: torch.Tensor, view: KVView) -> Heads:

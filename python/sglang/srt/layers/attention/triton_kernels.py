@@ -30,9 +30,9 @@ import triton.language as tl
 _LN_2 = tl.constexpr(0.6931471805599453)
 # Arguments that differ from batch to batch, and for which no kernel may be compiled again: numbers, and the alignment
 # of the arrays.
-_NUMBERS = ["skip", "split_tokens", "num_decodes", "num_more"]
+_NUMBERS = ["skip", "num_decodes", "num_more"]
 _ARRAYS = ["table_ptr", "starts_ptr", "kv_lens_ptr", "block_reqs_ptr", "block_firsts_ptr", "block_keys_ptr"]
-_ARRAYS += ["block_slots_ptr", "row_starts_ptr", "q_lens_ptr", "num_before_ptr", "reqs_ptr"]
+_ARRAYS += ["block_ends_ptr", "block_slots_ptr", "row_starts_ptr", "q_lens_ptr", "num_before_ptr", "reqs_ptr"]
 _ARRAYS += ["merge_reqs_ptr", "merge_firsts_ptr", "merge_slots_ptr", "merge_counts_ptr"]
 
 
@@ -248,6 +248,7 @@ def extend_kernel(
     block_reqs_ptr,
     block_firsts_ptr,
     block_keys_ptr,
+    block_ends_ptr,
     block_slots_ptr,
     row_starts_ptr,
     q_lens_ptr,
@@ -263,7 +264,6 @@ def extend_kernel(
     page_tokens,
     scale,
     skip,
-    split_tokens,
     PAGE_SIZE: tl.constexpr,
     BY_SLOT: tl.constexpr,
     IN_TOKENS: tl.constexpr,
@@ -274,15 +274,16 @@ def extend_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Program (b, h): rows block_firsts[b].. of request block_reqs[b], of KV head h, and up to split_tokens keys from
-    block_keys[b] on. They are all that its queries see where block_slots[b] is -1; else the result is left in parts
-    (slots, num_kv_heads, BLOCK_M, HEAD_DIM) and part_lses (slots, num_kv_heads, BLOCK_M)."""
+    """Program (b, h): rows block_firsts[b].. of request block_reqs[b], of KV head h, and keys block_keys[b] to
+    block_ends[b], as far as its queries see them: all that they see where block_slots[b] is -1. Else the result
+    is left in parts (slots, num_kv_heads, BLOCK_M, HEAD_DIM) and part_lses (slots, num_kv_heads, BLOCK_M)."""
     block = tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
     num_kv_heads = tl.num_programs(1)
     req = tl.load(block_reqs_ptr + block)
     first_row = tl.load(block_firsts_ptr + block)
     first_key = tl.load(block_keys_ptr + block)
+    last_key = tl.load(block_ends_ptr + block)
     slot = tl.load(block_slots_ptr + block).to(tl.int64)
     row_start = tl.load(row_starts_ptr + req).to(tl.int64)
     q_len = tl.load(q_lens_ptr + req)
@@ -308,7 +309,7 @@ def extend_kernel(
     )
     visible = before + m + 1
     end = tl.minimum(kv_len, before + (first_row + BLOCK_M - 1) // GROUP + 1)
-    end = tl.minimum(end, first_key + split_tokens)
+    end = tl.minimum(end, last_key)
     # Whole blocks that all queries of the program see, then the rest.
     seen_by_all = tl.minimum(end, before + first_row // GROUP + 1) // BLOCK_N * BLOCK_N
     seen_by_all = tl.maximum(seen_by_all, first_key)
