@@ -350,17 +350,17 @@ def test_what_storage_lacks_is_copied_from_peers_that_have_nothing_else():
     rig.check()
 
 
-def test_peers_give_up_no_more_while_a_copy_makes_them_room():
-    rig = AutoRig(host=8, peer=6)
-    nodes = peers_with(rig, "ab", "cd", "ef")
+def test_what_the_device_gives_up_is_kept_while_peers_make_room():
+    """Their copies to the host are under way: peers give up more, older pages, for what is newer."""
+    rig = AutoRig(host=2, peer=4)
+    old, older = peers_with(rig, "ab", "cd")
     rig.at(10).evict(PEER, 2)
-    assert rig.begun() == [(P2H, 2)]
-    for _ in range(3):
-        assert not rig.at(10).make_room(PEER, 2, ()), "its pages are still read"
-    assert rig.begun() == [] and [rig.where(node) for node in nodes] == ["H", "P", "P"]
+    assert rig.begun() == [(P2H, 2)] and rig.where(old) == "H"
+    rig.insert("xy", now=5)
+    rig.give_up(2)
+    assert rig.begun() == [(D2P, 2)] and rig.where(older) == ""
     rig.end_all()
-    assert rig.at(10).make_room(PEER, 2, ()) and [rig.where(node) for node in nodes] == ["H", "P", "P"]
-    rig.check()
+    assert rig.lengths("xy") == (0, 2)
 
 
 def test_little_more_is_copied_than_peers_give_up():

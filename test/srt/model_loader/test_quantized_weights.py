@@ -113,6 +113,10 @@ WAYS: dict[str, tuple[dict, Callable]] = {
         {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 12], "activation_scheme": "dynamic"},
         by_block(16, 12, FP8, "weight_scale_inv"),
     ),
+    "modelopt": (
+        {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"},
+        by_block(None, None, FP8, "weight_scale"),
+    ),
     "compressed, fp8 by channel": (compressed("channel"), by_block(1, None, FP8, "weight_scale")),
     "compressed, fp8 by flat channel": (compressed("channel"), by_block(1, None, FP8, "weight_scale", flat=True)),
     "compressed, fp8 by block": (
@@ -417,6 +421,7 @@ def test_what_does_not_fit_is_named(tmp_path, way, change, message):
         (compressed("block", block_structure="16"), "blocks of '16', not of two sizes above 0"),
         (compressed("group", group_size=0), r"blocks of \(1, 0\), not of two sizes above 0"),
         ({"quant_method": "awq", "bits": 8}, "have 8 bits"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt weights have the quant_algo 'NVFP4'"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version 'gemv'"),
         ({"quant_method": "awq", "bits": 4, "zero_point": False}, "zero_point False"),
     ],
@@ -446,11 +451,21 @@ def test_a_group_of_activations_alone_and_a_type_that_is_left_out():
     assert read_quantization(config) == WeightQuantization(is_int=True)
 
 
-def test_scales_for_the_kv_cache_alone_leave_weights_as_they_are(tmp_path):
+@pytest.mark.parametrize("impl", ["auto", TRANSFORMERS])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"quant_method": "compressed-tensors", "format": "dense", "kv_cache_scheme": {"num_bits": 8}},
+        {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"},
+    ],
+    ids=lambda config: config["quant_method"],
+)
+def test_scales_for_the_kv_cache_alone_leave_weights_as_they_are(tmp_path, config, impl):
     save(tmp_path)
-    config = {"quant_method": "compressed-tensors", "format": "dense", "kv_cache_scheme": {"num_bits": 8}}
     set_quantization(tmp_path, config)
-    assert ModelConfig.from_pretrained(str(tmp_path)).quantization is None
+    model = ModelConfig.from_pretrained(str(tmp_path), model_impl=impl)
+    assert model.quantization is None
+    load_model(model, "auto", TorchNativeAttnBackend())
 
 
 def test_the_earlier_name_of_the_config(tmp_path):

@@ -229,6 +229,42 @@ def test_one_scale_for_k_and_v(paths: dict[str, str], tmp_path: Path) -> None:
     assert started(path, "--kv-cache-dtype", "fp8_e4m3", "--tp-size", "2").kv_scales == (((0.5, 0.5),) * 3,) * 2
 
 
+def test_which_of_many_scales_counts(paths: dict[str, str], tmp_path: Path) -> None:
+    """Those of K and of V go before one for both; those of another part of the model do not count."""
+    stored = {}
+    for layer in range(3):
+        of_layer = ATTENTION.format(layer)
+        stored[f"draft.{of_layer}k_scale"] = torch.tensor(9.0)
+        stored |= {of_layer + name: torch.tensor(scale) for name, scale in (("k_scale", 0.5), ("kv_scale", 3.0))}
+        stored |= {of_layer + name: torch.tensor(2.0) for name in ("v_scale", "v_proj.v_scale")}
+        unused = ("q_scale", "k_zero_point", "q_proj.output_scale", "prob_output_scale", "v_proj.input_zero_point")
+        stored |= {of_layer + name: torch.tensor(1.0) for name in unused}
+    path = with_scales(paths["llama"], tmp_path / "scaled", stored)
+    config = started(path, "--kv-cache-dtype", "fp8_e4m3")
+    assert config.kv_scales == (((0.5, 2.0),) * 3,)
+    TinyRunner(config)
+    stored[ATTENTION.format(1) + "v_proj.v_scale"] = torch.tensor(2.5)
+    path = with_scales(paths["llama"], tmp_path / "unlike", stored)
+    with pytest.raises(ModelConfigError, match=r"v_scale' and .*v_scale' are scales of the same, and differ"):
+        started(path, "--kv-cache-dtype", "fp8_e4m3")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scales_that_are_not_used_are_told(
+    paths: dict[str, str], tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    stored = {ATTENTION.format(layer) + "kv_scale": torch.tensor(0.5) for layer in range(3)}
+    path = with_scales(paths[family], tmp_path / "scaled", stored)
+    for flags in ((), ("--kv-cache-dtype", "fp8_e5m2")):
+        caplog.clear()
+        started(path, *flags)
+        assert "KV scales are not used: they are for --kv-cache-dtype fp8_e4m3" in caplog.text
+    caplog.clear()
+    started(paths[family])
+    assert "scales" not in caplog.text
+
+
 def test_a_file_of_scales_goes_before_those_of_a_checkpoint(paths: dict[str, str], tmp_path: Path) -> None:
     stored = {ATTENTION.format(layer) + "kv_scale": torch.tensor(0.5) for layer in range(3)}
     path = with_scales(paths["llama"], tmp_path / "scaled", stored)
@@ -241,8 +277,8 @@ def test_a_file_of_scales_goes_before_those_of_a_checkpoint(paths: dict[str, str
 @pytest.mark.parametrize(
     ("stored", "words"),
     [
-        ({0: ("k", "v"), 1: ("k", "v")}, "not one of K and one of V for layer 2; give all by --quantization-param"),
-        ({0: ("k", "v"), 1: ("v",), 2: ("k", "v")}, "not one of K and one of V for layer 1"),
+        ({0: ("k", "v"), 1: ("k", "v")}, "lacks one of layer 2; give all by --quantization-param"),
+        ({0: ("k", "v"), 1: ("v",), 2: ("k", "v")}, "lacks one of layer 1; give all"),
     ],
 )
 def test_a_checkpoint_that_lacks_scales(
@@ -260,9 +296,9 @@ def test_a_checkpoint_that_lacks_scales(
 @pytest.mark.parametrize(
     ("scale", "words"),
     [
-        (torch.ones(2), "not one of K and one of V for layer 0"),
-        (torch.tensor(0.0), "the checkpoint: KV scales are numbers from 1e-06 to 1e"),
-        (torch.tensor(torch.nan), "the checkpoint: KV scales are numbers from 1e-06 to 1e"),
+        (torch.ones(2), r"layers.0.self_attn.kv_scale' has the shape \(2,\), and one KV scale a layer"),
+        (torch.tensor(-1.0), r"layers.0.self_attn.kv_scale' is -1, and KV scales are numbers from 1e-06 to 1e"),
+        (torch.tensor(torch.nan), r"layers.0.self_attn.kv_scale' is nan, and KV scales are numbers from 1e-06"),
     ],
     ids=str,
 )

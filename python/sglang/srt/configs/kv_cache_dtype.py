@@ -27,8 +27,8 @@ KVScales = tuple[tuple[tuple[float, float], ...], ...]
 _LEAST, _MOST = 1e-6, 1e6
 # As compressed-tensors, ModelOpt and AutoFP8 name them; the last one wrote kv_scale for both.
 _SCALE_NAME = re.compile(
-    r"\.layers\.(?P<layer>\d+)\.self_attn\.(?:attn\.)?"
-    r"(?:(?:[kv]_proj\.)?(?P<of>k|v|kv)_scale|(?P<projection>[kv])_proj\.output_scale)$"
+    r"(?:model\.|language_model\.)*layers\.(?P<layer>\d{1,6})\.self_attn\.(?:attn\.)?"
+    r"(?:(?:(?:k|v|qkv)_proj\.)?(?P<of>k|v|kv)_scale|(?P<projection>[kv])_proj\.output_scale)"
 )
 
 
@@ -60,12 +60,14 @@ def read_kv_scales(path: str, dtype: torch.dtype, num_ranks: int, num_layers: in
         raise ModelConfigError(f"{flag} has scales for {made_for}, and the KV cache is {_name_of(dtype)}")
     if len(by_rank) != num_ranks:
         raise ModelConfigError(f"{flag} has scales for {len(by_rank)} ranks, and --tp-size is {num_ranks}")
-    return _checked(flag, [[(scale, scale) for scale in of_rank] for of_rank in scales])
+    if not all(_LEAST <= scale <= _MOST for of_rank in scales for scale in of_rank):
+        raise ModelConfigError(f"{flag}: scales are numbers from {_LEAST:g} to {_MOST:g}")
+    return _unless_all_are_1([[(scale, scale) for scale in of_rank] for of_rank in scales])
 
 
 def is_kv_scale(name: str) -> bool:
     """Whether a tensor of a checkpoint is a scale of K or V."""
-    return _SCALE_NAME.search(name) is not None
+    return _SCALE_NAME.fullmatch(name) is not None
 
 
 def stored_kv_scales(
@@ -74,28 +76,47 @@ def stored_kv_scales(
     """The scales that a checkpoint has for a KV cache of fp8_e4m3, () if it has none. read: a tensor by its name.
     Raises ModelConfigError."""
     names_of = defaultdict[tuple[int, str], list[str]](list)
-    for match in filter(None, map(_SCALE_NAME.search, names)):
-        for letter in match["of"] or match["projection"]:
-            names_of[int(match["layer"]), letter].append(match.string)
+    for match in filter(None, map(_SCALE_NAME.fullmatch, names)):
+        of = match["of"] or match["projection"]
+        for letter in of:
+            names_of[int(match["layer"]), letter if len(of) == 1 else f"{letter} of both"].append(match.string)
     if not names_of:
         return ()
     scales = []
     for layer in range(num_layers):
-        tensors = [read(name) for letter in "kv" for name in names_of[layer, letter][:1]]
-        found = [float(tensor) for tensor in tensors if tensor is not None and tensor.numel() == 1]
-        if len(found) != 2:
+        k_scale, v_scale = (
+            _scale_of(names_of[layer, letter] or names_of[layer, f"{letter} of both"], read) for letter in "kv"
+        )
+        if k_scale is None or v_scale is None:
             raise ModelConfigError(
-                f"the checkpoint has KV scales, but not one of K and one of V for layer {layer}; give all by "
+                f"the checkpoint has KV scales, but lacks one of layer {layer}; give all by --quantization-param-path"
+            )
+        scales.append((k_scale, v_scale))
+    return _unless_all_are_1([scales] * num_ranks)
+
+
+def _scale_of(names: Sequence[str], read: Callable[[str], torch.Tensor | None]) -> float | None:
+    """Of tensors that mean the same scale; None if there are none."""
+    found = None
+    for name in names:
+        tensor = read(name)
+        assert tensor is not None, f"{name} is among the names"
+        if tensor.numel() != 1:
+            raise ModelConfigError(
+                f"{name!r} has the shape {tuple(tensor.shape)}, and one KV scale a layer is read; give others by "
                 "--quantization-param-path"
             )
-        scales.append((found[0], found[1]))
-    return _checked("the checkpoint", [scales] * num_ranks)
+        scale = float(tensor)
+        if not _LEAST <= scale <= _MOST:
+            raise ModelConfigError(f"{name!r} is {scale:g}, and KV scales are numbers from {_LEAST:g} to {_MOST:g}")
+        if found is not None and scale != found:
+            raise ModelConfigError(f"{names[0]!r} and {name!r} are scales of the same, and differ")
+        found = scale
+    return found
 
 
-def _checked(source: str, scales: Sequence[Sequence[tuple[float, float]]]) -> KVScales:
+def _unless_all_are_1(scales: Sequence[Sequence[tuple[float, float]]]) -> KVScales:
     flat = [scale for of_rank in scales for of_layer in of_rank for scale in of_layer]
-    if not all(_LEAST <= scale <= _MOST for scale in flat):
-        raise ModelConfigError(f"{source}: KV scales are numbers from {_LEAST:g} to {_MOST:g}")
     return tuple(map(tuple, scales)) if any(scale != 1.0 for scale in flat) else ()
 
 

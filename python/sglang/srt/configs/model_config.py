@@ -161,6 +161,8 @@ class ModelConfig:
         context_length: int | None,
     ) -> ModelConfig:
         quantization_of(model_path, vars(hf_config), TRANSFORMERS)
+        # What is left is of the KV cache alone, and transformers would look for a library for it.
+        vars(hf_config).pop("quantization_config", None)
         check_transformers_config(model_path, architecture, hf_config)
         shape = shape_of(model_path, hf_config)
         context = pick_context_length(context_length, max_context(model_path, hf_config), {"rope_type": "default"})

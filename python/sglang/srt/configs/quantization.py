@@ -9,7 +9,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-READABLE = "fp8, compressed-tensors with 8 bits, awq with 4 bits, or a GGUF file"
+READABLE = "fp8, compressed-tensors with 8 bits, modelopt with FP8, awq with 4 bits, or a GGUF file"
+# What checkpoints have beside their weights, and nothing here computes with: activations keep the model's data type.
+# Those of K and V are read apart, see kv_cache_dtype.py.
+UNUSED = tuple(
+    f".{of}_{what}"
+    for of in ("input", "activation", "output", "q", "k", "v", "kv", "prob", "prob_output")
+    for what in ("scale", "zero_point")
+)
 
 # The size of a group that is all inputs.
 WHOLE = -1
@@ -42,8 +49,9 @@ def read_quantization(config: object) -> WeightQuantization | None:
     if not isinstance(config, Mapping):
         raise QuantizationError(f"its quantization_config is {config!r}, not an object; use {READABLE}")
     method = config.get("quant_method")
+    method = "compressed-tensors" if method == "compressed_tensors" else method
     readers: dict[str, Callable[[Mapping[str, Any]], WeightQuantization | None]]
-    readers = {"fp8": _fp8, "compressed-tensors": _compressed_tensors, "awq": _awq}
+    readers = {"fp8": _fp8, "compressed-tensors": _compressed_tensors, "modelopt": _modelopt, "awq": _awq}
     if not isinstance(method, str) or method not in readers:
         raise QuantizationError(f"it is quantized as {method!r}, which is not supported; use {READABLE}")
     found = readers[method](config)
@@ -94,6 +102,16 @@ def _of_group(weights: object, usual_type: str) -> WeightQuantization:
     if strategy in ("tensor", "channel", "group"):
         return WeightQuantization(is_int=is_int)
     raise QuantizationError(f"its compressed-tensors have the strategy {strategy!r}; use {READABLE}")
+
+
+def _modelopt(config: Mapping[str, Any]) -> WeightQuantization | None:
+    kind = config.get("quant_algo")
+    if kind is None and config.get("kv_cache_quant_algo"):
+        # Scales for the KV cache alone.
+        return None
+    if kind != "FP8":
+        raise QuantizationError(f"its modelopt weights have the quant_algo {kind!r}; use {READABLE}")
+    return WeightQuantization()
 
 
 def _awq(config: Mapping[str, Any]) -> WeightQuantization:

@@ -383,9 +383,6 @@ class HiCacheController:
         table = self.tables[tier]
         table.reap(self.clock.done)
         missing = num_pages - table.num_free
-        if tier == Tier.PEER:
-            # These are free when their copies to the host have ended.
-            missing -= table.num_pinned_only
         if 0 < missing <= self.tree.evictable_pages(tier, kept, spares_pinned):
             stay = {node.id for node in kept}
             if tier == Tier.PEER and self._moves_unstored:

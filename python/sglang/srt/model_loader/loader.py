@@ -113,6 +113,10 @@ def checkpoint_kv_scales(config: ModelConfig, load_format: str, num_ranks: int) 
     if load_format == "dummy" or is_gguf(config.local_path, load_format):
         return ()
     stored = _weight_files(config.local_path, load_format)
+    if config.kv_dtype != torch.float8_e4m3fn:
+        if any(map(is_kv_scale, stored)):
+            logger.info("the checkpoint's KV scales are not used: they are for --kv-cache-dtype fp8_e4m3")
+        return ()
     scales = stored_kv_scales(stored, partial(_read, stored), num_ranks, config.num_layers)
     if scales:
         logger.info("K and V are stored with the checkpoint's scales")
@@ -142,8 +146,6 @@ def _load_files(model: Any, config: ModelConfig, load_format: str, progress: Sta
     gguf_file = gguf_file_of(path)
     files = stored = _weight_files(path, load_format)
     quantization = None if gguf_file is not None else config.quantization
-    if config.kv_dtype != torch.float8_e4m3fn and any(map(is_kv_scale, stored)):
-        logger.info("the checkpoint's KV scales are not used: they are for --kv-cache-dtype fp8_e4m3")
     if quantization is not None:
         files = {name: stored[held] for name, held in plain_names(stored).items()}
     where = {name: file for name, file in files.items() if not model.ignores_weight(name)}

@@ -24,13 +24,12 @@ from sgl_kernel.quantized import FOUR_BITS, LEAST_GROUP, MatrixFormat
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.model_families import NATIVE
 from sglang.srt.configs.model_files import ModelConfigError
-from sglang.srt.configs.quantization import WeightQuantization
+from sglang.srt.configs.quantization import UNUSED, WeightQuantization
 from sglang.srt.utils.device import has_e4m3
 
 logger = logging.getLogger(__name__)
 
 _SCALES = (".weight_scale", ".weight_scale_inv")
-_UNUSED = tuple(f".{of}_scale" for of in ("input", "activation", "output", "q", "k", "v", "kv", "prob"))
 _PACKED, _ZEROS, _PACKED_SCALES = ".qweight", ".qzeros", ".scales"
 # Of eight numbers of 4 bits, the lowest first: which column of eight each is.
 _COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -110,7 +109,7 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
     """The names without quantization -> those of the tensors that hold the values."""
     held = {}
     for name in names:
-        if name.endswith((*_SCALES, *_UNUSED, _ZEROS, _PACKED_SCALES)):
+        if name.endswith((*_SCALES, *UNUSED, _ZEROS, _PACKED_SCALES)):
             continue
         held[name.removesuffix(_PACKED) + ".weight" if name.endswith(_PACKED) else name] = name
     return held

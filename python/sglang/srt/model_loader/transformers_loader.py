@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from sglang.srt.configs.kv_cache_dtype import is_kv_scale
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.model_files import ModelConfigError, some
+from sglang.srt.configs.quantization import UNUSED
 from sglang.srt.distributed.parallel_state import TensorParallelGroup
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.models.transformers_model import PAGED, TransformersForCausalLM
@@ -66,7 +66,7 @@ def _read(config: ModelConfig) -> Any:
     # Of another shape: name, shape in the file, shape in the model.
     names = {
         "missing": info["missing_keys"],
-        "unexpected": [name for name in info["unexpected_keys"] if not is_kv_scale(name)],
+        "unexpected": [name for name in info["unexpected_keys"] if not name.endswith(UNUSED)],
         "of another shape": [name for name, *_ in info["mismatched_keys"]],
     }
     parts = [f"{kind}: {some(sorted(found))}" for kind, found in names.items() if found]

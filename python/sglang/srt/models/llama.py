@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from sglang.srt.configs.kv_cache_dtype import is_kv_scale
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.quantization import UNUSED
 from sglang.srt.distributed.parallel_state import TensorParallelGroup
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.kv_scale import kv_scale_of
@@ -281,8 +281,6 @@ class LlamaForCausalLM(nn.Module):
 
     def ignores_weight(self, name: str) -> bool:
         """Tensors that checkpoints may contain and the model does not need."""
-        return (
-            name.endswith("rotary_emb.inv_freq")
-            or (name == "lm_head.weight" and self.config.tie_word_embeddings)
-            or is_kv_scale(name)
+        return name.endswith(("rotary_emb.inv_freq", *UNUSED)) or (
+            name == "lm_head.weight" and self.config.tie_word_embeddings
         )

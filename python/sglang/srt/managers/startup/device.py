@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from sgl_kernel.kvcacheio import why_not
-from sglang.srt.configs.kv_cache_dtype import KVScales, pick_kv_cache_dtype, read_kv_scales
+from sglang.srt.configs.kv_cache_dtype import pick_kv_cache_dtype, read_kv_scales
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.attention.attention_registry import pick_attention_backend
 from sglang.srt.mem_cache.page_layout import PageLayout
@@ -82,18 +82,19 @@ def with_kv_cache(args: ServerArgs, model: ModelConfig, backend: str, device: to
     ModelConfigError or ModelLoadError for the scales."""
     kv_cache_dtype = pick_kv_cache_dtype(args.kv_cache_dtype)
     if kv_cache_dtype is None or kv_cache_dtype == model.dtype:
+        checkpoint_kv_scales(model, args.load_format, args.tp_size)  # which says that they are not used
         return model
     flag = f"--kv-cache-dtype {args.kv_cache_dtype}"
     if backend == "flashinfer":
         raise StartupError(f"{flag} is not served by FlashInfer's attention yet: use --attention-backend triton")
     if kv_cache_dtype is torch.float8_e4m3fn and not has_e4m3(device):
         raise StartupError(f"{flag} needs a GPU of compute capability 8.9 or more: use fp8_e5m2")
-    scales: KVScales = ()
+    model = replace(model, kv_cache_dtype=kv_cache_dtype)
     if args.quantization_param_path is not None:
         scales = read_kv_scales(args.quantization_param_path, kv_cache_dtype, args.tp_size, model.num_layers)
-    elif kv_cache_dtype is torch.float8_e4m3fn:
+    else:
         scales = checkpoint_kv_scales(model, args.load_format, args.tp_size)
-    return replace(model, kv_cache_dtype=kv_cache_dtype, kv_scales=scales)
+    return replace(model, kv_scales=scales)
 
 
 def free_memory(device: torch.device, num_ranks: int) -> int:
