@@ -101,12 +101,13 @@ $(CLIENTS)/.setup-done: $(STAMP)
 		sglang-router smg
 	touch $@
 
-# Equality, tiers and failures with the pools on the GPU, which are worth most, and with copy engines. Then the kernels: only the files that
-# have such tests, as the others' imports may be missing where nothing can be installed. Triton compiles for minutes,
-# so that several processes pay.
+# Equality, tiers and failures with the pools on the GPU, which are worth most, then with copy engines, and with loads
+# by one kernel. Then the kernels: only the files that have such tests, as the others' imports may be missing where
+# nothing can be installed. Triton compiles for minutes, so that several processes pay.
 test-gpu: gpu-site
 	SGLANG_TEST_DEVICE=cuda $(GPU_PY) -m pytest $(GPU_PARALLEL) -m 'not slow' $(DEVICE_SUITES)
-	SGLANG_TEST_DEVICE=cuda SGLANG_TEST_IO_BACKEND=dma $(GPU_PY) -m pytest $(GPU_PARALLEL) -m 'not slow' $(DEVICE_SUITES)
+	for backend in dma persistent; do SGLANG_TEST_DEVICE=cuda SGLANG_TEST_IO_BACKEND=$$backend $(GPU_PY) -m pytest \
+		$(GPU_PARALLEL) -m 'not slow' $(DEVICE_SUITES) || exit 1; done
 	$(GPU_PY) -m pytest $(GPU_PARALLEL) -m gpu $$(grep -rlE --include='test_*.py' 'pytest\.mark\.gpu' test)
 
 # Our kernels' accesses, by CUDA's memory checker; allocations one by one, so that it knows where each ends. A graph
@@ -114,7 +115,8 @@ test-gpu: gpu-site
 memcheck-gpu: gpu-site
 	$(GPU_PATH) PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 $(GPU_PYTHON) \
 		-m pytest -m gpu -k 'not graph and not bfloat16' test/sgl_kernel/test_kvcacheio_gpu.py \
-		test/sgl_kernel/test_elementwise.py test/srt/layers/attention/test_triton_backend.py
+		test/sgl_kernel/test_elementwise.py test/sgl_kernel/test_triton_kernels.py test/sgl_kernel/test_quantized.py \
+		test/srt/layers/attention/test_triton_backend.py
 
 # Under nine minutes; tables, the shortest last, and JSON in $$OUT or bench-out/.
 bench-gpu: gpu-site

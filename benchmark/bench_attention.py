@@ -2,7 +2,7 @@
 large copy in memory.
 
     python benchmark/bench_attention.py [--backends triton,flashinfer] [--heads N] [--kv-heads N] [--head-dim N]
-                                        [--page-sizes 1,16,64] [--rounds N]
+                                        [--page-sizes 1,16,64] [--rounds N] [--kv-dtype fp8_e4m3]
 
 On the CPU: the backend torch_native, small batches, float32. On a GPU: the installed backends, bfloat16. Pages are a
 random permutation of the pool's, in one table. The backends take turns. A turn goes through all layers once, so that
@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from common import print_table, write_json
 
+from sglang.srt.configs.kv_cache_dtype import KV_CACHE_DTYPE_CHOICES, pick_kv_cache_dtype
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, make_attention_backend, why_not
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionMetadata
 from sglang.srt.mem_cache.kv_view import KVView, PagedSegments
@@ -68,7 +69,15 @@ CPU_BATCHES = (Batch(1, 0, 512), Batch(1, 2048, 256), Batch(8, 1024, 1), Batch(7
 
 
 class Bench:
-    def __init__(self, heads: int, kv_heads: int, head_dim: int, device: str, rounds: int) -> None:
+    def __init__(
+        self,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        device: str,
+        rounds: int,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
         self.heads, self.kv_heads, self.head_dim, self.device = heads, kv_heads, head_dim, device
         self._rounds = rounds
         # The CPU's own type: products of bfloat16 matrices may be slow where instructions are missing.
@@ -77,7 +86,7 @@ class Bench:
         batches = GPU_BATCHES if device == "cuda" else CPU_BATCHES
         self.num_tokens = max(sum(-(-sum(each) // 64) * 64 for each in batch.lengths) for batch in batches)
         shape = (2, self.num_layers, self.num_tokens, kv_heads, head_dim)
-        self._memory = torch.empty(shape, dtype=self.dtype, device=device).normal_()
+        self._memory = torch.empty(shape, dtype=self.dtype, device=device).normal_().to(kv_dtype or self.dtype)
 
     def seconds(self, *works: Callable[[], object]) -> list[float]:
         """Medians of each work, with the operations that it enqueued. The works take turns."""
@@ -129,7 +138,7 @@ class Bench:
         return 4.0 * pairs * self.heads * self.head_dim
 
     def kv_bytes(self, batch: Batch) -> int:
-        return 2 * sum(map(sum, batch.lengths)) * self.kv_heads * self.head_dim * self.dtype.itemsize
+        return 2 * sum(map(sum, batch.lengths)) * self.kv_heads * self.head_dim * self._memory.itemsize
 
     def _settle(self) -> None:
         if self.device == "cuda":
@@ -144,11 +153,14 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--page-sizes", default="1,16,64", help="powers of two up to 64")
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--kv-dtype", choices=KV_CACHE_DTYPE_CHOICES, default="auto")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    bench = Bench(args.heads, args.kv_heads, args.head_dim, device, args.rounds)
+    kv_dtype = pick_kv_cache_dtype(args.kv_dtype)
+    bench = Bench(args.heads, args.kv_heads, args.head_dim, device, args.rounds, kv_dtype)
+    report = f"attention_{device}" if kv_dtype is None else f"attention_{args.kv_dtype}_{device}"
     usable = [name for name in ATTENTION_BACKENDS if why_not(name, device) is None]
     names = args.backends.split(",") if args.backends else usable
     for name in names:
@@ -176,10 +188,10 @@ def main() -> None:
                     "of a copy": bench.kv_bytes(batch) / seconds / bandwidth,
                 }
                 rows.append(row)
-            write_json(f"attention_{device}", vars(args), rows, complete=False)
+            write_json(report, vars(args), rows, complete=False)
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU, one thread"
     print_table(f"One layer of attention, {args.heads} heads on {args.kv_heads} of {args.head_dim}, {where}", rows)
-    write_json(f"attention_{device}", vars(args), rows)
+    write_json(report, vars(args), rows)
 
 
 if __name__ == "__main__":

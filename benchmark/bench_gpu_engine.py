@@ -2,7 +2,7 @@
 
     python benchmark/bench_gpu_engine.py [--device cpu] [--parts prefill,decode,stream,documents] [--budget-s N]
                                          [--variant-s N] [--documents N] [--document-tokens N]
-                                         [--piece-tokens N]
+                                         [--piece-tokens N] [--fp8-weights] [--fp8-kv] [--io-backend NAME]
 
 *Documents*: questions about documents that are on the host and not on the device, in rounds, as in LooGLE. A round's
 questions come at once and in random order, several to a document. Variants: no hierarchy; copies of pages of 32
@@ -11,6 +11,8 @@ variant has computed all documents once and loaded one. *Prefill*: one prompt, b
 a full batch, beside the time to read the weights and the KV once. *Stream*: a request that fits the device, and one
 twice as long, layer by layer through a stream cache. On the CPU the embedded model's shape, everything tiny: that
 shows that the script runs.
+
+--fp8-weights and --fp8-kv are e4m3, --io-backend is that of *everything*; each has a report of its own.
 
 A variant that takes longer than --variant-s for its rounds is cut off. Its whole rounds until then count, and the row
 is marked. A part that fails is a row with its error, and an exit code of 1.
@@ -21,6 +23,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import signal
 import sys
 import tempfile
@@ -38,8 +41,10 @@ import torch
 from common import percentiles, print_table, write_json
 from yardsticks import free_memory, matrix_flops, memory_bytes_per_s
 
+from sgl_kernel.quantized import MatrixFormat
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import SINGLE_RANK
+from sglang.srt.layers.weights import QuantizedTarget
 from sglang.srt.managers.schedule_batch import BatchDecision
 from sglang.srt.managers.scheduler_config import LayerStreamConfig
 from sglang.srt.mem_cache.transfer import Tier
@@ -162,7 +167,7 @@ VARIANTS = (
 class Model:
     """Random weights, drawn on the device."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, fp8_weights: bool = False, fp8_kv: bool = False) -> None:
         self.device = device
         with tempfile.TemporaryDirectory() as folder:
             path = "embedded"
@@ -170,16 +175,21 @@ class Model:
                 Path(folder, "config.json").write_text(json.dumps(LLAMA_8B))
                 path = folder
             self.config = ModelConfig.from_pretrained(path)
+        if fp8_weights:
+            self.config = replace(self.config, weight_format=MatrixFormat(torch.float8_e4m3fn))
+        if fp8_kv:
+            self.config = replace(self.config, kv_cache_dtype=torch.float8_e4m3fn)
         self.model = self._build()
         self.dtype = self.config.dtype
         c = self.config
-        self.token_bytes = 2 * c.num_layers * c.num_kv_heads * c.head_dim * c.dtype.itemsize
-        num_parameters = sum(p.numel() for p in self.model.parameters())
+        self.token_bytes = 2 * c.num_layers * c.num_kv_heads * c.head_dim * c.kv_dtype.itemsize
+        num_parameters = sum(math.prod(target.shape) for target in self.model.weight_targets().values())
         self._table = c.vocab_size * c.hidden_size
         tables = 1 if c.tie_word_embeddings else 2
         self._body = num_parameters - tables * self._table
         # The bytes that a decode reads: all but the table of embeddings, of which it reads a row per request.
-        self.weight_bytes = (self._body + self._table) * c.dtype.itemsize
+        of_body = 1 if fp8_weights else c.dtype.itemsize
+        self.weight_bytes = self._body * of_body + self._table * c.dtype.itemsize
 
     def prefill_flops(self, num_tokens: int) -> float:
         """Multiplications and additions, causal attention and one row of logits."""
@@ -202,9 +212,13 @@ class Model:
                 # The loader's scales, which neither vanish nor blow up; it draws on the CPU, a minute for this model.
                 if name.endswith("norm.weight"):
                     target.tensor.fill_(1.0)
+                    continue
+                is_input = "embed_tokens" in name or len(target.shape) < 2
+                scale = 1.0 if is_input else target.shape[-1] ** -0.5
+                if isinstance(target, QuantizedTarget):
+                    target.matrix.quantize(torch.randn(target.matrix.shape, device=self.device) * scale)
                 else:
-                    is_input = "embed_tokens" in name or len(target.shape) < 2
-                    target.tensor.normal_(0.0, 1.0 if is_input else target.shape[-1] ** -0.5)
+                    target.tensor.normal_(0.0, scale)
         return model.eval()
 
 
@@ -361,12 +375,13 @@ def at_most(seconds: float) -> Iterator[None]:
 @dataclass
 class Bench:
     """flops, bytes_per_s: measured rates of a product of matrices and of a copy in the device's memory. deadline: of
-    time.monotonic()."""
+    time.monotonic(). io_backend: of variants that name none."""
 
     model: Model
     sizes: Sizes
     variant_s: float
     deadline: float
+    io_backend: str = "auto"
     flops: float = 0.0
     bytes_per_s: float = 0.0
 
@@ -449,7 +464,8 @@ class Bench:
         s, rng = self.sizes, np.random.default_rng(3)
         at_once = s.documents * s.questions_per_document
         questions = at_once * (s.question + s.answer)
-        options: dict[str, Any] = {"chunked_prefill_size": s.chunk, "io_backend": variant.io_backend}
+        backend = self.io_backend if variant.io_backend == "auto" else variant.io_backend
+        options: dict[str, Any] = {"chunked_prefill_size": s.chunk, "io_backend": backend}
         room = s.device_documents * s.document + questions + s.spare
         host = s.documents * s.document + 2 * s.rounds * questions + 1024 if variant.has_host else 0
         done: list[Served] = []
@@ -573,6 +589,9 @@ def main() -> None:
     parser.add_argument("--documents", type=int, help="how many")
     parser.add_argument("--document-tokens", type=int)
     parser.add_argument("--piece-tokens", type=int, help="of one layer, which a buffer of the stream cache holds")
+    parser.add_argument("--fp8-weights", action="store_true")
+    parser.add_argument("--fp8-kv", action="store_true")
+    parser.add_argument("--io-backend", default="auto")
     args = parser.parse_args()
     deadline = time.monotonic() + args.budget_s
     sizes = Sizes() if args.device == "cuda" else TINY
@@ -584,15 +603,16 @@ def main() -> None:
     )
     rows: list[dict[str, Any]] = []
     settings = {**vars(args), "sizes": vars(sizes)}
-    name = f"gpu_engine_{args.device}"
+    backend = "" if args.io_backend == "auto" else f"_{args.io_backend}"
+    name = f"gpu_engine{'_fp8' * args.fp8_weights}{'_fp8kv' * args.fp8_kv}{backend}_{args.device}"
 
     def save(complete: bool = False) -> None:
         device = {"matrix_flops": bench.flops, "copy_bytes_per_s": bench.bytes_per_s}
         write_json(name, settings, rows, complete, device=device)
 
     began = time.monotonic()
-    model = Model(args.device)
-    bench = Bench(model, sizes, args.variant_s, deadline)
+    model = Model(args.device, args.fp8_weights, args.fp8_kv)
+    bench = Bench(model, sizes, args.variant_s, deadline, args.io_backend)
     bench.measure_device()
     print(f"model and yardsticks after {time.monotonic() - began:.1f} s", flush=True)
     for part in args.parts.split(","):

@@ -3,8 +3,9 @@
     python benchmark/bench_quantized.py [--rows 1,16,64,256,1024] [--rounds N]
 
 The matrices of a decoder layer: Llama-3.1-8B's on a GPU, small ones on the CPU, which dequantises them for each
-product. On a GPU each is repeated over so many copies that no cache still holds it. *Of a copy* is what is read, over
-what a copy in memory moves in that time: 1 is a decode step's bound.
+product. On a GPU each is repeated over so many copies that no cache still holds it, as one CUDA graph, because a
+product of few rows is shorter than its launch. *Of a copy* is what is read, over what a copy in memory moves in that
+time: 1 is a decode step's bound.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def main() -> None:
     rows: list[dict[str, object]] = []
     for outputs, inputs in GPU_SHAPES if device == "cuda" else CPU_SHAPES:
         weight = torch.randn(outputs, inputs, dtype=bench.dtype, device=device) * inputs**-0.5
-        num_copies = -(-COLD_BYTES // weight.nbytes) if device == "cuda" else 1
+        # Of 4 bits, a quarter of the weight's own.
+        num_copies = -(-COLD_BYTES // (weight.nbytes // 4)) if device == "cuda" else 1
         plain = [weight.clone() for _ in range(num_copies)]
         matrices = {name: [_quantized(weight, format) for _ in range(num_copies)] for name, format in FORMATS.items()}
         sizes = [weight.nbytes, *(sum(t.nbytes for t in of[0].tensors.values()) for of in matrices.values())]
@@ -54,7 +56,9 @@ def main() -> None:
             x = torch.randn(num_rows, inputs, dtype=bench.dtype, device=device)
             works: list[Callable[[], object]] = [partial(_each, partial(F.linear, x), plain)]
             works += [partial(_each, partial(quantized.linear, x), of) for of in matrices.values()]
-            seconds = [each / num_copies for each in bench.seconds(*works)]
+            graphs: list[Callable[[], object]] = [_captured(work) for work in works] if device == "cuda" else works
+            seconds = [each / num_copies for each in bench.seconds(*graphs)]
+            del graphs
             for name, of_one, size in zip((str(bench.dtype)[6:], *FORMATS), seconds, sizes, strict=True):
                 rows.append(
                     {
@@ -77,6 +81,18 @@ def _quantized(weight: torch.Tensor, format: MatrixFormat) -> QuantizedMatrix:
         matrix = QuantizedMatrix.empty(format, *weight.shape)
     matrix.quantize(weight)
     return matrix
+
+
+def _captured(work: Callable[[], object]) -> Callable[[], object]:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        work()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
 
 
 def _each(product: Callable[[object], object], matrices: list[object]) -> None:

@@ -3,6 +3,7 @@ script, and compiled for sm_90."""
 
 from __future__ import annotations
 
+import re
 import sys
 from unittest import mock
 
@@ -101,12 +102,20 @@ def test_they_compile_for_sm_90(dtype, values):
             name: pointers.get(name, f"*{dtype}" if name.endswith("_ptr") else "i32") for name in kernel.arg_names
         }
         aligned = {name for name in types if not name.startswith("num_")}
-        return compile_for_sm_90(kernel, types, constants | absent, aligned, **options).asm["ptx"]
+        result = compile_for_sm_90(kernel, types, constants | absent, aligned, **options)
+        assert result.metadata.shared <= 227 << 10
+        return result.asm["ptx"]
 
-    for block_m, block_n in ((16, 32), (64, 64)):
-        constants = {"bias_ptr": None, "BLOCK_M": block_m, "BLOCK_N": block_n, "STEP": 128}
-        ptx = compiled(kernels._linear_kernel, constants, num_stages=kernels._STAGES)
+    tiles = {kernels._tile(*each, 132) for each in ((1, 4096), (40, 4096), (40, 6144), (40, 28672))}
+    assert len(tiles) == 4
+    for tile in tiles:
+        constants = {"bias_ptr": None, "BLOCK_M": tile.rows, "BLOCK_N": tile.outputs, "STEP": 128}
+        constants["ONE_SCALE"] = values != "u8"
+        ptx = compiled(kernels._linear_kernel, constants, num_stages=tile.stages)
         assert "mma" in ptx and "cp.async" in ptx, ptx
+        # Values come many with one load. Single bytes are zeros of groups.
+        num_bytes = len(re.findall(r"ld\.global[a-z.:0-9]*\.b8", ptx))
+        assert num_bytes <= (8 if values == "u8" else 0), ptx
         assert ("e4m3x2" in ptx) == (values == "fp8e4nv")
     compiled(kernels._dequantize_kernel, {"ROWS": 16, "COLUMNS": 256})
 

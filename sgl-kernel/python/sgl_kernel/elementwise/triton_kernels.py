@@ -130,7 +130,7 @@ def apply_rope_and_store(
         num_heads - num_kv_heads,
         num_kv_heads,
         head_dim // 2,
-        *(k_scale, v_scale),
+        *((None, None) if k_scale == v_scale == 1.0 else (k_scale, v_scale)),
         MOST=None if k_slots.dtype == qk.dtype else largest_cast(qk.dtype, k_slots.dtype),
         ROWS=rows,
         BLOCK_D=block_d,
@@ -260,9 +260,9 @@ def _saturated(x, MOST: tl.constexpr):
 
 
 @triton.jit
-def _divided(x, scale, DTYPE: tl.constexpr):
-    rounded = x.to(DTYPE).to(tl.float32)
-    return tl.div_rn(rounded, tl.zeros_like(rounded) + scale).to(DTYPE)
+def _divided(x, scale):
+    wide = x.to(tl.float32)
+    return tl.div_rn(wide, tl.zeros_like(wide) + scale).to(x.dtype)
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions_ptr", "loc_ptr"])
@@ -290,8 +290,8 @@ def _rope_and_store_kernel(
     BLOCK_D: tl.constexpr,
 ):
     """Program (t, b): ROWS heads of token t. Of its queries, keys and values, one behind the other, queries are
-    rotated in place, keys are rotated into their slot, values copied into theirs, divided by
-    k_scale and v_scale."""
+    rotated in place, keys are rotated into their slot, values copied into theirs, divided by k_scale and v_scale.
+    Both are None where both are 1: a division takes longer than the rest."""
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, BLOCK_D)
@@ -316,9 +316,14 @@ def _rope_and_store_kernel(
     of_k_slot = k_slots_ptr + slot * k_slot_stride + (heads - num_q_heads)[:, None] * (2 * half) + d[None, :]
     of_v_slot = v_slots_ptr + slot * v_slot_stride + (heads - num_qk_heads)[:, None] * (2 * half) + d[None, :]
     # Rounded as without this kernel, when rotated and when divided, so that all pools store the same bytes.
-    scale = tl.where(is_v, v_scale, k_scale)[:, None]
-    stored_first = _saturated(_divided(rotated_first, scale, qk_ptr.dtype.element_ty), MOST)
-    stored_second = _saturated(_divided(rotated_second, scale, qk_ptr.dtype.element_ty), MOST)
+    stored_first, stored_second = (
+        rotated_first.to(qk_ptr.dtype.element_ty),
+        rotated_second.to(qk_ptr.dtype.element_ty),
+    )
+    if k_scale is not None:
+        scale = tl.where(is_v, v_scale, k_scale)[:, None]
+        stored_first, stored_second = _divided(stored_first, scale), _divided(stored_second, scale)
+    stored_first, stored_second = _saturated(stored_first, MOST), _saturated(stored_second, MOST)
     tl.store(of_k_slot, stored_first, mask=exists & is_k[:, None])
     tl.store(of_k_slot + half, stored_second, mask=exists & is_k[:, None])
     tl.store(of_v_slot, stored_first, mask=exists & is_v[:, None])

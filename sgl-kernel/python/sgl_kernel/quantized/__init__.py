@@ -120,13 +120,10 @@ class QuantizedMatrix:
 
 def linear(x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x: (num_rows, inputs). Returns x @ weight.T + bias, (num_rows, outputs) in x's data type."""
+    if not x.shape[0]:
+        return x.new_empty(0, matrix.shape[0])
     kernels = _kernels(x)
-    if (
-        kernels is None
-        or x.dtype not in kernels.DTYPES
-        or not 0 < x.shape[0] <= MOST_ROWS
-        or matrix.group % LEAST_GROUP
-    ):
+    if kernels is None or x.dtype not in kernels.DTYPES or x.shape[0] > MOST_ROWS or matrix.group % LEAST_GROUP:
         return F.linear(x, matrix.dequantized(x.dtype), bias)
     return kernels.linear(x, matrix, bias)  # type: ignore[no-any-return]
 

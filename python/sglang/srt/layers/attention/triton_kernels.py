@@ -10,11 +10,12 @@ The query heads of a KV head, GROUP of them, are packed into one matrix with the
 r % GROUP of token r // GROUP. So 48 tokens fill 192 rows at 4 heads, and keys are read once for all of them.
 
 Pointers are to: q, out (num_tokens, num_heads, HEAD_DIM), lse (num_tokens, num_heads) float32 or None; k, v as in
-`KVView`, strides in elements, of any dtype, which becomes q's when it is read. int32 or int64: table, of pages, or
-with BY_SLOT of slots (page * PAGE_SIZE + offset), one per key; and per request starts, its first entry in the table,
-and kv_lens. int32, per request: row_starts (its first token in q), q_lens, num_before (keys in front of its first
-query's own; kv_lens where every query sees all). scale, above 0, is the factor on q.k times log2(e). out and lse are
-contiguous. parts, part_lses: float32, what splits leave, part_lses of base 2; where a split has no keys, 0 and -inf.
+`KVView`, strides in elements, of any dtype, which becomes q's when it is read (see `_as_multiplied`). int32 or int64:
+table, of pages, or with BY_SLOT of slots (page * PAGE_SIZE + offset), one per key; and per request starts, its first
+entry in the table, and kv_lens. int32, per request: row_starts (its first token in q), q_lens, num_before (keys in
+front of its first query's own; kv_lens where every query sees all). scale, above 0, is the factor on q.k times
+log2(e). out and lse are contiguous. parts, part_lses: float32, what splits leave, part_lses of base 2; where a split
+has no keys, 0 and -inf.
 
 With IN_TOKENS, K and V have the same strides of pages and tokens, and a page's is page_tokens times a token's. With
 TILE_IN_PAGE, the table has pages, skip is 0, and PAGE_SIZE is a multiple of BLOCK_N, so that a block of keys, which
@@ -63,6 +64,16 @@ def _rows_of(table_ptr, n, mask, strides, PAGE_SIZE: tl.constexpr, BY_SLOT: tl.c
         return row, row
     page, offset = page.to(tl.int64), offset.to(tl.int64)
     return page * k_page_stride + offset * k_token_stride, page * v_page_stride + offset * v_token_stride
+
+
+@triton.jit
+def _as_multiplied(q, KV: tl.constexpr):
+    """Queries in the data type of both products: float16 for K and V of 8 bits, all of which it has, and gets by one
+    instruction; bfloat16 takes three. Queries beyond its range, which models do not have, become its largest."""
+    if KV.primitive_bitwidth == 8 and q.dtype == tl.bfloat16:
+        return tl.clamp(q.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
+    else:
+        return q
 
 
 @triton.jit
@@ -299,7 +310,7 @@ def extend_kernel(
     mask = r_mask[:, None] & (d < HEAD_DIM)[None, :]
     tokens = row_start + m
     q_places = tokens * q_row_stride + head * q_head_stride
-    q = tl.load(q_ptr + q_places[:, None] + d[None, :], mask=mask, other=0.0)
+    q = _as_multiplied(tl.load(q_ptr + q_places[:, None] + d[None, :], mask=mask, other=0.0), k_ptr.dtype.element_ty)
     keys = (
         table,
         k_ptr + kv_head * k_head_stride,
@@ -495,6 +506,7 @@ def decode_kernel(
     d = tl.arange(0, BLOCK_D)
     mask = h_mask[:, None] & (d < HEAD_DIM)[None, :]
     q = tl.load(q_ptr + row * q_row_stride + heads[:, None] * q_head_stride + d[None, :], mask=mask, other=0.0)
+    q = _as_multiplied(q, k_ptr.dtype.element_ty)
     keys = (
         table,
         k_ptr + kv_head * k_head_stride,

@@ -82,7 +82,7 @@ def with_kv_cache(args: ServerArgs, model: ModelConfig, backend: str, device: to
     ModelConfigError or ModelLoadError for the scales."""
     kv_cache_dtype = pick_kv_cache_dtype(args.kv_cache_dtype)
     if kv_cache_dtype is None or kv_cache_dtype == model.dtype:
-        checkpoint_kv_scales(model, args.load_format, args.tp_size)  # which says that they are not used
+        checkpoint_kv_scales(model, args.load_format, args.tp_size)  # they are not used: a line in the log
         return model
     flag = f"--kv-cache-dtype {args.kv_cache_dtype}"
     if backend == "flashinfer":

@@ -131,6 +131,9 @@ class EngineBuilder:
             progress=rank.progress,
         )
         model.finish_loading()
+        # What loading left in torch's cache would count as taken when the pools are sized.
+        if rank.device.type == "cuda":
+            torch.cuda.empty_cache()
         rank.progress.stage("allocating the pools")
         self.config = build_config(args, self.model, rank.group, rank.device)
         graph_batch_size = self._open_device_pool()
@@ -257,6 +260,8 @@ class EngineBuilder:
                 warm_up_transfers(self.pool, host_pool.kv_pages, args.hicache_io_backend)
             except LayerFlagsError as error:
                 raise StartupError(f"--hicache-io-backend persistent cannot run here: {error}; use auto") from error
+            # Links' streams, which do not wait for it, write to the same pages.
+            settle_memory(rank.device)
         for name, limit in self._limits.items():
             logger.info("hicache: link %s is limited to %g GB/s", name, limit.bytes_per_s / 1e9)
         below: dict[str, HasPages] = {H2D: host_pool, D2H: host_pool}
