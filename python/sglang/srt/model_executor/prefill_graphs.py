@@ -41,7 +41,7 @@ _WARM_UPS = 2
 _SMALLEST = 16
 _LARGEST_STEP = 128
 # Of a prefill that is one graph.
-_MOST_REQUESTS = 32
+_MOST_REQUESTS = 16
 
 
 class CutModel(CausalLM, Protocol):

@@ -206,7 +206,13 @@ def test_splits_of_extends_cover_each_key_once():
             end = before[req] + min((first + rows - 1) // heads.group + 1, q_lens[req])
             assert starts == list(range(0, end, split_tokens))
             assert split_tokens % tiles.extend_keys == 0
-        assert len(keys) <= len(wanted) + -(-num_sms // heads.num_kv_heads)
+        at_once = max(1, num_sms // heads.num_kv_heads)
+        assert len(keys) <= -(-len(wanted) // at_once) * at_once
+        # With the next smaller splits there were too many, or they are the smallest, or need not be.
+        tile = max(tiles.extend_keys, tiles.extend_keys_of_pages)
+        sizes = [before[req] + min((first + rows - 1) // heads.group + 1, q_lens[req]) for req, first in wanted]
+        smaller = max(split_tokens - tile, 1)
+        assert split_tokens in (0, 512) or sum(-(-n // smaller) for n in sizes) > -(-len(wanted) // at_once) * at_once
         of_merges = {
             (req, first): list(range(slot, slot + count))
             for req, first, slot, count in zip(*(column.tolist() for column in splits.merges), strict=True)

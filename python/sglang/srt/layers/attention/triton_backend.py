@@ -34,9 +34,8 @@ _LOG2_E = math.log2(math.e)
 # The fewest keys that are given a program of their own; powers of two, and whole tiles.
 _MIN_DECODE_SPLIT = 256
 _MIN_EXTEND_SPLIT = 512
-# Programs of all requests' splits beyond one each, for each SM. An extend's program fills half an SM or more.
+# Programs of decodes' splits beyond one each, for each SM.
 _MORE_DECODE_PROGRAMS = 2
-_MORE_EXTEND_PROGRAMS = 1
 # Decodes whose lengths a program reads at once.
 _LENS_AT_ONCE = 128
 # Rows that a program merges.
@@ -468,10 +467,10 @@ class ExtendRoom:
     @classmethod
     def of(cls, num_rows: int, num_reqs: int, heads: Heads, tiles: Tiles, num_sms: int) -> ExtendRoom:
         """num_reqs: the last one has no rows."""
-        num_more = _more_splits(heads, num_sms)
         num_blocks = num_rows * heads.group // tiles.extend_queries + min(num_rows, num_reqs - 1)
-        num_merges = min(num_blocks, num_more)
-        return cls(num_reqs, num_blocks + num_more, num_merges, num_merges + num_more)
+        at_once = _extends_at_once(heads, num_sms)
+        num_merges = min(num_blocks, at_once)
+        return cls(num_reqs, -(-num_blocks // at_once) * at_once, num_merges, num_merges + at_once)
 
     @property
     def sizes(self) -> list[int]:
@@ -500,8 +499,9 @@ def split_extends(
     fewest: int = 2,
 ) -> ExtendSplits:
     """How the requests of `fewest` queries or more are cut into blocks of rows, and the keys that a block sees into
-    splits. All blocks together have num_sms / num_kv_heads splits beyond one each, of equally many keys, or fewer: 48
-    tokens behind 12 K keys fill a GPU, and a long prompt that fills it anyway is not split."""
+    splits, of equally many keys or fewer. A program has an SM for itself, because of its registers, so that num_sms
+    / num_kv_heads splits of a head are worked at at once; the last round is to be full, and no split begins one
+    more: 48 tokens behind 12 K keys fill a GPU once, and a long prompt is split little or not."""
     extends = np.flatnonzero(q_lens >= fewest)
     rows = tiles.extend_queries
     num_blocks = -(-q_lens[extends] * heads.group // rows)
@@ -512,10 +512,20 @@ def split_extends(
     # The longest first, so that the last programs to begin are short.
     order = np.argsort(-ends, kind="stable")
     reqs, firsts, ends = reqs[order], firsts[order], ends[order]
-    tokens = max(_MIN_EXTEND_SPLIT, -(-int(ends.sum()) // _more_splits(heads, num_sms)))
+    at_once = _extends_at_once(heads, num_sms)
+    most = -(-len(ends) // at_once) * at_once
     tile = max(tiles.extend_keys, tiles.extend_keys_of_pages)
-    tokens = -(-tokens // tile) * tile
-    counts = np.maximum(-(-ends // tokens), 1)
+    num_tiles = np.maximum(-(-ends // tile), 1)
+    # The fewest tiles of a split with which there are no more splits than that.
+    low = max(_MIN_EXTEND_SPLIT // tile, -(-int(num_tiles.sum()) // max(most, 1)))
+    high = max(low, int(num_tiles.max(initial=1)))
+    while low < high:
+        middle = (low + high) // 2
+        if int((-(-num_tiles // middle)).sum()) <= most:
+            high = middle
+        else:
+            low = middle + 1
+    counts, tokens = -(-num_tiles // low), low * tile
     is_split = counts > 1
     # Blocks that are split have all the slots, and they come first.
     num_slots = int(counts[is_split].sum())
@@ -528,8 +538,8 @@ def split_extends(
     return ExtendSplits(blocks, merges, num_slots)
 
 
-def _more_splits(heads: Heads, num_sms: int) -> int:
-    return -(-_MORE_EXTEND_PROGRAMS * num_sms // heads.num_kv_heads)
+def _extends_at_once(heads: Heads, num_sms: int) -> int:
+    return max(1, num_sms // heads.num_kv_heads)
 
 
 def _heads_of(q: torch.Tensor, view: KVView) -> Heads:
