@@ -82,19 +82,25 @@ def test_it_compiles_for_sm_90(dtype: str, head_dim: int, page_size: int, table:
     # Pools where K and V lie alike; once unlike each other.
     paged = {**shape, "PAGE_SIZE": page_size, "BY_SLOT": table == "slots", "GROUP": 4, "IN_TOKENS": head_dim != 256}
     paged["TILE_IN_PAGE"] = page_size == 64
-    tile_keys = tiles.extend_keys if table == "slots" else tiles.extend_keys_of_pages
-    of_extend = {**paged, "BLOCK_M": tiles.extend_queries, "BLOCK_N": tile_keys}
+    tile = tiles.extend
+    tile_keys = tile.keys if table == "slots" else tile.keys_of_pages
+    of_extend = {**paged, "BLOCK_M": tile.queries, "BLOCK_N": tile_keys}
     of_decode = {**paged, "BLOCK_H": 16, "BLOCK_N": tiles.decode_keys, "LEAST": 256, "AT_ONCE": 128}
     merged = {**shape, "ROWS": 16}
     pages = "i64" if table == "slots" else table
     extend = compiled(
-        extend_kernel, dtype, {**of_extend, "lse_ptr": None}, tiles.extend_warps, tiles.num_stages, pages, kv=kv
+        extend_kernel, dtype, {**of_extend, "lse_ptr": None}, tile.warps, tiles.num_stages, pages, kv=kv
     )
     ptx, kv_bytes = extend.asm["ptx"], 2 * tile_keys * block_d * TORCH_TYPES[kv].itemsize
     assert extend.metadata.shared > 2 * kv_bytes
     if dtype != "fp32":
         assert "wgmma.mma_async" in ptx and "cp.async.cg.shared.global" in ptx, ptx
-    of_merge = {**merged, "GROUP": 4, "BLOCK_M": tiles.extend_queries, "lse_ptr": None}
+    if (short := tiles.short) is not None and (dtype, table) == ("bf16", "i32"):
+        given = {**paged, "BLOCK_M": short.queries, "BLOCK_N": short.keys_of_pages, "lse_ptr": None}
+        of_short = compiled(extend_kernel, dtype, given, short.warps, tiles.num_stages, pages, kv=kv)
+        # Of an SM's memory each program costs another KiB.
+        assert "wgmma" in of_short.asm["ptx"] and short.per_sm * (of_short.metadata.shared + 1024) <= 228 << 10
+    of_merge = {**merged, "GROUP": 4, "BLOCK_M": tile.queries, "lse_ptr": None}
     assert "ex2" in compiled(merge_extends_kernel, dtype, of_merge, 4, 3, pages).asm["ptx"]
     # A batch of decodes, and once those beside extends.
     for reqs in [{"reqs_ptr": None, "row_starts_ptr": None}] + [{}] * (head_dim == 64):
@@ -120,11 +126,11 @@ def test_partials_compile_for_sm_90(pages: str):
     tiles = Tiles.of(128, torch.bfloat16, 16, HOPPER_SHARED_BYTES)
     constants = {"PAGE_SIZE": 16, "BY_SLOT": False, "HEAD_DIM": 128, "BLOCK_D": 128, "GROUP": 4}
     constants |= {"IN_TOKENS": True, "TILE_IN_PAGE": False}
-    of_extend = constants | {"BLOCK_M": tiles.extend_queries, "BLOCK_N": tiles.extend_keys}
+    of_extend = constants | {"BLOCK_M": tiles.extend.queries, "BLOCK_N": tiles.extend.keys}
     of_decode = constants | {"BLOCK_H": 16, "BLOCK_N": tiles.decode_keys, "LEAST": 256, "AT_ONCE": 128}
     of_decode |= {"reqs_ptr": None, "row_starts_ptr": None}
     for kernel, given, num_warps in (
-        (extend_kernel, of_extend, tiles.extend_warps),
+        (extend_kernel, of_extend, tiles.extend.warps),
         (decode_kernel, of_decode, tiles.decode_warps(16, 128, torch.bfloat16)),
     ):
         result = compiled(kernel, "bf16", given, num_warps, tiles.num_stages, pages, "fp32", starts="i32")
@@ -165,19 +171,29 @@ def compiled(
 
 @needs_triton
 def test_a_gpu_with_less_shared_memory_and_wide_heads_get_other_tiles():
-    from sglang.srt.layers.attention.triton_backend import HOPPER_SHARED_BYTES, Tiles
+    from sglang.srt.layers.attention.triton_backend import (
+        HOPPER_SHARED_BYTES,
+        SHORT_TILE,
+        ExtendTile,
+        Heads,
+        Tiles,
+    )
 
     ada, bf16 = 99 << 10, torch.bfloat16
-    assert Tiles.of(128, bf16, 1, HOPPER_SHARED_BYTES).extend_keys_of_pages == 128
-    assert Tiles.of(128, bf16, 64, HOPPER_SHARED_BYTES) == Tiles.of(128, bf16, 1, ada) == Tiles()
-    assert Tiles.of(64, torch.float32, 1, HOPPER_SHARED_BYTES) == Tiles()
+    assert Tiles.of(128, bf16, 1, HOPPER_SHARED_BYTES).extend.keys_of_pages == 128
+    assert Tiles.of(128, bf16, 64, HOPPER_SHARED_BYTES) == Tiles(short=SHORT_TILE)
+    assert Tiles.of(128, bf16, 1, ada) == Tiles.of(64, torch.float32, 1, HOPPER_SHARED_BYTES) == Tiles()
+    tiles, heads = Tiles(short=SHORT_TILE), Heads(8, 4)
+    for q_lens, short in (((48,), True), ((48,) * 4, True), ((48,) * 5, False), ((512,), False), ((256,), True)):
+        assert tiles.pick(np.array(q_lens), heads, 132) == (SHORT_TILE if short else ExtendTile())
+        assert Tiles().pick(np.array(q_lens), heads, 132) == ExtendTile()
     warps = [Tiles().decode_warps(*each) for each in ((16, 128, bf16), (32, 128, bf16), (16, 64, torch.float32))]
     assert warps == [2, 4, 2] and Tiles().decode_warps(16, 256, bf16) == 4
 
 
 @needs_triton
 def test_splits_of_extends_cover_each_key_once():
-    from sglang.srt.layers.attention.triton_backend import ExtendRoom, Heads, Tiles, split_extends
+    from sglang.srt.layers.attention.triton_backend import ExtendRoom, ExtendTile, Heads, split_extends
 
     seed = 26
     print(f"seed {seed}")
@@ -185,12 +201,12 @@ def test_splits_of_extends_cover_each_key_once():
     for _ in range(200):
         num_reqs, num_sms = rng.randint(1, 6), rng.choice((1, 24, 132))
         heads = Heads(rng.choice((1, 2, 8)), rng.choice((1, 3, 4, 80)))
-        tiles = Tiles(extend_queries=rng.choice((16, 128)), extend_keys_of_pages=rng.choice((64, 128)))
+        tile = ExtendTile(rng.choice((16, 128)), keys_of_pages=rng.choice((64, 128)), per_sm=rng.choice((1, 2)))
         q_lens = np.array([rng.choice((1, 2, 48, 700)) for _ in range(num_reqs)])
         before = np.array([rng.choice((0, 5, 12_000)) for _ in range(num_reqs)])
         kv_lens = before + q_lens
         fewest = rng.choice((1, 2))
-        splits = split_extends(q_lens, kv_lens, before, heads, tiles, num_sms, fewest)
+        splits = split_extends(q_lens, kv_lens, before, heads, tile, num_sms, fewest)
         reqs, firsts, keys, ends, slots = splits.blocks
         split_tokens = int((ends - keys).max(initial=0))
         assert bool((ends - keys == split_tokens).all())
@@ -199,19 +215,18 @@ def test_splits_of_extends_cover_each_key_once():
         for req, first, key, slot in zip(*(column.tolist() for column in (reqs, firsts, keys, slots)), strict=True):
             keys_of.setdefault((req, first), []).append(key)
             slots_of.setdefault((req, first), []).append(slot)
-        rows = tiles.extend_queries
+        rows = tile.queries
         wanted = {(i, r) for i, n in enumerate(q_lens) if n >= fewest for r in range(0, n * heads.group, rows)}
         assert keys_of.keys() == wanted
         for (req, first), starts in keys_of.items():
             end = before[req] + min((first + rows - 1) // heads.group + 1, q_lens[req])
             assert starts == list(range(0, end, split_tokens))
-            assert split_tokens % tiles.extend_keys == 0
-        at_once = max(1, num_sms // heads.num_kv_heads)
+            assert split_tokens % tile.keys == 0
+        at_once = max(1, tile.per_sm * num_sms // heads.num_kv_heads)
         assert len(keys) <= -(-len(wanted) // at_once) * at_once
         # With the next smaller splits there were too many, or they are the smallest, or need not be.
-        tile = max(tiles.extend_keys, tiles.extend_keys_of_pages)
         sizes = [before[req] + min((first + rows - 1) // heads.group + 1, q_lens[req]) for req, first in wanted]
-        smaller = max(split_tokens - tile, 1)
+        smaller = max(split_tokens - max(tile.keys, tile.keys_of_pages), 1)
         assert split_tokens in (0, 512) or sum(-(-n // smaller) for n in sizes) > -(-len(wanted) // at_once) * at_once
         of_merges = {
             (req, first): list(range(slot, slot + count))
@@ -220,7 +235,7 @@ def test_splits_of_extends_cover_each_key_once():
         assert of_merges == {block: each for block, each in slots_of.items() if len(each) > 1}
         assert all(each == [-1] for each in slots_of.values() if len(each) == 1)
         assert sorted(itertools.chain(*of_merges.values())) == list(range(splits.num_slots))
-        room = ExtendRoom.of(int(q_lens.sum()) + rng.choice((0, 9)), num_reqs + 1, heads, tiles, num_sms)
+        room = ExtendRoom.of(int(q_lens.sum()) + rng.choice((0, 9)), num_reqs + 1, heads, tile, num_sms)
         of_reqs = [np.append(column, 0) for column in (np.cumsum(q_lens) - q_lens, q_lens, before)]
         filled = np.split(room.filled(splits, of_reqs), np.cumsum(room.sizes)[:-1])
         assert (filled[0][len(reqs) :] == num_reqs).all() and (filled[4][len(reqs) :] == -1).all()
@@ -498,12 +513,12 @@ def engine(backend: Any) -> int:
 
 
 def main() -> None:
-    from sglang.srt.layers.attention.triton_backend import Tiles, TritonAttnBackend
+    from sglang.srt.layers.attention.triton_backend import ExtendTile, Tiles, TritonAttnBackend
 
     torch.set_num_threads(1)
     # Small tiles: several of them, with tails in both directions.
     backend = TritonAttnBackend(
-        Tiles(extend_queries=16, extend_keys=16, extend_keys_of_pages=32, decode_keys=32), num_sms=24
+        Tiles(ExtendTile(32, 16, 32), short=ExtendTile(16, 16, 16, 4, per_sm=2), decode_keys=32), num_sms=24
     )
     for what in sys.argv[1].split(","):
         print(f"{globals()[what](backend)} {what} are right")

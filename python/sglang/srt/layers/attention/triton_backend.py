@@ -48,14 +48,45 @@ _KEPT_PARTIALS = 16
 
 
 @dataclass(frozen=True)
-class Tiles:
-    """Queries and keys that a program works on at once, powers of two, 16 at least; Triton's warps and stages."""
+class Heads:
+    """Of a rank's queries and KV."""
 
-    extend_queries: int = 128
-    extend_keys: int = 64
+    num_kv_heads: int
+    # Query heads that share a KV head.
+    group: int
+
+
+@dataclass(frozen=True)
+class ExtendTile:
+    """Queries and keys that a program of extends works on at once, powers of two, 16 at least, and its warps."""
+
+    queries: int = 128
+    keys: int = 64
     # Where the pages of a `PagedSegments` are read, and no lse is asked for, which take more of an SM's memory.
-    extend_keys_of_pages: int = 64
-    extend_warps: int = 8
+    keys_of_pages: int = 64
+    warps: int = 8
+    # Programs that an SM has registers and memory for.
+    per_sm: int = 1
+
+    def num_blocks(self, q_lens: np.ndarray, heads: Heads) -> int:
+        return int((-(-q_lens * heads.group // self.queries)).sum())
+
+    def at_once(self, heads: Heads, num_sms: int) -> int:
+        """Programs of a KV head that all SMs together hold."""
+        return max(1, self.per_sm * num_sms // heads.num_kv_heads)
+
+
+# 48 tokens of 4 heads are three whole blocks of 64 rows, and two of 128.
+SHORT_TILE = ExtendTile(queries=64, warps=4, per_sm=2)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """What programs work on at once. short: for extends whose blocks of `extend` would fill half of a GPU at most;
+    None for no other. num_stages: Triton's."""
+
+    extend: ExtendTile = ExtendTile()
+    short: ExtendTile | None = None
     decode_keys: int = 64
     # The fewest at which Triton holds K and V twice, so that the next keys come while these are multiplied.
     num_stages: int = 5
@@ -66,9 +97,15 @@ class Tiles:
         an H200 with heads of 128 (docs/records/experiments.md). More keys pay where a tile is no part of a page: its
         page numbers are looked up while others are multiplied."""
         if triton.next_power_of_2(head_dim) * dtype.itemsize > 256:
-            return cls(extend_queries=64, extend_keys=32, extend_keys_of_pages=32, decode_keys=32)
-        has_room = shared_bytes >= HOPPER_SHARED_BYTES and dtype.itemsize <= 2
-        return cls(extend_keys_of_pages=128) if has_room and page_size % cls.extend_keys else cls()
+            return cls(ExtendTile(queries=64, keys=32, keys_of_pages=32), decode_keys=32)
+        if shared_bytes < HOPPER_SHARED_BYTES or dtype.itemsize > 2:
+            return cls()
+        return cls(ExtendTile(keys_of_pages=128 if page_size % ExtendTile.keys else 64), SHORT_TILE)
+
+    def pick(self, q_lens: np.ndarray, heads: Heads, num_sms: int) -> ExtendTile:
+        """q_lens: of extends."""
+        is_short = 2 * self.extend.num_blocks(q_lens, heads) <= self.extend.at_once(heads, num_sms)
+        return self.short if self.short is not None and is_short else self.extend
 
     def decode_warps(self, rows: int, block_d: int, dtype: torch.dtype) -> int:
         """rows: query heads of a program. Two warps have registers for 16 rows of 128 values of 16 bits."""
@@ -89,21 +126,13 @@ class _Extends:
     merges: list[torch.Tensor]
     decodes: torch.Tensor
     num_slots: int
+    tile: ExtendTile
 
     @classmethod
-    def of(cls, columns: list[torch.Tensor], num_slots: int) -> _Extends:
+    def of(cls, columns: list[torch.Tensor], num_slots: int, tile: ExtendTile) -> _Extends:
         """columns: blocks, merges, rows, q_lens, before, decodes."""
         rows, q_lens, before, decodes = columns[9:]
-        return cls(rows, q_lens, before, columns[:5], columns[5:9], decodes, num_slots)
-
-
-@dataclass(frozen=True)
-class Heads:
-    """Of a rank's queries and KV."""
-
-    num_kv_heads: int
-    # Query heads that share a KV head.
-    group: int
+        return cls(rows, q_lens, before, columns[:5], columns[5:9], decodes, num_slots, tile)
 
 
 @dataclass(frozen=True)
@@ -127,7 +156,7 @@ class _CapturedExtends:
     belongs to the last request, which has neither queries nor keys."""
 
     heads: Heads
-    tiles: Tiles
+    tile: ExtendTile
     room: ExtendRoom
     # int32 on the queries' device: blocks, merges, rows, q_lens and before, one after the other.
     memory: torch.Tensor
@@ -219,7 +248,7 @@ class TritonAttnBackend:
         q_lens, kv_lens = segments.q_lens, segments.kv_lens
         before = np.maximum(kv_lens - q_lens, 0)
         sms = self._sms_of(captured.memory.device)
-        splits = split_extends(q_lens, kv_lens, before, captured.heads, captured.tiles, sms, 1)
+        splits = split_extends(q_lens, kv_lens, before, captured.heads, captured.tile, sms, 1)
         found = captured.room.filled(splits, (np.cumsum(q_lens) - q_lens, q_lens, before))
         (there,) = to_device_together([found], captured.memory.device)
         captured.memory.copy_(there)
@@ -287,8 +316,9 @@ class TritonAttnBackend:
         if num_decodes == len(q_lens):
             starts, lens = on_device or to_device_together([np.cumsum(kv_lens) - kv_lens, kv_lens], q.device)
             return _Plan(starts, lens, num_decodes, longest, None)
-        heads, tiles = _heads_of(q, view), self._tiles_for(q, view)
-        splits = split_extends(q_lens, kv_lens, before, heads, tiles, self._sms_of(q.device))
+        heads, sms = _heads_of(q, view), self._sms_of(q.device)
+        tile = self._tiles_for(q, view).pick(q_lens[~is_decode], heads, sms)
+        splits = split_extends(q_lens, kv_lens, before, heads, tile, sms)
         columns = [
             *splits.blocks,
             *splits.merges,
@@ -297,15 +327,17 @@ class TritonAttnBackend:
         ]
         tensors = to_device_together([column.astype(np.int32) for column in columns], q.device)
         starts, lens = on_device or tensors[-2:]
-        return _Plan(starts, lens, num_decodes, longest, _Extends.of(tensors[:13], splits.num_slots))
+        return _Plan(starts, lens, num_decodes, longest, _Extends.of(tensors[:13], splits.num_slots, tile))
 
     def _make_captured_plan(self, segments: PagedSegments, q: torch.Tensor, view: KVView) -> _Plan:
-        heads, tiles = _heads_of(q, view), self._tiles_for(q, view)
-        room = ExtendRoom.of(q.shape[0], len(segments), heads, tiles, self._sms_of(q.device))
+        heads, sms = _heads_of(q, view), self._sms_of(q.device)
+        # As of one request, whose blocks are the fewest.
+        tile = self._tiles_for(q, view).pick(np.array([q.shape[0]]), heads, sms)
+        room = ExtendRoom.of(q.shape[0], len(segments), heads, tile, sms)
         memory = torch.zeros(sum(room.sizes), dtype=torch.int32, device=q.device)
-        self._captured[segments] = _CapturedExtends(heads, tiles, room, memory)
+        self._captured[segments] = _CapturedExtends(heads, tile, room, memory)
         self.before_replay(segments)
-        extends = _Extends.of([*memory.split(room.sizes), memory[:0]], room.num_slots)
+        extends = _Extends.of([*memory.split(room.sizes), memory[:0]], room.num_slots, tile)
         return _Plan(segments.device_starts, segments.device_kv_lens, 0, 0, extends)
 
     def _attend(
@@ -336,8 +368,9 @@ class TritonAttnBackend:
         numbers = (*strides, page_tokens or 0, factor, table.skip)
         if extends is not None and (num_blocks := len(extends.blocks[0])):
             in_pages = lse is None and not table.by_slot
-            tile_keys = tiles.extend_keys_of_pages if in_pages else tiles.extend_keys
-            parts, part_lses = _parts(q, extends.num_slots, heads.num_kv_heads, tiles.extend_queries)
+            tile = extends.tile
+            tile_keys = tile.keys_of_pages if in_pages else tile.keys
+            parts, part_lses = _parts(q, extends.num_slots, heads.num_kv_heads, tile.queries)
             launch(
                 extend_kernel,
                 (num_blocks, heads.num_kv_heads),
@@ -355,14 +388,14 @@ class TritonAttnBackend:
                 extends.before,
                 *numbers,
                 **paged,
-                BLOCK_M=tiles.extend_queries,
+                BLOCK_M=tile.queries,
                 BLOCK_N=tile_keys,
                 TILE_IN_PAGE=from_page_start and view.page_size % tile_keys == 0,
-                num_warps=tiles.extend_warps,
+                num_warps=tile.warps,
                 num_stages=tiles.num_stages,
             )
             if num_merges := len(extends.merges[0]):
-                chunks = tiles.extend_queries // _MERGED_ROWS
+                chunks = tile.queries // _MERGED_ROWS
                 launch(
                     merge_extends_kernel,
                     (num_merges, heads.num_kv_heads, chunks),
@@ -375,7 +408,7 @@ class TritonAttnBackend:
                     extends.q_lens,
                     **shape,
                     GROUP=heads.group,
-                    BLOCK_M=tiles.extend_queries,
+                    BLOCK_M=tile.queries,
                     ROWS=_MERGED_ROWS,
                 )
         if num_decodes := plan.num_decodes:
@@ -465,10 +498,10 @@ class ExtendRoom:
     num_slots: int
 
     @classmethod
-    def of(cls, num_rows: int, num_reqs: int, heads: Heads, tiles: Tiles, num_sms: int) -> ExtendRoom:
+    def of(cls, num_rows: int, num_reqs: int, heads: Heads, tile: ExtendTile, num_sms: int) -> ExtendRoom:
         """num_reqs: the last one has no rows."""
-        num_blocks = num_rows * heads.group // tiles.extend_queries + min(num_rows, num_reqs - 1)
-        at_once = _extends_at_once(heads, num_sms)
+        num_blocks = num_rows * heads.group // tile.queries + min(num_rows, num_reqs - 1)
+        at_once = tile.at_once(heads, num_sms)
         num_merges = min(num_blocks, at_once)
         return cls(num_reqs, -(-num_blocks // at_once) * at_once, num_merges, num_merges + at_once)
 
@@ -494,16 +527,15 @@ def split_extends(
     kv_lens: np.ndarray,
     before: np.ndarray,
     heads: Heads,
-    tiles: Tiles,
+    tile: ExtendTile,
     num_sms: int,
     fewest: int = 2,
 ) -> ExtendSplits:
     """How the requests of `fewest` queries or more are cut into blocks of rows, and the keys that a block sees into
-    splits, of equally many keys or fewer. A program has an SM for itself, because of its registers, so that num_sms
-    / num_kv_heads splits of a head are worked at at once; the last round is to be full, and no split begins one
-    more: 48 tokens behind 12 K keys fill a GPU once, and a long prompt is split little or not."""
+    splits, of equally many keys or fewer. SMs hold so many programs at once that the last round is full if no split
+    begins one more: 48 tokens behind 12 K keys fill a GPU once, and a long prompt is split little or not."""
     extends = np.flatnonzero(q_lens >= fewest)
-    rows = tiles.extend_queries
+    rows = tile.queries
     num_blocks = -(-q_lens[extends] * heads.group // rows)
     reqs = np.repeat(extends, num_blocks)
     firsts = rows * (np.arange(num_blocks.sum()) - np.repeat(np.cumsum(num_blocks) - num_blocks, num_blocks))
@@ -512,12 +544,12 @@ def split_extends(
     # The longest first, so that the last programs to begin are short.
     order = np.argsort(-ends, kind="stable")
     reqs, firsts, ends = reqs[order], firsts[order], ends[order]
-    at_once = _extends_at_once(heads, num_sms)
+    at_once = tile.at_once(heads, num_sms)
     most = -(-len(ends) // at_once) * at_once
-    tile = max(tiles.extend_keys, tiles.extend_keys_of_pages)
-    num_tiles = np.maximum(-(-ends // tile), 1)
+    keys_at_once = max(tile.keys, tile.keys_of_pages)
+    num_tiles = np.maximum(-(-ends // keys_at_once), 1)
     # The fewest tiles of a split with which there are no more splits than that.
-    low = max(_MIN_EXTEND_SPLIT // tile, -(-int(num_tiles.sum()) // max(most, 1)))
+    low = max(_MIN_EXTEND_SPLIT // keys_at_once, -(-int(num_tiles.sum()) // max(most, 1)))
     high = max(low, int(num_tiles.max(initial=1)))
     while low < high:
         middle = (low + high) // 2
@@ -525,7 +557,7 @@ def split_extends(
             high = middle
         else:
             low = middle + 1
-    counts, tokens = -(-num_tiles // low), low * tile
+    counts, tokens = -(-num_tiles // low), low * keys_at_once
     is_split = counts > 1
     # Blocks that are split have all the slots, and they come first.
     num_slots = int(counts[is_split].sum())
@@ -536,10 +568,6 @@ def split_extends(
     keys = of_block * tokens
     blocks = (np.repeat(reqs, counts), np.repeat(firsts, counts), keys, keys + tokens, slots)
     return ExtendSplits(blocks, merges, num_slots)
-
-
-def _extends_at_once(heads: Heads, num_sms: int) -> int:
-    return max(1, num_sms // heads.num_kv_heads)
 
 
 def _heads_of(q: torch.Tensor, view: KVView) -> Heads:
