@@ -218,7 +218,7 @@ class ServerArgs:
     disable_cuda_graph: bool = arg(DEVICE, False, "on a GPU, launch each kernel by itself")
     disable_prefill_cuda_graph: bool = arg(DEVICE, False, "on a GPU, launch each kernel of a prefill by itself")
     cuda_graph_max_bs_prefill: int = arg(
-        DEVICE, 512, "on a GPU, the tokens of the largest prefill whose layers are CUDA graphs"
+        DEVICE, 512, "on a GPU, the tokens of the largest prefill that is captured as a CUDA graph"
     )
     cuda_graph_max_bs_decode: int | None = arg(
         DEVICE,
