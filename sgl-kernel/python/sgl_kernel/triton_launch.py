@@ -98,6 +98,10 @@ class Recording:
         values = [*compiled.before, *map(_passed, args), *compiled.constants]
         self._launches.append((compiled.run, values, [(before + i, j) for i, j in places]))
 
+    def end(self) -> None:
+        """Nothing more is recorded: what was given is not needed any more."""
+        self._given = ()
+
     def repeat(self, *given: Any) -> None:
         """given: as before, tensors of the same device, type, strides and alignment."""
         stream = _stream(any(isinstance(each, torch.Tensor) and each.is_cuda for each in given))

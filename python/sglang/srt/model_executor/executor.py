@@ -49,6 +49,8 @@ logger = logging.getLogger(__name__)
 _KEPT_FENCES = 256
 # Requests that stream at the same time are few.
 _KEPT_PREFIXES = 16
+# Of each slot, for which the page table has room at first.
+_SHARED_PAGES = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -213,9 +215,10 @@ class ModelExecutor:
         layer_stream: LayerStreamCache | None = None,
     ) -> None:
         max_slots, vocab_size, device = options.max_slots, options.vocab_size, options.device
-        # On a GPU the table starts with room for every page several times over, because CUDA graphs are captured
-        # again when it grows.
-        self._page_table = PageTable(max_slots, device, 64 * max_slots + 4 * pool.num_pages)
+        # The table starts with room for every page several times over, and for long prompts that share them, because
+        # CUDA graphs are captured again when it grows.
+        shared = min(pool.num_pages, _SHARED_PAGES)
+        self._page_table = PageTable(max_slots, device, (64 + shared) * max_slots + 4 * pool.num_pages)
         self.model: CausalLM = model
         self._prefill_graphs: PrefillGraphs | None = None
         if options.graph_prefill_tokens:

@@ -26,6 +26,7 @@ from sglang.srt.mem_cache.kv_view import KVSegment, PagedSegments
 from sglang.srt.mem_cache.link import LAYERS_AT_ONCE, index_device, layer_groups
 from sglang.srt.mem_cache.memory_pool import DevicePool
 from sglang.srt.model_executor.forward_batch_info import CausalLM, ForwardBatch, ForwardMode, StreamedRequest
+from sglang.srt.model_executor.prefill_graphs import PrefillGraphs
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -62,7 +63,8 @@ def warm_up_kernels(
     and all are written to it. is_streaming: prefixes may come through a layer stream cache."""
     began = time.monotonic()
     with torch.inference_mode():
-        modules = model.modules() if isinstance(model, nn.Module) else ()
+        inner = model.model if isinstance(model, PrefillGraphs) else model
+        modules = inner.modules() if isinstance(inner, nn.Module) else ()
         is_quantized = any(isinstance(each, Weight) and each.quantized is not None for each in modules)
         for reqs in (*_BATCHES, *(_BATCHES_OF_QUANTIZED if is_quantized else ())):
             batch = _batch(reqs, pool, scale, device)

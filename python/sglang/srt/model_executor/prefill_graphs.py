@@ -242,8 +242,12 @@ class PrefillGraphs:
             or len(ours) > _max_requests(count)
         ):
             return None
-        whole = self._whole[count]
+        whole = self._whole.get(count)
+        if whole is None:
+            return None
         if whole.version != attention.page_table.version:
+            # If that fails, prefills go on with a graph a layer.
+            del self._whole[count]
             whole = self._whole[count] = self._capture_whole(count, attention)
         theirs, num_reqs = whole.segments, len(ours)
         for there, here in (

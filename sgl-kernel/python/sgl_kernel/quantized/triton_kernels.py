@@ -27,6 +27,7 @@ _NARROW, _WIDE = 32, 64
 _STEP = 128
 # More hold more of the matrix on its way, and take more of an SM's memory.
 _MANY_STAGES, _STAGES = 8, 4
+_MANY_STAGES_BYTES = 164 << 10
 # Rows and columns that a program dequantises.
 _TILE = (16, 256)
 
@@ -36,7 +37,7 @@ def linear(x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None) 
     num_rows, inputs = x.shape
     outputs = matrix.shape[0]
     out = torch.empty(num_rows, outputs, dtype=x.dtype, device=x.device)
-    tile = _tile(num_rows, outputs, num_sms(x.device))
+    tile = _tile(num_rows, outputs, *_sms_and_shared_bytes(x.device))
     launch(
         _linear_kernel,
         (triton.cdiv(num_rows, tile.rows), triton.cdiv(outputs, tile.outputs)),
@@ -69,19 +70,23 @@ class Tile(NamedTuple):
     stages: int
 
 
-def _tile(num_rows: int, outputs: int, sms: int) -> Tile:
+def _tile(num_rows: int, outputs: int, sms: int, shared_bytes: int) -> Tile:
     """One program for each multiprocessor, or more: those of a matrix with few outputs are narrow. With 64 rows two
-    programs fit there if they have few stages."""
+    programs fit there if they have few stages. shared_bytes: that a program may have."""
     if num_rows <= _FEW_ROWS:
         return Tile(_FEW_ROWS, _NARROW, _MANY_STAGES)
     if num_rows <= _SOME_ROWS and triton.cdiv(outputs, _WIDE) < 2 * sms:
-        return Tile(_SOME_ROWS, _NARROW, _MANY_STAGES if triton.cdiv(outputs, _NARROW) <= sms else _STAGES)
+        is_alone = triton.cdiv(outputs, _NARROW) <= sms and shared_bytes >= _MANY_STAGES_BYTES
+        return Tile(_SOME_ROWS, _NARROW, _MANY_STAGES if is_alone else _STAGES)
     return Tile(_SOME_ROWS, _WIDE, _STAGES)
 
 
 @cache
-def num_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+def _sms_and_shared_bytes(device: torch.device) -> tuple[int, int]:
+    if device.type != "cuda":
+        return 1, 0
+    properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
+    return properties["multiprocessor_count"], properties["max_shared_mem"]
 
 
 def dequantized(matrix: QuantizedMatrix, dtype: torch.dtype) -> torch.Tensor:

@@ -223,11 +223,13 @@ def test_splits_of_extends_cover_each_key_once():
             assert starts == list(range(0, end, split_tokens))
             assert split_tokens % tile.keys == 0
         at_once = max(1, tile.per_sm * num_sms // heads.num_kv_heads)
-        assert len(keys) <= -(-len(wanted) // at_once) * at_once
+        full_rounds = -(-len(wanted) // at_once) * at_once
+        assert len(keys) <= len(wanted) + at_once
         # With the next smaller splits there were too many, or they are the smallest, or need not be.
         sizes = [before[req] + min((first + rows - 1) // heads.group + 1, q_lens[req]) for req, first in wanted]
         smaller = max(split_tokens - max(tile.keys, tile.keys_of_pages), 1)
-        assert split_tokens in (0, 512) or sum(-(-n // smaller) for n in sizes) > -(-len(wanted) // at_once) * at_once
+        most = full_rounds if len(keys) <= full_rounds else len(wanted) + at_once
+        assert split_tokens in (0, 512) or sum(-(-n // smaller) for n in sizes) > min(most, len(wanted) + at_once)
         of_merges = {
             (req, first): list(range(slot, slot + count))
             for req, first, slot, count in zip(*(column.tolist() for column in splits.merges), strict=True)
@@ -240,6 +242,20 @@ def test_splits_of_extends_cover_each_key_once():
         filled = np.split(room.filled(splits, of_reqs), np.cumsum(room.sizes)[:-1])
         assert (filled[0][len(reqs) :] == num_reqs).all() and (filled[4][len(reqs) :] == -1).all()
         assert [*map(len, filled)] == room.sizes and filled[0][: len(reqs)].tolist() == reqs.tolist()
+
+
+@needs_triton
+def test_a_long_request_among_short_ones_is_split():
+    """They fill a round of programs without it."""
+    from sglang.srt.layers.attention.triton_backend import ExtendTile, Heads, split_extends
+
+    q_lens, before = np.full(16, 20), np.array([65_536] + [500] * 15)
+    splits = split_extends(q_lens, q_lens + before, before, Heads(8, 4), ExtendTile(), 132)
+    sizes = splits.blocks[3] - splits.blocks[2]
+    assert int(sizes.max()) <= 5000 and len(sizes) <= 2 * 16
+    # Nothing is gained where all are alike.
+    alike = split_extends(q_lens, q_lens + 500, np.full(16, 500), Heads(8, 4), ExtendTile(), 132)
+    assert len(alike.blocks[0]) == 16
 
 
 @needs_triton

@@ -235,8 +235,10 @@ class TritonAttnBackend:
         key = (q.shape, *(x for each in given[:3] for x in (each.dtype, each.stride(), each.data_ptr() % ALIGNMENT)))
         recorded = batch.recorded.get(key)
         if recorded is None:
-            recorded = batch.recorded[key] = Recording(*given)
+            recorded = Recording(*given)
             self._attend(q, view, batch.table, batch.plan, factor, out, None, recorded.launch)
+            recorded.end()
+            batch.recorded[key] = recorded
         else:
             recorded.repeat(*given)
         return out
@@ -503,7 +505,7 @@ class ExtendRoom:
         num_blocks = num_rows * heads.group // tile.queries + min(num_rows, num_reqs - 1)
         at_once = tile.at_once(heads, num_sms)
         num_merges = min(num_blocks, at_once)
-        return cls(num_reqs, -(-num_blocks // at_once) * at_once, num_merges, num_merges + at_once)
+        return cls(num_reqs, num_blocks + at_once, num_merges, num_merges + at_once)
 
     @property
     def sizes(self) -> list[int]:
@@ -548,16 +550,12 @@ def split_extends(
     most = -(-len(ends) // at_once) * at_once
     keys_at_once = max(tile.keys, tile.keys_of_pages)
     num_tiles = np.maximum(-(-ends // keys_at_once), 1)
-    # The fewest tiles of a split with which there are no more splits than that.
-    low = max(_MIN_EXTEND_SPLIT // keys_at_once, -(-int(num_tiles.sum()) // max(most, 1)))
-    high = max(low, int(num_tiles.max(initial=1)))
-    while low < high:
-        middle = (low + high) // 2
-        if int((-(-num_tiles // middle)).sum()) <= most:
-            high = middle
-        else:
-            low = middle + 1
-    counts, tokens = -(-num_tiles // low), low * keys_at_once
+    least = _MIN_EXTEND_SPLIT // keys_at_once
+    size = _tiles_of_split(num_tiles, most, least)
+    if 2 * at_once * size > 3 * int(num_tiles.sum()):
+        # One request is so long that the others end much sooner: another round costs less than to wait for it.
+        size = _tiles_of_split(num_tiles, len(ends) + at_once, least)
+    counts, tokens = -(-num_tiles // size), size * keys_at_once
     is_split = counts > 1
     # Blocks that are split have all the slots, and they come first.
     num_slots = int(counts[is_split].sum())
@@ -568,6 +566,20 @@ def split_extends(
     keys = of_block * tokens
     blocks = (np.repeat(reqs, counts), np.repeat(firsts, counts), keys, keys + tokens, slots)
     return ExtendSplits(blocks, merges, num_slots)
+
+
+def _tiles_of_split(num_tiles: np.ndarray, most: int, least: int) -> int:
+    """The fewest tiles of a split, `least` or more, with which there are `most` splits, or fewer, but one for each of
+    num_tiles at least."""
+    low = max(least, -(-int(num_tiles.sum()) // max(most, 1)))
+    high = max(low, int(num_tiles.max(initial=1)))
+    while low < high:
+        middle = (low + high) // 2
+        if int((-(-num_tiles // middle)).sum()) <= most:
+            high = middle
+        else:
+            low = middle + 1
+    return low
 
 
 def _heads_of(q: torch.Tensor, view: KVView) -> Heads:
