@@ -327,6 +327,14 @@ def peers_with(rig: AutoRig, *texts: str) -> list[Node]:
     return nodes
 
 
+def newer_on_host(rig: AutoRig, text: str) -> Node:
+    """A node that the host alone has, used after those of `peers_with`."""
+    node = rig.insert(text, now=5)
+    rig.copy(node, HOST)
+    rig.controller.drop(node, DEVICE)
+    return node
+
+
 def test_what_storage_lacks_goes_to_the_host_before_peers_give_it_up():
     rig = AutoRig(host=8, peer=6)
     old, young, stored = peers_with(rig, "ab", "cd", "ef")
@@ -394,9 +402,7 @@ def test_what_storage_lacks_leaves_peers_with_a_copy_under_way():
 def test_what_is_stored_nowhere_stays_on_the_host_before_what_is_older():
     """As while storage hangs: nothing that was used later is lost for it."""
     rig = AutoRig(host=2, peer=2)
-    new = rig.insert("cd", now=5)
-    rig.copy(new, HOST)
-    rig.controller.drop(new, DEVICE)
+    new = newer_on_host(rig, "cd")
     (old,) = peers_with(rig, "ab")
     assert rig.at(10).make_room(PEER, 2, ())
     assert rig.begun() == [] and [rig.where(node) for node in (old, new)] == ["", "H"]
@@ -405,9 +411,7 @@ def test_what_is_stored_nowhere_stays_on_the_host_before_what_is_older():
 
 def test_what_the_host_does_not_give_up_is_not_split():
     rig = AutoRig(host=4, peer=2)
-    new = rig.insert("cdef", now=5)
-    rig.copy(new, HOST)
-    rig.controller.drop(new, DEVICE)
+    new = newer_on_host(rig, "cdef")
     (old,) = peers_with(rig, "a")
     rig.at(10).move_to_host([old])
     assert rig.begun() == [] and len(new.key) == 4
@@ -415,9 +419,7 @@ def test_what_the_host_does_not_give_up_is_not_split():
 
 def test_what_storage_has_leaves_the_host_for_what_it_lacks():
     rig = AutoRig(host=2, peer=2)
-    stored = rig.insert("cd", now=5)
-    rig.copy(stored, HOST)
-    rig.controller.drop(stored, DEVICE)
+    stored = newer_on_host(rig, "cd")
     (lacking,) = peers_with(rig, "ab")
     rig.tree.names.has_stored = lambda node: node is stored  # type: ignore[method-assign]
     assert not rig.at(10).make_room(PEER, 2, ())

@@ -365,6 +365,7 @@ class TritonAttnBackend:
         paged = {**shape, "PAGE_SIZE": view.page_size, "BY_SLOT": table.by_slot, "GROUP": heads.group}
         paged["IN_TOKENS"] = page_tokens is not None
         from_page_start = not (table.by_slot or table.may_skip)
+        tensors = (q, view.k, view.v, out, lse)
         keys = (table.pages, plan.starts, plan.kv_lens)
         strides = (*q.stride()[:2], *view.k.stride()[:3], *view.v.stride()[:3])
         numbers = (*strides, page_tokens or 0, factor, table.skip)
@@ -376,11 +377,7 @@ class TritonAttnBackend:
             launch(
                 extend_kernel,
                 (num_blocks, heads.num_kv_heads),
-                q,
-                view.k,
-                view.v,
-                out,
-                lse,
+                *tensors,
                 parts,
                 part_lses,
                 *keys,
@@ -425,11 +422,7 @@ class TritonAttnBackend:
             launch(
                 decode_kernel,
                 (num_decodes + num_more, heads.num_kv_heads * head_blocks),
-                q,
-                view.k,
-                view.v,
-                out,
-                lse,
+                *tensors,
                 parts,
                 part_lses,
                 *keys,
