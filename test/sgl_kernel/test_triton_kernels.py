@@ -35,8 +35,8 @@ def test_they_compile_for_sm_90(dtype: str):
     def compiled(
         kernel: Any, constants: dict[str, Any], num_warps: int = 4, types: Mapping[str, str] = MappingProxyType({})
     ) -> str:
-        names, floats = kernel.arg_names, ("eps", "k_scale", "v_scale")
-        pointers = {"positions_ptr": "*i64", "loc_ptr": "*i64", "table_ptr": "*fp32"}
+        names, floats = kernel.arg_names, ("eps",)
+        pointers = {"positions_ptr": "*i64", "loc_ptr": "*i64", "table_ptr": "*fp32", "scales_ptr": "*fp32"}
         pointers |= {"probs_ptr": "*fp32", "top_ks_ptr": "*i64", "top_ps_ptr": "*fp32"}
         pointers |= types
         types = {name: pointers.get(name, f"*{dtype}" if name.endswith("_ptr") else "i32") for name in names}
@@ -52,8 +52,7 @@ def test_they_compile_for_sm_90(dtype: str):
     assert "st.global" in compiled(kernels._rope_kernel, {"ROWS": 16, "BLOCK_D": 64})
     assert "st.global.v4.b32" in compiled(kernels._store_kv_kernel, {"ROWS": 8, "BLOCK_D": 128, "MOST": None})
     together = {"ROWS": 16, "BLOCK_D": 64, "MOST": None}
-    without_scales = {"k_scale": None, "v_scale": None}
-    for scales, divides in (({}, True), (without_scales, False)):
+    for scales, divides in (({}, True), ({"scales_ptr": None}, False)):
         ptx = compiled(kernels._rope_and_store_kernel, together | scales)
         assert "st.global.v4.b32" in ptx and ("div.rn" in ptx) == divides, ptx
     slots = dict.fromkeys(("k_slots_ptr", "v_slots_ptr"), "*fp8e4nv")
@@ -170,15 +169,17 @@ def stores() -> None:
 
 def rotations_into_slots(device: str = "cpu") -> None:
     from sgl_kernel.elementwise import triton_kernels
+    from sglang.srt.layers.kv_scale import KVScale
 
     fp8 = torch.float8_e4m3fn
-    # Queries, keys and values; in slots of another type; divided.
+    # Queries, keys and values; in slots of another type; divided, heads alike or each by its own.
     for dtype, heads, head_dim, stored, scales in (
-        (torch.float16, (30, 5, 5), 128, torch.float16, (1.0, 1.0)),
-        (torch.float32, (4, 2, 2), 24, torch.float32, (1.0, 1.0)),
-        (torch.bfloat16, (9, 9, 9), 96, torch.bfloat16, (1.0, 1.0)),
-        (torch.float16, (8, 2, 2), 64, fp8, (0.5, 0.25)),
-        (torch.float16, (8, 2, 2), 64, torch.float16, (0.3, 1.7)),
+        (torch.float16, (30, 5, 5), 128, torch.float16, None),
+        (torch.float32, (4, 2, 2), 24, torch.float32, None),
+        (torch.bfloat16, (9, 9, 9), 96, torch.bfloat16, None),
+        (torch.float16, (8, 2, 2), 64, fp8, [[0.5, 0.5], [0.25, 0.25]]),
+        (torch.float16, (8, 2, 2), 64, torch.float16, [[0.3, 0.4], [1.7, 1.0]]),
+        (torch.float32, (8, 3, 3), 128, fp8, [[0.3, 2.0, 1.0], [0.01, 0.02, 0.03]]),
     ):
         angles = torch.rand(50, head_dim // 2, generator=torch.Generator().manual_seed(12)) * 6
         table = torch.cat((angles.cos(), angles.sin()), dim=1).to(dtype).float().to(device)
@@ -191,10 +192,11 @@ def rotations_into_slots(device: str = "cpu") -> None:
             [torch.zeros(6, 2 * heads[1], head_dim, dtype=stored, device=device) for _ in range(2)] for _ in range(2)
         ]
         views = [[each[:, : heads[1]] for each in both] for both in slots]
-        k, v = (apart[:, heads[0] : num_qk] / scales[0], apart[:, num_qk:] / scales[1])
-        triton_kernels.store_kv(*views[0], loc, k, v)
+        of_heads = None if scales is None else torch.tensor(scales, device=device)
+        scaled = KVScale(of_heads).stored(apart[:, heads[0] : num_qk], apart[:, num_qk:])
+        triton_kernels.store_kv(*views[0], loc, *scaled)
         triton_kernels.apply_rope_and_store(
-            positions, qkv[:, :num_qk], qkv[:, num_qk:], table, *views[1], loc, *scales
+            positions, qkv[:, :num_qk], qkv[:, num_qk:], table, *views[1], loc, of_heads
         )
         # A GPU's compiler may round a product and a sum once in the one and twice in the other.
         for one, other in ((qkv[:, : heads[0]], apart[:, : heads[0]]), *zip(*slots, strict=True)):

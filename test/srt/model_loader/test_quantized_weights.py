@@ -412,7 +412,6 @@ def test_what_does_not_fit_is_named(tmp_path, way, change, message):
         (compressed("tensor") | {"config_groups": []}, "have 0 ways of storing weights"),
         (compressed("tensor") | {"config_groups": ["x"]}, r"config_groups is \['x'\], not an object"),
         (compressed("tensor") | {"config_groups": {"a": None}}, "one of its config_groups is None, not an object"),
-        (compressed("tensor") | {"config_groups": {"a": {"weights": None}}}, "have 0 ways of storing weights"),
         (compressed("tensor") | {"sparsity_config": "x"}, "sparsity_config is 'x', not an object"),
         ({"quant_method": ["fp8"]}, r"quantized as \['fp8'\], which is not supported"),
         (compressed("tensor", num_bits=4), "not of 8 symmetric bits"),
@@ -457,8 +456,9 @@ def test_a_group_of_activations_alone_and_a_type_that_is_left_out():
     [
         {"quant_method": "compressed-tensors", "format": "dense", "kv_cache_scheme": {"num_bits": 8}},
         {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"},
+        compressed("tensor") | {"config_groups": {"attention": {"weights": None, "input_activations": {}}}},
     ],
-    ids=lambda config: config["quant_method"],
+    ids=["compressed-tensors", "modelopt", "attention's"],
 )
 def test_scales_for_the_kv_cache_alone_leave_weights_as_they_are(tmp_path, config, impl):
     save(tmp_path)

@@ -7,6 +7,7 @@ import shutil
 from copy import copy
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,20 @@ from transformers import AttentionInterface, AutoModelForCausalLM, GemmaConfig, 
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from sgl_kernel.elementwise import saturating_cast
-from sglang.srt.configs.kv_cache_dtype import KV_CACHE_DTYPE_CHOICES, pick_kv_cache_dtype, read_kv_scales
+from sglang.srt.configs.kv_cache_dtype import (
+    KV_CACHE_DTYPE_CHOICES,
+    HeadScales,
+    pick_kv_cache_dtype,
+    read_kv_scales,
+)
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.model_files import ModelConfigError
-from sglang.srt.layers.kv_scale import KVScale, kv_scale_of
+from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.kv_scale import kv_scale_of
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.managers.startup.device import with_kv_cache
+from sglang.srt.mem_cache.kv_view import KVSegment
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.transfer import Tier
@@ -35,6 +45,9 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FAMILIES = {"llama": LlamaConfig, "gemma": GemmaConfig}
 # Of K and V, layer by layer.
 SCALES = ((0.01, 0.02), (0.3, 0.25), (2.0, 1.0))
+# Of each KV head, where there is more than one.
+SCALES_OF_HEADS = (((0.01, 3.0), (0.02, 1.0)), ((0.3, 0.5), 0.25), (2.0, (0.03, 0.02)))
+LayerScales = tuple[tuple[HeadScales, HeadScales], ...]
 SEED = 12
 
 
@@ -60,14 +73,13 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return found
 
 
-Scales = tuple[tuple[float, float], ...]
-
-
-def rounded_logits(path: str, tokens: list[int], dtype: torch.dtype, scales: Scales) -> torch.Tensor:
+def rounded_logits(path: str, tokens: list[int], dtype: torch.dtype, scales: LayerScales) -> torch.Tensor:
     """Of transformers, whose attention gets K and V as the cache would give them back."""
 
     def attend(module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **more: Any) -> Any:
-        of_layer = scales[module.layer_idx] if scales else (1.0, 1.0)
+        of_layer = (
+            torch.tensor(each).view(-1, 1, 1) for each in (scales[module.layer_idx] if scales else (1.0, 1.0))
+        )
         k, v = (saturating_cast(x / scale, dtype).float() * scale for x, scale in zip((k, v), of_layer))
         return sdpa_attention_forward(module, q, k, v, *args, **more)
 
@@ -78,10 +90,10 @@ def rounded_logits(path: str, tokens: list[int], dtype: torch.dtype, scales: Sca
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("scales", [(), SCALES], ids=["scales of 1", "scales"])
+@pytest.mark.parametrize("scales", [(), SCALES, SCALES_OF_HEADS], ids=["scales of 1", "scales", "scales of heads"])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2, torch.bfloat16], ids=str)
 def test_as_transformers_with_rounded_kv(
-    paths: dict[str, str], family: str, scales: Scales, dtype: torch.dtype
+    paths: dict[str, str], family: str, scales: LayerScales, dtype: torch.dtype
 ) -> None:
     config = ModelConfig.from_pretrained(paths[family], "float32")
     config = replace(config, kv_cache_dtype=dtype, kv_scales=(scales,) if scales else ())
@@ -141,7 +153,8 @@ def test_a_file_of_scales(tmp_path: Path) -> None:
     file.write_text(json.dumps({"model_type": "llama", "kv_cache": {"scaling_factor": by_rank}}))
     scales = read_kv_scales(str(file), E4M3, 2, 3)
     assert scales == (((0.5, 0.5), (2.0, 2.0), (1.5, 1.5)), ((1.0, 1.0), (1.0, 1.0), (0.25, 0.25)))
-    assert [kv_scale_of(scales, rank, 2) for rank in (0, 1)] == [KVScale(1.5, 1.5), KVScale(0.25, 0.25)]
+    of_heads = [kv_scale_of(scales, rank, 2, num_kv_heads=2).of_heads for rank in (0, 1)]
+    assert torch.equal(torch.stack(of_heads), torch.tensor([[[1.5] * 2] * 2, [[0.25] * 2] * 2]))
     for num_ranks, num_layers in ((3, 3), (2, 4)):
         with pytest.raises(ModelConfigError, match=r"has no '[23]'; it needs kv_cache, scaling_factor, "):
             read_kv_scales(str(file), E4M3, num_ranks, num_layers)
@@ -229,6 +242,28 @@ def test_one_scale_for_k_and_v(paths: dict[str, str], tmp_path: Path) -> None:
     assert started(path, "--kv-cache-dtype", "fp8_e4m3", "--tp-size", "2").kv_scales == (((0.5, 0.5),) * 3,) * 2
 
 
+@pytest.mark.parametrize("shape", [(2, 1, 1), (2,)], ids=str)
+def test_a_scale_for_each_head(paths: dict[str, str], tmp_path: Path, shape: tuple[int, ...]) -> None:
+    # Of layers, of K and V, of heads.
+    wanted = torch.tensor(
+        [[each if isinstance(each, tuple) else (each, each) for each in of_layer] for of_layer in SCALES_OF_HEADS]
+    )
+    stored = {
+        ATTENTION.format(layer) + f"{of}_scale": scales.clone().view(shape)
+        for layer, of_layer in enumerate(wanted)
+        for of, scales in zip("kv", of_layer, strict=True)
+    }
+    path = with_scales(paths["llama"], tmp_path / "scaled", stored)
+    # With four ranks, two keep the same head.
+    for heads in ([slice(2)], [slice(1), slice(1, 2)], [slice(1), slice(1), slice(1, 2), slice(1, 2)]):
+        config = started(path, "--kv-cache-dtype", "fp8_e4m3", "--tp-size", str(len(heads)))
+        for rank, of_rank in enumerate(heads):
+            num_heads = of_rank.stop - (of_rank.start or 0)
+            found = [kv_scale_of(config.kv_scales, rank, layer, num_heads).of_heads for layer in range(3)]
+            assert torch.equal(torch.stack(found), wanted[..., of_rank])
+    assert config.kv_scales[0][1][1] == 0.25, "one number where heads do not differ"
+
+
 def test_which_of_many_scales_counts(paths: dict[str, str], tmp_path: Path) -> None:
     """Those of K and of V go before one for both; those of another part of the model do not count."""
     stored = {}
@@ -296,7 +331,12 @@ def test_a_checkpoint_that_lacks_scales(
 @pytest.mark.parametrize(
     ("scale", "words"),
     [
-        (torch.ones(2), r"layers.0.self_attn.kv_scale' has the shape \(2,\), and one KV scale a layer"),
+        (
+            torch.ones(3),
+            r"layers.0.self_attn.kv_scale' has the shape \(3,\), and a layer has one KV scale or one for ",
+        ),
+        (torch.ones(2, 3), r"layers.0.self_attn.kv_scale' has the shape \(2, 3\), .* each of its 2 KV heads; give"),
+        (torch.tensor([0.5, 0.0]), r"layers.0.self_attn.kv_scale' is 0, and KV scales are numbers from 1e-06 to 1e"),
         (torch.tensor(-1.0), r"layers.0.self_attn.kv_scale' is -1, and KV scales are numbers from 1e-06 to 1e"),
         (torch.tensor(torch.nan), r"layers.0.self_attn.kv_scale' is nan, and KV scales are numbers from 1e-06"),
     ],
@@ -307,6 +347,35 @@ def test_bad_scales_of_a_checkpoint(paths: dict[str, str], tmp_path: Path, scale
     path = with_scales(paths["llama"], tmp_path / "scaled", tensors)
     with pytest.raises(ModelConfigError, match=words):
         started(path, "--kv-cache-dtype", "fp8_e4m3")
+
+
+@pytest.mark.parametrize("scales", [*SCALES, *SCALES_OF_HEADS], ids=str)
+def test_attention_to_scaled_pages(scales: tuple[HeadScales, HeadScales]) -> None:
+    """All at once, and in parts as layers are streamed."""
+    print(f"seed {SEED}")
+    generator = torch.Generator().manual_seed(SEED)
+    q, k, v = (torch.randn(9, heads, 16, generator=generator) for heads in (6, 2, 2))
+    scale = kv_scale_of(((scales,),), 0, 0, num_kv_heads=2)
+    pool = MHATokenToKVPool(9, PageLayout.kv(1, 1, 2, 16, E4M3))
+    attention = RadixAttention(0, TorchNativeAttnBackend(), scale)
+    attention.store(k, v, torch.arange(9), pool)
+    k, v = (
+        saturating_cast(x / of_heads[:, None], E4M3).float() * of_heads[:, None]
+        for x, of_heads in zip(
+            (k, v), torch.from_numpy(np.array([np.broadcast_to(each, 2) for each in scales], np.float32))
+        )
+    )
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(0, 1) for x in (q, k, v)), is_causal=True, scale=0.3, enable_gqa=True
+    ).transpose(0, 1)
+    asked, attn = q.clone(), AttentionMetadata((9,), 0.3)
+    segments = [KVSegment(torch.arange(9), 9, causal=True)]
+    batch = SimpleNamespace(segments=[segments], attn=attn)
+    assert torch.allclose(attention.forward(q, batch, pool), wanted, atol=1e-5)
+    parts = [KVSegment(torch.arange(4), 4), KVSegment(torch.arange(4, 9), 5, causal=True)]
+    state = attention.partial(q[4:], pool.view(0), parts[:1], attn)
+    assert torch.allclose(attention.partial(q[4:], pool.view(0), parts[1:], attn, state)[0], wanted[4:], atol=1e-5)
+    assert torch.equal(q, asked)
 
 
 def test_float16_comes_back_from_bfloat16() -> None:

@@ -21,8 +21,10 @@ _DTYPES = {
     "fp8_e5m2": torch.float8_e5m2,
 }
 KV_CACHE_DTYPE_CHOICES = ("auto", *_DTYPES)
+# A scale for all of a rank's KV heads, or one for each.
+HeadScales = float | tuple[float, ...]
 # Of each rank and layer, what K and what V is divided by before it is stored; () where all are 1.
-KVScales = tuple[tuple[tuple[float, float], ...], ...]
+KVScales = tuple[tuple[tuple[HeadScales, HeadScales], ...], ...]
 # Of a scale.
 _LEAST, _MOST = 1e-6, 1e6
 # As compressed-tensors, ModelOpt and AutoFP8 name them; the last one wrote kv_scale for both.
@@ -71,10 +73,14 @@ def is_kv_scale(name: str) -> bool:
 
 
 def stored_kv_scales(
-    names: Iterable[str], read: Callable[[str], torch.Tensor | None], num_ranks: int, num_layers: int
+    names: Iterable[str],
+    read: Callable[[str], torch.Tensor | None],
+    num_layers: int,
+    num_kv_heads: int,
+    heads_of_ranks: Sequence[slice],
 ) -> KVScales:
-    """The scales that a checkpoint has for a KV cache of fp8_e4m3, () if it has none. read: a tensor by its name.
-    Raises ModelConfigError."""
+    """The scales that a checkpoint has for a KV cache of fp8_e4m3, one a layer or one a KV head; () if it has none.
+    read: a tensor by its name. heads_of_ranks: which of num_kv_heads each rank has. Raises ModelConfigError."""
     names_of = defaultdict[tuple[int, str], list[str]](list)
     for match in filter(None, map(_SCALE_NAME.fullmatch, names)):
         of = match["of"] or match["projection"]
@@ -85,37 +91,51 @@ def stored_kv_scales(
     scales = []
     for layer in range(num_layers):
         k_scale, v_scale = (
-            _scale_of(names_of[layer, letter] or names_of[layer, f"{letter} of both"], read) for letter in "kv"
+            _scale_of(names_of[layer, letter] or names_of[layer, f"{letter} of both"], read, num_kv_heads)
+            for letter in "kv"
         )
         if k_scale is None or v_scale is None:
             raise ModelConfigError(
                 f"the checkpoint has KV scales, but lacks one of layer {layer}; give all by --quantization-param-path"
             )
         scales.append((k_scale, v_scale))
-    return _unless_all_are_1([scales] * num_ranks)
+    return _unless_all_are_1(
+        [[(_of_heads(k, heads), _of_heads(v, heads)) for k, v in scales] for heads in heads_of_ranks]
+    )
 
 
-def _scale_of(names: Sequence[str], read: Callable[[str], torch.Tensor | None]) -> float | None:
-    """Of tensors that mean the same scale; None if there are none."""
+def _scale_of(
+    names: Sequence[str], read: Callable[[str], torch.Tensor | None], num_kv_heads: int
+) -> HeadScales | None:
+    """Of tensors that mean the same scale, of all heads; None if there are none."""
     found = None
     for name in names:
         tensor = read(name)
         assert tensor is not None, f"{name} is among the names"
-        if tensor.numel() != 1:
+        # compressed-tensors has (num_kv_heads, 1, 1) for one each.
+        if tensor.numel() not in (1, num_kv_heads) or tensor.squeeze().ndim > 1:
             raise ModelConfigError(
-                f"{name!r} has the shape {tuple(tensor.shape)}, and one KV scale a layer is read; give others by "
-                "--quantization-param-path"
+                f"{name!r} has the shape {tuple(tensor.shape)}, and a layer has one KV scale or one for each of its "
+                f"{num_kv_heads} KV heads; give others by --quantization-param-path"
             )
-        scale = float(tensor)
-        if not _LEAST <= scale <= _MOST:
-            raise ModelConfigError(f"{name!r} is {scale:g}, and KV scales are numbers from {_LEAST:g} to {_MOST:g}")
+        of_heads = tensor.flatten().tolist()
+        for each in of_heads:
+            if not _LEAST <= each <= _MOST:
+                raise ModelConfigError(
+                    f"{name!r} is {each:g}, and KV scales are numbers from {_LEAST:g} to {_MOST:g}"
+                )
+        scale = of_heads[0] if len(set(of_heads)) == 1 else tuple(of_heads)
         if found is not None and scale != found:
             raise ModelConfigError(f"{names[0]!r} and {name!r} are scales of the same, and differ")
         found = scale
     return found
 
 
-def _unless_all_are_1(scales: Sequence[Sequence[tuple[float, float]]]) -> KVScales:
+def _of_heads(scale: HeadScales, heads: slice) -> HeadScales:
+    return scale[heads] if isinstance(scale, tuple) else scale
+
+
+def _unless_all_are_1(scales: Sequence[Sequence[tuple[HeadScales, HeadScales]]]) -> KVScales:
     flat = [scale for of_rank in scales for of_layer in of_rank for scale in of_layer]
     return tuple(map(tuple, scales)) if any(scale != 1.0 for scale in flat) else ()
 

@@ -66,25 +66,23 @@ def _fp8(config: Mapping[str, Any]) -> WeightQuantization:
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> WeightQuantization | None:
-    if config.get("kv_cache_scheme") and not config.get("config_groups"):
-        # Scales for the KV cache alone.
-        return None
     kind = config.get("format")
-    if kind not in ("float-quantized", "int-quantized", "naive-quantized"):
-        raise QuantizationError(f"its compressed-tensors have the format {kind!r}; use {READABLE}")
     sparsity, groups = config.get("sparsity_config") or {}, config.get("config_groups") or {}
     for name, value in (("sparsity_config", sparsity), ("config_groups", groups)):
         if not isinstance(value, Mapping):
             raise QuantizationError(f"its {name} is {value!r}, not an object; use {READABLE}")
     if (sparse := sparsity.get("format") or "dense") != "dense":
         raise QuantizationError(f"its compressed-tensors are sparse, {sparse!r}; use {READABLE}")
-    found = set()
     for group in groups.values():
         if not isinstance(group, Mapping):
             raise QuantizationError(f"one of its config_groups is {group!r}, not an object; use {READABLE}")
-        # It may be of activations alone.
-        if (weights := group.get("weights")) is not None:
-            found.add(_of_group(weights, "float" if kind == "float-quantized" else "int"))
+    weights = [group["weights"] for group in groups.values() if group.get("weights") is not None]
+    if not weights and (groups or config.get("kv_cache_scheme")):
+        # It is of activations, of attention or of the KV cache alone.
+        return None
+    if kind not in ("float-quantized", "int-quantized", "naive-quantized"):
+        raise QuantizationError(f"its compressed-tensors have the format {kind!r}; use {READABLE}")
+    found = {_of_group(each, "float" if kind == "float-quantized" else "int") for each in weights}
     if len(found) != 1:
         raise QuantizationError(f"its compressed-tensors have {len(found)} ways of storing weights; use {READABLE}")
     return found.pop()

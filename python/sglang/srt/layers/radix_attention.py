@@ -41,9 +41,8 @@ class RadixAttention(nn.Module):
     def forward(self, q: torch.Tensor, batch: AttentionBatch, pool: KVPool) -> torch.Tensor:
         """q: (num_tokens, num_q_heads, head_dim), of the batch's own tokens, whose K and V are in the pool. Returns
         q's shape; rows of streamed requests are zero."""
-        scale = self.kv_scale
-        out = self.backend.forward(q, pool.view(self.layer_id), batch.segments, scale.of_scores(batch.attn))
-        return scale.loaded(out)
+        q, attn = self.kv_scale.scored(q, batch.attn)
+        return self.kv_scale.loaded(self.backend.forward(q, pool.view(self.layer_id), batch.segments, attn))
 
     def partial(
         self,
@@ -55,8 +54,9 @@ class RadixAttention(nn.Module):
     ) -> PartialState:
         """Attention of one request's queries q (q_len, num_q_heads, head_dim) to segments of a view, merged with what
         they have attended to before."""
+        q, attn = self.kv_scale.scored(q, attn)
         for segment in segments:
-            out, lse = self.backend.partial(q, view, segment, self.kv_scale.of_scores(attn).scale)
+            out, lse = self.backend.partial(q, view, segment, attn.scale)
             found = self.kv_scale.loaded(out), lse
             state = found if state is None else merge_state(*state, *found)
         assert state is not None

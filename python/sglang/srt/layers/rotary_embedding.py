@@ -162,6 +162,5 @@ class Rotation:
         whether it did. slots: as of `KVPool.slots`."""
         if slots is None or not elementwise.has_rope_and_store_kernel(qk, v):
             return False
-        scales = kv_scale.k_scale, kv_scale.v_scale
-        elementwise.apply_rope_and_store(self._positions, qk, v, self._rotary.table, *slots, loc, *scales)
+        elementwise.apply_rope_and_store(self._positions, qk, v, self._rotary.table, *slots, loc, kv_scale.of_heads)
         return True

@@ -70,7 +70,9 @@ class LlamaAttention(nn.Module):
         self.qk_norm = None
         if qk_norm:
             self.qk_norm = QKNorm(self.num_heads, self.num_kv_heads, self.head_dim, config.rms_norm_eps, config.dtype)
-        self.attn = RadixAttention(layer_id, backend, kv_scale_of(config.kv_scales, group.rank, layer_id))
+        self.attn = RadixAttention(
+            layer_id, backend, kv_scale_of(config.kv_scales, group.rank, layer_id, kv_heads.size)
+        )
 
     def project(self, x: torch.Tensor, rotation: Rotation, out_loc: torch.Tensor, pool: KVPool) -> torch.Tensor:
         """x: (num_tokens, hidden_size). Stores keys and values, and returns queries, (num_tokens, heads,

@@ -26,7 +26,7 @@ from sglang.srt.configs.model_files import ModelConfigError
 from sglang.srt.distributed.parallel_state import TensorParallelGroup
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.masked_attention import MaskedAttention
-from sglang.srt.layers.kv_scale import kv_scale_of
+from sglang.srt.layers.kv_scale import KVScale, kv_scale_of
 from sglang.srt.mem_cache.kv_view import KVPool, KVSegment, KVView
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.utils.device import to_device
@@ -118,6 +118,8 @@ class TransformersForCausalLM(nn.Module):
         self.backend = attn_backend
         # Of each layer, the tokens that a query sees; None for all.
         self.windows: list[int | None] = [None] * config.num_layers
+        # Of each layer, once they are on its device.
+        self.kv_scales: list[KVScale] = []
 
     def finish_loading(self) -> None:
         """Its layers are torch's own: there is nothing to pack."""
@@ -125,7 +127,10 @@ class TransformersForCausalLM(nn.Module):
     @torch.inference_mode()
     def inspect_layers(self, device: torch.device) -> None:
         """Find the windows, and that every layer is one that paged attention can compute: by forward passes of two
-        tokens without attention. device: the model's. Raises ModelConfigError."""
+        tokens without attention. device: the model's, which gets the KV scales. Raises ModelConfigError."""
+        with device:
+            scales, heads = self.config.kv_scales, self.config.num_kv_heads
+            self.kv_scales = [kv_scale_of(scales, 0, layer, heads) for layer in range(self.num_layers)]
         found, counted = _Inspection(self.config), _Inspection(self.config)
         tokens, positions, last = (to_device(np.array(each), device) for each in ([3, 2], [0, 1], [1]))
         token = _masks.set(found.masks)
@@ -213,10 +218,11 @@ class _Serving:
         q, k, v = (x[0].transpose(0, 1).to(config.dtype).contiguous() for x in (query, key, value))
         if value_dim < head_dim:
             v = pad(v, (0, head_dim - value_dim))
-        kv_scale = kv_scale_of(config.kv_scales, 0, layer)
+        kv_scale = self.model.kv_scales[layer]
         self.pool.store(layer, batch.out_loc, *kv_scale.stored(k, v))
         scale = kwargs.get("scaling")
-        meta = kv_scale.of_scores(replace(batch.attn, scale=head_dim**-0.5 if scale is None else float(scale)))
+        meta = replace(batch.attn, scale=head_dim**-0.5 if scale is None else float(scale))
+        q, meta = kv_scale.scored(q, meta)
         layer_attention = MaskedAttention(
             meta.scale,
             self._window(layer),

@@ -146,15 +146,15 @@ def apply_rope_and_store(
     k_slots: torch.Tensor,
     v_slots: torch.Tensor,
     loc: torch.Tensor,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
+    scales: torch.Tensor | None = None,
 ) -> None:
     """`apply_rope_with_cos_sin_cache_inplace` of the queries, and of the keys into their slots, and `store_kv` of the
-    values, in one launch. qk: as many keys as v has, behind the queries; they are not overwritten. k_scale,
-    v_scale: what keys and values are divided by when they are stored. Only where `has_rope_and_store_kernel`."""
+    values, in one launch. qk: as many keys as v has, behind the queries; they are not overwritten. scales:
+    (2, num_kv_heads) float32, contiguous, what keys and values are divided by when they are stored; None for 1. Only
+    where `has_rope_and_store_kernel`."""
     ours = _triton(qk)
     assert ours is not None, "no kernel takes it: ask has_rope_and_store_kernel"
-    ours.apply_rope_and_store(positions, qk, v, cos_sin_cache, k_slots, v_slots, loc, k_scale, v_scale)
+    ours.apply_rope_and_store(positions, qk, v, cos_sin_cache, k_slots, v_slots, loc, scales)
 
 
 def has_store_kernel(k: torch.Tensor, v: torch.Tensor) -> bool:

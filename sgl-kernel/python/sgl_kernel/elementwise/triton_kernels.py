@@ -108,8 +108,7 @@ def apply_rope_and_store(
     k_slots: torch.Tensor,
     v_slots: torch.Tensor,
     loc: torch.Tensor,
-    k_scale: float,
-    v_scale: float,
+    scales: torch.Tensor | None,
 ) -> None:
     num_tokens, num_heads, head_dim = qk.shape
     num_kv_heads = v.shape[1]
@@ -130,7 +129,7 @@ def apply_rope_and_store(
         num_heads - num_kv_heads,
         num_kv_heads,
         head_dim // 2,
-        *((None, None) if k_scale == v_scale == 1.0 else (k_scale, v_scale)),
+        scales,
         MOST=None if k_slots.dtype == qk.dtype else largest_cast(qk.dtype, k_slots.dtype),
         ROWS=rows,
         BLOCK_D=block_d,
@@ -283,15 +282,14 @@ def _rope_and_store_kernel(
     num_q_heads,
     num_kv_heads,
     half,
-    k_scale,
-    v_scale,
+    scales_ptr,
     MOST: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """Program (t, b): ROWS heads of token t. Of its queries, keys and values, one behind the other, queries are
-    rotated in place, keys are rotated into their slot, values copied into theirs, divided by k_scale and v_scale.
-    Both are None where both are 1: a division takes longer than the rest."""
+    rotated in place, keys are rotated into their slot, values copied into theirs, divided by their head's scale.
+    scales are None where all are 1: a division takes longer than the rest."""
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, BLOCK_D)
@@ -320,8 +318,9 @@ def _rope_and_store_kernel(
         rotated_first.to(qk_ptr.dtype.element_ty),
         rotated_second.to(qk_ptr.dtype.element_ty),
     )
-    if k_scale is not None:
-        scale = tl.where(is_v, v_scale, k_scale)[:, None]
+    if scales_ptr is not None:
+        has_scale = (heads >= num_q_heads) & (heads < num_qk_heads + num_kv_heads)
+        scale = tl.load(scales_ptr + heads - num_q_heads, mask=has_scale, other=1.0)[:, None]
         stored_first, stored_second = _divided(stored_first, scale), _divided(stored_second, scale)
     stored_first, stored_second = _saturated(stored_first, MOST), _saturated(stored_second, MOST)
     tl.store(of_k_slot, stored_first, mask=exists & is_k[:, None])
