@@ -48,6 +48,7 @@ from sglang.srt.mem_cache.memory_pool import DevicePool, MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.rate_limit import RateLimit
+from sglang.srt.mem_cache.staged_pages import StagedPages
 from sglang.srt.mem_cache.storage_link import StorageLink, StoreSlot
 from sglang.srt.mem_cache.swap_file import SwapFile
 from sglang.srt.mem_cache.transfer import (
@@ -272,7 +273,10 @@ class LocalEngine:
             linked.append((P2H, borrowed.mover() if borrowed else self.peer_pool, 2))
             linked.append((P2P, borrowed.mover(is_within=True) if borrowed else self.peer_pool, 3))
         if config.num_swap_pages:
-            sources[Tier.DISK] = SwapFile(tempfile.gettempdir(), config.num_swap_pages, layout)
+            swap = SwapFile(tempfile.gettempdir(), config.num_swap_pages, layout)
+            sources[Tier.DISK] = swap
+            if where.type == "cuda":
+                sources[Tier.DISK] = StagedPages(swap.kv_pages, layout, where, half_bytes=3 * layout.page_bytes)
             linked.append((D2S, sources[Tier.DISK], 9))
         for name, other, more in linked:
             self._streams.append(make_stream(name, where, urgent=name in LOAD_LINKS.values()))

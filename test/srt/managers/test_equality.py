@@ -29,6 +29,7 @@ from transformers import (
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers.engine_core import replay
+from sglang.srt.managers.scheduler_config import LayerStreamConfig
 from sglang.srt.managers.storage_setup import PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.storage.file.file_store import HiCacheFile
@@ -247,6 +248,28 @@ def test_peer_hits(model: Model, fail_rate: float) -> None:
     assert 100 < hits <= counters["hit_tokens_peer"] and (fail_rate or counters["hit_tokens_peer"] == hits)
     assert (counters.get("failed_ops", 0) > 0) == (fail_rate > 0), "seed 3"
     check_memory(model, engine)
+
+
+@pytest.mark.parametrize("fail_rate", [0.0, pytest.param(0.5, marks=pytest.mark.slow)])
+def test_longer_than_device_and_host(tmp_path: Path, fail_rate: float) -> None:
+    """What neither has room for comes from a file, layer by layer."""
+    model = Model(MODELS["llama"], str(tmp_path))
+    engine = model.engine(
+        page_size=4,
+        num_device_pages=20,
+        num_host_pages=12,
+        num_swap_pages=60,
+        chunked_prefill_size=32,
+        layer_stream=LayerStreamConfig(2, 5),
+        load_fail_rate=fail_rate,
+        seed=3,
+    )
+    (prompt,) = prompts(9, [180])
+    (answer,) = engine.generate([prompt], greedy(4))
+    model.check(prompt, answer, 4)
+    counters = engine.scheduler.state()["counters"]
+    assert counters["swapped_tokens"] > 0 and (counters.get("failed_ops", 0) > 0) == (fail_rate > 0), "seed 3"
+    engine.close()
 
 
 @pytest.mark.sampled(1)

@@ -120,6 +120,8 @@ def test_a_copy_that_fails_is_told_to_who_reads_it():
 class CopyingPool:
     """Its pages cannot be reached from outside: kv_pages have no content."""
 
+    reads_page_numbers = False
+
     def __init__(self, pool: MHATokenToKVPoolHost) -> None:
         self._pool = pool
         self.kv_pages = KVPages(*(torch.full_like(each, float("nan")) for each in pool.kv_pages.components))

@@ -27,7 +27,7 @@ import torch
 
 from sgl_kernel.kvcacheio import KVPages, pick_backend, transfer_kv_per_layer_pf_lf
 from sglang.srt.mem_cache.kv_view import KVSegment, KVView
-from sglang.srt.mem_cache.link import CopiesPages, HasPages, index_device
+from sglang.srt.mem_cache.link import CopiesPages, HasPages, page_numbers_device
 from sglang.srt.mem_cache.memory_pool import DevicePool
 from sglang.srt.mem_cache.page_memory import PageMemory
 from sglang.srt.mem_cache.rate_limit import RateLimit
@@ -95,7 +95,6 @@ class LayerStreamCache:
         self.stream = stream
         self._sources = sources
         self._device_pool = device_pool
-        # For all tiers: the page numbers of a piece lie in one place.
         self._io_backend = io_backend
         if device_pool.kv.is_cuda:
             run_bytes = max(device_pool.kv_pages.run_bytes)
@@ -173,8 +172,8 @@ class LayerStreamCache:
 
     def _copy(self, layer: int, piece: Piece, buffer: KVPages) -> None:
         if not piece.indices:
-            where = index_device(self._io_backend, self.kv.device)
-            for _, *pages in piece.copies:
+            for tier, *pages in piece.copies:
+                where = page_numbers_device(self._pool(tier), self._io_backend, self.kv.device)
                 src, dst = (to_device(each, where) for each in pages)
                 piece.indices.append((src, dst))
         for (tier, _, _), (src, dst) in zip(piece.copies, piece.indices):

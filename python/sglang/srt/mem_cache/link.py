@@ -29,7 +29,7 @@ from sgl_kernel.kvcacheio import (
 from sglang.srt.mem_cache.rate_limit import RateLimit
 from sglang.srt.mem_cache.transfer import H2D, P2D, GateError, LoadFailedError, OpResult, Ticket, Tier, TransferOp
 from sglang.srt.utils.cuda_stream import KernelLaunch
-from sglang.srt.utils.device import to_device
+from sglang.srt.utils.device import CPU, to_device
 from sglang.srt.utils.stream import Event, Stream
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,11 @@ class HasPages(Protocol):
 @runtime_checkable
 class CopiesPages(HasPages, Protocol):
     """A pool whose memory is partly out of reach, and which therefore copies its pages itself. Called on a stream,
-    loads and backups each from one thread. Both methods raise LoadFailedError."""
+    loads and backups each from one thread. Both methods raise LoadFailedError.
+
+    reads_page_numbers: src and dst are in host memory, whatever the backend."""
+
+    reads_page_numbers: bool
 
     def load_layer(self, layer: int, pages: KVPages, src: torch.Tensor, dst: torch.Tensor, backend: str) -> None:
         """As `transfer_kv_per_layer_pf_lf`. pages: this layer of the device pool, or of a layer stream's buffer."""
@@ -254,7 +258,7 @@ class CopyLink:
             if operation.frames is None:
                 # Converted once per operation, not per layer.
                 backend = self._backup_backend if op.src == Tier.DEVICE else self._load_backend
-                where = index_device(backend, self._device)
+                where = page_numbers_device(self.host_pool, backend, self._device)
                 src, dst = (to_device(each.astype(np.int64), where) for each in (op.src_frames, op.dst_frames))
                 operation.frames = src, dst
             work(*operation.frames)
@@ -300,6 +304,13 @@ def layer_groups(num_layers: int, most: int) -> list[range]:
     return [range(end - size, end) for size, end in zip(sizes, ends)]
 
 
+def page_numbers_device(pool: HasPages, io_backend: str, device: torch.device) -> torch.device:
+    """Where page numbers must lie for copies between a pool and the device."""
+    if isinstance(pool, CopiesPages) and pool.reads_page_numbers:
+        return CPU
+    return index_device(io_backend, device)
+
+
 def index_device(io_backend: str, device: torch.device) -> torch.device:
     """The device on which page numbers must lie: the GPU for a kernel, host memory for the code that plans copies."""
-    return device if pick_backend(io_backend, device) in KERNELS else torch.device("cpu")
+    return device if pick_backend(io_backend, device) in KERNELS else CPU

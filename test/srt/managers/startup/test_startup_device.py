@@ -127,14 +127,9 @@ def test_memory(gpus, monkeypatch):
     "options, device, words",
     [
         (
-            {
-                "layer_stream": 2,
-                "enable_hierarchical_cache": True,
-                "layer_stream_disk_size": 1.0,
-                "layer_stream_disk_path": "/tmp",
-            },
+            {"peer_strict": True, "peer_role": "worker", "peer_endpoint": "tcp://127.0.0.1:5600"},
             CUDA,
-            "--layer-stream-disk-size is not served on a GPU yet",
+            "--peer-strict is not served on a GPU yet",
         ),
         ({"attention_backend": "torch_native"}, CUDA, "torch_native computes on the CPU only"),
         ({"attention_backend": "triton"}, CPU, "triton computes on an NVIDIA GPU only"),

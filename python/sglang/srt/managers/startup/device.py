@@ -43,14 +43,9 @@ def pick_device(args: ServerArgs, rank: int) -> torch.device:
 
 def check_device(args: ServerArgs, device: torch.device) -> str:
     """Raises StartupError for what was asked for and cannot be had on the device. Returns the attention backend."""
-    if device.type == "cuda":
-        for asked, flag in (
-            # Its worker's copies, and the staging memory that they go through, are the host's.
-            (args.peer_strict, "--peer-strict"),
-            (args.layer_stream_disk_size > 0, "--layer-stream-disk-size"),
-        ):
-            if asked:
-                raise StartupError(f"{flag} is not served on a GPU yet: drop it, or use --device cpu")
+    if device.type == "cuda" and args.peer_strict:
+        # Its worker's copies, and the staging memory that they go through, are the host's.
+        raise StartupError("--peer-strict is not served on a GPU yet: drop it, or use --device cpu")
     if reason := why_not(args.hicache_io_backend, device):
         raise StartupError(f"--hicache-io-backend {args.hicache_io_backend} cannot run here: {reason}")
     try:

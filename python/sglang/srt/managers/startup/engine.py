@@ -37,6 +37,7 @@ from sglang.srt.mem_cache.link import CopyLink, CopyOptions, HasPages
 from sglang.srt.mem_cache.memory_pool import DevicePool, MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.rate_limit import RateLimit
+from sglang.srt.mem_cache.staged_pages import StagedPages
 from sglang.srt.mem_cache.storage_link import StorageLink, StoreSlot
 from sglang.srt.mem_cache.swap_file import SwapFile, SwapFileError
 from sglang.srt.mem_cache.transfer import (
@@ -292,13 +293,15 @@ class EngineBuilder:
             )
         return self._open_storage(host_pool)
 
-    def _open_swap_file(self) -> SwapFile:
-        path, num_pages = self.args.layer_stream_disk_path, self.config.num_swap_pages
+    def _open_swap_file(self) -> HasPages:
+        path, layout = self.args.layer_stream_disk_path, self.pool.page_layout
         assert path is not None
         try:
-            return SwapFile(path, num_pages, page_layout(self.model, self.config.page_size, self.rank.group.size))
+            file = SwapFile(path, self.config.num_swap_pages, layout)
         except SwapFileError as error:
             raise StartupError(str(error)) from error
+        device = self.rank.device
+        return StagedPages(file.kv_pages, layout, device) if device.type == "cuda" else file
 
     def _open_storage(self, host_pool: MHATokenToKVPoolHost) -> Storage:
         """The links to storage, and what is attached from the start."""

@@ -63,6 +63,9 @@ class BorrowedPool(ElasticPool):
     """As `ElasticPool`, but kv must not be touched where a slab is strict. On a GPU no slab is. notify: see
     `LenderBreakers`."""
 
+    # Where a slab is strict, they are there: see `_new_plan`.
+    reads_page_numbers = False
+
     def __init__(self, slabs: Slabs, layout: PageLayout, notify: Callable[[], None] = lambda: None) -> None:
         super().__init__(slabs, layout)
         self._one_layer = replace(layout, num_layers=1)
@@ -248,6 +251,8 @@ def layer_spans(layout: PageLayout, layer: int) -> list[Span]:
 
 class PoolMover:
     """A `BorrowedPool` that is read by a stream of its own."""
+
+    reads_page_numbers = False
 
     def __init__(self, pool: BorrowedPool, direction: _Direction, is_within: bool) -> None:
         self.kv_pages = pool.kv_pages
