@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from sgl_kernel.cpu.library import LIBRARY
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.managers.scheduler_config import LayerStreamConfig
 from sglang.srt.model_executor import executor as executor_module
 from sglang.srt.model_executor.cuda_graph_runner import batch_sizes
@@ -21,8 +20,9 @@ from sglang.srt.model_executor.page_table import PageTable
 from sglang.srt.model_executor.prefill_graphs import PrefillGraphs, token_counts
 from sglang.srt.sampling.logprob_types import LogprobSpec
 from sglang.srt.sampling.sampling_params import SamplingParams
-from support.device_emulator import emulated_device, launch
+from support.device_emulator import emulated_device
 from support.local_engine import LocalEngine
+from support.paged_attention import PagedAttention
 
 VOCAB = 211
 
@@ -152,55 +152,6 @@ def test_the_host_waits_for_nothing(config):
         device.syncs.clear()
         rounds(engine, 8)
         assert not device.syncs
-
-
-class PagedAttention:
-    """Attention that a graph can hold: it reads everything on the device, when it runs. As slow as can be."""
-
-    def __init__(self, captures_extends: bool = False) -> None:
-        self.capturing = False
-        self.captures_extends = captures_extends
-        # On the device, of the segments of graphs.
-        self._q_lens = {}
-        self.replayed = 0
-        self._others = TorchNativeAttnBackend()
-
-    def forward(self, q, view, segments, meta):
-        if self.capturing and segments not in self._q_lens:
-            self._q_lens[segments] = torch.from_numpy(segments.q_lens.copy()).to(q.device)
-        if segments in self._q_lens:
-            q_lens = self._q_lens[segments]
-        elif set(meta.q_lens) == {1}:
-            q_lens = torch.ones_like(segments.device_starts)
-        else:
-            return self._others.forward(q, view, segments, meta)
-
-        def attend(out, q, k, v, table, starts, kv_lens, q_lens):
-            page, row = k.shape[1], 0
-            for start, kv_len, q_len in zip(starts.tolist(), kv_lens.tolist(), q_lens.tolist()):
-                for i in range(q_len):
-                    seen = kv_len - q_len + i + 1
-                    if seen <= 0:
-                        out[row + i] = 0
-                        continue
-                    pages = table[start : start - (-seen // page)].long()
-                    keys, values = (x[pages].flatten(0, 1)[:seen].repeat_interleave(3, dim=1) for x in (k, v))
-                    weights = (torch.einsum("hd,thd->ht", q[row + i], keys) * meta.scale).softmax(-1)
-                    out[row + i] = torch.einsum("ht,thd->hd", weights, values)
-                row += q_len
-
-        out = torch.empty_like(q)
-        lens = segments.device_kv_lens, q_lens
-        launch(attend, out, q, view.k, view.v, segments.table, segments.device_starts, *lens)
-        return out
-
-    def before_replay(self, segments):
-        assert segments.kv_lens.tolist() != [0] * len(segments), "the host knows what is replayed"
-        self._q_lens[segments].copy_(torch.from_numpy(segments.q_lens.copy()).pin_memory(), non_blocking=True)
-        self.replayed += 1
-
-    def partial(self, *args):
-        return self._others.partial(*args)
 
 
 @pytest.mark.parametrize("page_size", [pytest.param(1, marks=pytest.mark.slow), 4])

@@ -14,6 +14,8 @@ from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.model_executor.kernel_warm_up import warm_up_kernels, warm_up_transfers
 from sglang.srt.model_loader.loader import load_model
+from sglang.srt.peer.memory.cuda_slabs import SlabsConfig, reserve_slabs
+from sglang.srt.peer.memory.elastic_pool import ElasticPool
 from sglang.srt.utils.device import CPU
 from support.tiny_model import tiny_llama
 
@@ -47,6 +49,21 @@ def test_each_kind_of_batch_runs_and_only_the_scratch_page_is_written(tmp_path, 
     assert {(4,), (4, 1, 4, 1), (1, 1), (1,)} <= attention.forwards
     assert attention.partials == ({(1, False), (4, False), (4, True)} if is_streaming else set())
     assert all(math.isnan(x) for x in pool.pages(torch.arange(5)).flatten().tolist())
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_in_slabs_nothing_but_the_scratch_page_is_written(tmp_path, page_size: int):
+    config = tiny_llama(tmp_path)
+    layout = PageLayout.kv(page_size, 3, 2, 8, torch.float32)
+    slabs = reserve_slabs(SlabsConfig(2, 8192, has_scratch=True), layout.page_bytes)
+    slabs.allocate_all()
+    pool = ElasticPool(slabs, layout)
+    for slab in (0, 1):
+        slabs.slab(slab)[:] = 7
+    warm_up_kernels(load_model(config, "auto", WatchedAttention()), pool, 0.25, 97, Sampler(), CPU, False)
+    warm_up_transfers(pool, MHATokenToKVPoolHost(pool, 7).kv_pages, "auto")
+    assert all((slabs.slab(slab) == 7).all() for slab in (0, 1))
+    assert pool.pages(torch.tensor([pool.num_pages])).any()
 
 
 @pytest.mark.parametrize("io_backend", ["auto", "dma"])

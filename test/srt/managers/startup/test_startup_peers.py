@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,9 +19,11 @@ from sglang.srt.managers.engine_core import EngineCore
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, bytes_to_ids, ids_to_bytes
 from sglang.srt.managers.startup import device as device_setup
 from sglang.srt.managers.startup import engine as startup_engine
-from sglang.srt.managers.startup.device import check_device
+from sglang.srt.managers.startup import sizes
+from sglang.srt.managers.startup.device import check_device, page_layout
 from sglang.srt.managers.startup.engine import RankSetup
 from sglang.srt.managers.startup.peers import borrow_memory, lend_memory
+from sglang.srt.managers.startup.sizes import device_pages
 from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.peer.memory import cuda_slabs
 from sglang.srt.peer.memory.slabs import SlabError
@@ -29,8 +31,11 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.child_process import StartupError
 from sglang.srt.utils.device import CPU
+from sglang.srt.utils.startup_progress import StartupProgress
 from support.device_emulator import emulated_device
 from support.fake_cuda_driver import FakeCudaDriver
+from support.paged_attention import PagedAttention
+from support.tiny_model import tiny_llama
 
 GPU = torch.device("cuda", 0)
 LAYOUT = PageLayout.kv(2, 3, 2, 8, torch.float32)
@@ -62,6 +67,7 @@ def test_a_worker_lends_and_a_master_borrows_the_devices_memory(driver: FakeCuda
     try:
         assert lent.pool.kv.is_cuda and lent.slabs.num_slabs * lent.pool.slab_pages >= 2000
         assert borrowed.pool.kv.is_cuda and borrowed.slabs.num_slabs == 4
+        assert lent.pool.scratch_slot == lent.pool.num_pages * 2 and borrowed.pool.scratch_slot is None
     finally:
         lent.close()
         borrowed.close()
@@ -102,8 +108,12 @@ class Rank:
     def __init__(self, args: ServerArgs, tmp_path: Path, device: torch.device) -> None:
         self.core: EngineCore
         self.resources = ExitStack()
+        # What it did before it was ready.
+        self.stages: list[str] = []
+        progress = StartupProgress()
+        progress.stage = self.stages.append  # type: ignore[method-assign]
         self.core, _ = startup_engine.build_core(
-            args, RankSetup(SINGLE_RANK, lambda: None, tmp_path, self.resources, device)
+            args, RankSetup(SINGLE_RANK, lambda: None, tmp_path, self.resources, device=device, progress=progress)
         )
 
     def turn(self, new: list[TokenizedGenerateReqInput]) -> tuple[list[int], int | None]:
@@ -119,6 +129,27 @@ class Rank:
                 if output.finish_reason is not None:
                     from_peer = output.cached_tokens_details.get("peer", 0)
         return tokens, from_peer
+
+    def ask_all(self, prompts: Sequence[np.ndarray], meanwhile: Callable[[], object]) -> list[list[int]]:
+        """The answers to prompts that come at the same time."""
+        sampling = SamplingParams(max_new_tokens=5, temperature=0.0, ignore_eos=True, sampling_seed=1)
+        new = [
+            TokenizedGenerateReqInput(
+                rid=str(i), input_ids=ids_to_bytes(prompt), sampling_params=sampling, stream=True
+            )
+            for i, prompt in enumerate(prompts)
+        ]
+        answers: dict[str, list[int]] = {each.rid: [] for each in new}
+        num_left = len(new)
+        while num_left:
+            progress, now = self.core.progress(), time.monotonic()
+            if new or self.core.has_work(now):
+                for output in self.core.step(now, progress, new).outputs:
+                    answers[output.rid] += bytes_to_ids(output.output_ids).tolist()
+                    num_left -= output.finish_reason is not None
+                new = []
+            meanwhile()
+        return list(answers.values())
 
     def ask(self, prompt: np.ndarray, meanwhile: Callable[[], object]) -> tuple[list[int], int]:
         sampling = SamplingParams(max_new_tokens=5, temperature=0.0, ignore_eos=True, sampling_seed=1)
@@ -168,3 +199,108 @@ def test_ranks_on_a_gpu_lend_and_borrow(
     wanted = [alone.ask(prompt, lambda: None)[0] for prompt in prompts]
     assert [tokens for tokens, _ in found] == wanted * 2 and own[0] == wanted[0]
     assert sum(from_peer for _, from_peer in found[3:]) > 150, found
+
+
+def test_a_worker_on_a_gpu_decodes_as_graphs_while_slabs_come_and_go(
+    driver: FakeCudaDriver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It has compiled, copied and captured before it is ready. Rows of padding write to no slab of the master."""
+    attention = PagedAttention(captures_extends=True)
+    monkeypatch.setattr(device_setup, "why_not", lambda backend, device: None)
+    monkeypatch.setattr(device_setup, "pick_attention_backend", lambda name, device: "emulated")
+    backends = {"cuda": attention, "cpu": TorchNativeAttnBackend()}
+    monkeypatch.setattr(startup_engine, "make_attention_backend", lambda name, device: backends[device.type])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**9, 2 * 10**9))
+    warm_up_transfers, copied = startup_engine.warm_up_transfers, []
+    monkeypatch.setattr(
+        startup_engine, "warm_up_transfers", lambda pool, *more: copied.append(pool) or warm_up_transfers(pool, *more)
+    )
+    driver.fake.granularity = 1 << 20
+    small = "--model embedded --context-length 120 --hicache-load-or-recompute off"
+    tmp_path.chmod(0o700)
+
+    def rank(role: str, more: str) -> Rank:
+        peers = f"--hicache --hicache-ratio 0.1 --peer-role {role} --peer-slab-size 1"
+        where = f"--peer-endpoint ipc://{tmp_path}/peers"
+        return Rank(ServerArgs.from_cli(f"{small} {peers} {where} {more}".split()), tmp_path, GPU)
+
+    # Two slabs of 512 tokens.
+    graphs = "--cuda-graph-max-bs-decode 8 --cuda-graph-max-bs-prefill 16"
+    worker = rank("worker", f"{graphs} --max-total-tokens 1000 --peer-window 0.1")
+    stages = worker.stages
+    assert stages.index("compiling kernels") < stages.index("capturing CUDA graphs of up to 8 requests")
+    assert [pool.scratch_slot for pool in copied] == [1024]
+    assert not attention.capturing and attention.replayed == 0
+    master = rank("master", "--disable-cuda-graph --max-total-tokens 150 --peer-size 0.001")
+    rng = np.random.default_rng(3)
+    asked, many = ([rng.integers(3, 300, 100).astype(np.int32) for _ in range(n)] for n in (3, 7))
+    few = many[:2]
+    slabs: Any = master.core.slabs
+    found: list[tuple[np.ndarray, list[int]]] = []
+
+    def held() -> int:
+        return slabs.state()["lenders"][0]["slabs"]["held"]
+
+    def ask(prompts: Sequence[np.ndarray], meanwhile: Callable[[], object] = lambda: master.turn([])) -> None:
+        """The worker, by graphs."""
+        before = attention.replayed
+        found.extend(zip(prompts, worker.ask_all(prompts, meanwhile)))
+        assert attention.replayed > before
+
+    deadline = time.monotonic() + 120
+    while not held():
+        assert time.monotonic() < deadline, slabs.state()
+        for prompt in asked:
+            master.ask(prompt, lambda: worker.turn([]))
+    ask(few)
+    from_peer = 0
+    # Once to fill the slab.
+    for prompt in asked * 2:
+        tokens, num = master.ask(prompt, lambda: worker.turn([]))
+        found.append((prompt, tokens))
+        from_peer += num
+    assert from_peer > 90
+    # It recalls the slab, for whose pages requests wait.
+    fewest = held()
+
+    def give_back() -> None:
+        nonlocal fewest
+        master.turn([])
+        fewest = min(fewest, held())
+
+    ask(many, give_back)
+    while fewest:
+        assert time.monotonic() < deadline, slabs.state()
+        worker.turn([])
+        give_back()
+    ask(few)
+    for each in (worker, master):
+        each.resources.close()
+    alone = Rank(ServerArgs.from_cli(f"{small} --max-total-tokens 1000".split()), tmp_path, CPU)
+    wanted = {prompt.tobytes(): alone.ask(prompt, lambda: None)[0] for prompt in (*asked, *many)}
+    assert all(tokens == wanted[prompt.tobytes()] for prompt, tokens in found)
+
+
+def test_a_worker_on_a_gpu_takes_no_more_than_is_free(
+    driver: FakeCudaDriver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whole slabs and a scratch page fit into what the flags leave, the padding of slabs included."""
+    model = tiny_llama(tmp_path)
+    piece = 2 << 20
+    for page_size in (1, 16, 64):
+        flags = f"--peer-role worker --peer-slab-size 2 --page-size {page_size}"
+        args = arguments(flags, tmp_path)
+        page_bytes = page_layout(model, page_size, 1).page_bytes
+        for free, num_slabs in ((4 * piece, 3), (4 * piece - 1, 2), (5 * piece - 1, 3)):
+            monkeypatch.setattr(sizes, "kv_cache_bytes", lambda args, device, num_ranks, free=free: free)
+            found = device_pages(args, model, SINGLE_RANK, GPU)
+            assert found == (num_slabs * (piece // page_bytes), page_bytes)
+        most = found[0] * page_size
+        args = arguments(f"{flags} --max-total-tokens {most}", tmp_path)
+        assert device_pages(args, model, SINGLE_RANK, GPU)[0] == found[0]
+        args = arguments(f"{flags} --max-total-tokens {most + page_size}", tmp_path)
+        with pytest.raises(StartupError, match=f"but {most} tokens fit"):
+            device_pages(args, model, SINGLE_RANK, GPU)
+    args = arguments("--peer-role worker --peer-slab-size 2 --page-size 8192", tmp_path)
+    with pytest.raises(StartupError, match="--peer-slab-size 2 has no room for a page"):
+        device_pages(args, model, SINGLE_RANK, GPU)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import gc
 import os
 import select
@@ -36,6 +37,7 @@ from support.cuda_header import assert_signatures, assert_values, layout_of, nee
 from support.device_emulator import emulated_device
 from support.fake_cuda_driver import FakeCudaDriver
 from support.local_engine import LocalEngine
+from support.paged_attention import PagedAttention
 from support.slab_process import hold_cuda
 from support.tiny_model import tiny_llama
 
@@ -78,8 +80,10 @@ def _handles() -> set[str]:
     return found
 
 
-def make(driver: CudaDriver | None, num_slabs: int, slab: int = SLAB, stride: int | None = None) -> CudaSlabRange:
-    return CudaSlabRange(num_slabs, slab, stride, device=GPU, driver=driver)
+def make(
+    driver: CudaDriver | None, num_slabs: int, slab: int = SLAB, stride: int | None = None, tail: int = 0
+) -> CudaSlabRange:
+    return CudaSlabRange(num_slabs, slab, stride, device=GPU, driver=driver, tail_bytes=tail)
 
 
 def owned(driver: CudaDriver | None, num_slabs: int, slab: int = SLAB) -> CudaSlabRange:
@@ -251,6 +255,29 @@ def test_a_range_that_cannot_be_had_leaves_nothing(driver: FakeCudaDriver, name:
         make(driver, 1)
 
 
+def test_a_tail_is_mapped_from_the_start_and_stays(driver: FakeCudaDriver):
+    slabs = make(driver, 2, SLAB, 3 * PIECE, PIECE)
+    tail = slabs.memory[6 * PIECE :]
+    assert tail.shape == (PIECE,) and not tail.any(), "new memory is junk"
+    assert not slabs.is_mapped(0) and num_fds() == 0, "no descriptor of it can be sent"
+    slabs.allocate_all()
+    tail[:] = 3
+    for i in (0, 1):
+        slabs.slab(i)[:] = 7
+        slabs.scrub(i)
+        slabs.unmap(i)
+    slabs.close()
+    assert (tail == 3).all()
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", ["cuMemCreate", "cuMemExportToShareableHandle", "cuMemMap", "cuMemsetD8Async"])
+def test_a_tail_that_cannot_be_had_leaves_nothing(driver: FakeCudaDriver, name: str):
+    driver.fake.fail = name
+    with pytest.raises(SlabError, match=f"{name}: CUDA_ERROR_OUT_OF_MEMORY"):
+        make(driver, 1, tail=PIECE)
+
+
 def test_a_range_that_nobody_has_closed_goes_with_the_last_who_refers_to_it(driver: FakeCudaDriver):
     slabs = owned(driver, 3)
     view = slabs.slab(1)
@@ -277,6 +304,9 @@ def test_the_device_decides_which_kind_it_is(driver: FakeCudaDriver):
     assert type(on_cpu) is SlabRange and on_cpu.stride_bytes == 12288
     on_gpu = reserve_slabs(SlabsConfig(2, SLAB, GPU, driver), 3 << 12)
     assert type(on_gpu) is CudaSlabRange and on_gpu.stride_bytes == 3 * PIECE
+    assert on_cpu.tail_bytes == on_gpu.tail_bytes == 0
+    for page_bytes, tail_bytes in ((3 << 12, PIECE), (PIECE + 256, 2 * PIECE)):
+        assert reserve_slabs(SlabsConfig(2, SLAB, GPU, driver, has_scratch=True), page_bytes).tail_bytes == tail_bytes
     with pytest.raises(SlabError, match=r"mapped in pieces of 65,536 bytes, .*--peer-slab-size"):
         reserve_slabs(SlabsConfig(2, 8192, GPU, driver), 4096)
 
@@ -298,13 +328,14 @@ def device_of(kind: str) -> Iterator[CudaDriver | None]:
     assert not driver.fake.broken
 
 
-def pool_in_slabs(driver: CudaDriver | None, num_pages: int, layout: PageLayout) -> ElasticPool:
+def pool_in_slabs(
+    driver: CudaDriver | None, num_pages: int, layout: PageLayout, has_scratch: bool = False
+) -> ElasticPool:
     """Of as many pages at least."""
     page_bytes = layout.page_bytes
     slab_bytes = SLAB if driver is not None else 2 << 20
-    slabs = reserve_slabs(
-        SlabsConfig(-(-num_pages // (slab_bytes // page_bytes)), slab_bytes, GPU, driver), page_bytes
-    )
+    num_slabs = -(-num_pages // (slab_bytes // page_bytes))
+    slabs = reserve_slabs(SlabsConfig(num_slabs, slab_bytes, GPU, driver, has_scratch), page_bytes)
     slabs.allocate_all()
     return ElasticPool(slabs, layout)
 
@@ -364,6 +395,45 @@ def test_a_lender_gives_the_same_tokens(model_config: ModelConfig, kind: str):
             assert found == answers(device="cuda")[0]
     if kind == "emulated":
         assert found == answers(device="cpu")[0]
+
+
+@pytest.mark.parametrize("kind", ["emulated", on_gpu])
+@pytest.mark.parametrize(
+    ("page_size", "kv_dtype"), [pytest.param(1, None, marks=pytest.mark.slow), (16, torch.float8_e5m2), (64, None)]
+)
+def test_graphs_of_a_lender_give_the_same_tokens(
+    model_config: ModelConfig, kind: str, page_size: int, kv_dtype: torch.dtype | None
+):
+    """Decodes and short prefills, with rows of padding, which write to the scratch page."""
+    config = dataclasses.replace(model_config, kv_cache_dtype=kv_dtype)
+    rng = np.random.default_rng(8)
+    prompts = [rng.integers(3, 97, n).astype(np.int32) for n in (3, 40, 21)]
+    params = SamplingParams(max_new_tokens=4, temperature=0.0, ignore_eos=True, sampling_seed=0)
+    pools: list[ElasticPool] = []
+
+    def answers(**options: Any) -> list[list[int]]:
+        engine = LocalEngine(config, 320 // page_size, page_size=page_size, chunked_prefill_size=64, **options)
+        # The second time most of each prompt is there, and the rest is short.
+        found = engine.generate(prompts, params) + engine.generate(prompts, params)
+        engine.close()
+        return [each.tokens for each in found]
+
+    attention = PagedAttention(captures_extends=True)
+    with device_of(kind) as driver:
+
+        def in_slabs(num_pages: int, layout: PageLayout, device: torch.device, has_scratch: bool) -> ElasticPool:
+            pools.append(pool_in_slabs(driver, num_pages, layout, has_scratch))
+            return pools[0]
+
+        graphs = {"make_pool": in_slabs, "graph_batch_size": 8, "graph_prefill_tokens": 32}
+        own = {"attention_backend": attention} if kind == "emulated" else {}
+        found = answers(device="cuda", **graphs, **own)
+        scratch = torch.from_numpy(np.array([pools[0].num_pages])).to(GPU)
+        assert pools[0].pages(scratch).cpu().view(torch.uint8).any(), "rows of padding are written there"
+        if kind == "gpu":
+            assert found == answers(device="cuda")
+    if kind == "emulated":
+        assert attention.replayed > 6 and found == answers(device="cpu")
 
 
 # -- two processes ----------------------------------------------------------------------------------------------

@@ -21,10 +21,12 @@ from sglang.srt.mem_cache.memory_pool import DevicePool, MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.transfer import D2H, H2D, OpResult, Ticket, Tier, TransferOp
+from sglang.srt.peer.memory.cuda_slabs import SlabsConfig, reserve_slabs
 from sglang.srt.peer.memory.elastic_pool import ElasticPool
 from sglang.srt.peer.memory.slabs import GRANULARITY, SlabRange
 from sglang.srt.peer.protocol.elastic_units import stride_bytes
 from support.local_engine import LocalEngine
+from support.page_layouts import layouts
 from support.stream_emulator import StreamEmulator
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memfd is Linux's")
@@ -175,6 +177,55 @@ def test_links_load_and_back_up(layout: str, page_size: int):
     emulator.run(1 << 30)
     assert h2d.poll() == [OpResult(0, True)]
     assert torch.equal(pool.pages(torch.from_numpy(frames).long()), before)
+
+
+SCRATCH_LAYOUTS = {
+    "page 1": PageLayout.kv(1, LAYERS, HEADS, DIM, torch.float32),
+    "page 16, float8": PageLayout.kv(16, LAYERS, HEADS, DIM, torch.float8_e4m3fn),
+    "page 64": PageLayout.kv(64, LAYERS, HEADS, DIM, torch.bfloat16),
+    "latent": layouts(16)["latent and rotated key"],
+}
+
+
+@pytest.mark.parametrize("layout", SCRATCH_LAYOUTS.values(), ids=SCRATCH_LAYOUTS)
+def test_a_scratch_page_lies_behind_all_slabs_and_is_never_lent(layout: PageLayout):
+    page_bytes, num_slabs = layout.page_bytes, 3
+    slab_bytes = -(-page_bytes // GRANULARITY) * GRANULARITY + GRANULARITY
+    slabs = reserve_slabs(SlabsConfig(num_slabs, slab_bytes, has_scratch=True), page_bytes)
+    slabs.allocate_all()
+    pool = ElasticPool(slabs, layout)
+    assert pool.scratch_slot == pool.num_pages * pool.page_size
+    assert pool.scratch_slot // pool.page_size not in {*usable(pool).tolist(), *pool.padding().tolist()}
+    assert len(usable(pool)) + len(pool.padding()) == pool.num_pages == pool.slab_frames[-1][0] + pool._stride_pages
+    # All are lent, and full of the borrower's bytes.
+    borrower = SlabRange(num_slabs, slab_bytes)
+    for slab in range(num_slabs):
+        slabs.scrub(slab)
+        borrower.map(slab, slabs.fileno(slab))
+    borrower.memory[:] = 7
+    slots = torch.arange(pool.page_size) + pool.scratch_slot
+    rows = {}
+    for layer in range(layout.num_layers):
+        components = [pool.view(layer).components[i] for i in layout.per_token]
+        rows[layer] = [torch.rand(pool.page_size, *each.shape[2:]).to(each.dtype) for each in components]
+        pool.store(layer, slots, *rows[layer])
+    assert (borrower.memory == 7).all()
+    for slab in range(num_slabs):
+        borrower.unmap(slab)
+        slabs.scrub(slab)
+    pool.poison(torch.from_numpy(usable(pool)).long())
+    slabs.close()
+    for layer, stored in rows.items():
+        for i, row in zip(layout.per_token, stored):
+            found = pool.view(layer).components[i][-1]
+            assert torch.equal(found.contiguous().view(torch.uint8), row.view(torch.uint8))
+
+
+def test_a_pool_without_a_tail_has_no_scratch_page():
+    assert elastic().scratch_slot is None
+    layout = PageLayout.kv(32, LAYERS, HEADS, DIM, torch.float32)
+    with pytest.raises(ValueError, match="4,096 bytes behind the slabs have no room for 24,576"):
+        ElasticPool(SlabRange(1, layout.page_bytes, tail_bytes=4096), layout)
 
 
 def engine_pool(num_pages: int, layout: PageLayout, device: torch.device) -> ElasticPool:

@@ -84,10 +84,37 @@ def test_the_memory_outlives_its_lender_for_as_long_as_it_is_mapped():
     borrower.close()
 
 
+def test_a_tail_is_mapped_from_the_start_and_stays():
+    before = mapped_slabs()
+    slabs = SlabRange(2, SLAB, 2 * SLAB, tail_bytes=GRANULARITY)
+    assert slabs.memory.shape == (4 * SLAB + GRANULARITY,) and not any(slabs.is_mapped(i) for i in range(2))
+    tail = slabs.memory[4 * SLAB :]
+    assert not tail.any() and num_fds() == 0, "no descriptor of it can be sent"
+    slabs.allocate_all()
+    slabs.memory[2 * SLAB :][:SLAB] = 7
+    tail[:] = 3
+    for i in (0, 1):
+        slabs.scrub(i)
+        slabs.unmap(i)
+    with pytest.raises(AssertionError, match="there is no such slab"):
+        slabs.allocate(2)
+    slabs.close()
+    del slabs
+    gc.collect()
+    assert (tail == 3).all() and mapped_slabs() == before + 1
+    del tail
+    gc.collect()
+    assert mapped_slabs() == before
+
+
 @pytest.mark.parametrize(
-    "bad", [(0, SLAB, SLAB), (1, 0, SLAB), (1, 100, SLAB), (1, SLAB, SLAB + 1), (2, SLAB, SLAB - GRANULARITY)]
+    "bad",
+    [
+        *((0, SLAB, SLAB), (1, 0, SLAB), (1, 100, SLAB), (1, SLAB, SLAB + 1), (2, SLAB, SLAB - GRANULARITY)),
+        *((1, SLAB, SLAB, 1), (1, SLAB, SLAB, -GRANULARITY)),
+    ],
 )
-def test_sizes_that_cannot_be_mapped(bad: tuple[int, int, int]):
+def test_sizes_that_cannot_be_mapped(bad: tuple[int, ...]):
     with pytest.raises(ValueError, match=f"multiples of {GRANULARITY}"):
         SlabRange(*bad)
 

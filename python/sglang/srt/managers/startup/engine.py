@@ -167,7 +167,6 @@ class EngineBuilder:
         """The device pool, and memory of peers. Returns the largest decode that is a CUDA graph."""
         args, rank, config = self.args, self.rank, self.config
         layout = page_layout(self.model, config.page_size, rank.group.size)
-        graph_batch_size = 0
         if args.peer_role == "worker":
             with without_stopping():
                 self.lent = lend_memory(
@@ -182,7 +181,6 @@ class EngineBuilder:
                 lending=LendingConfig(window_s=args.peer_window),
             )
         else:
-            graph_batch_size = graph_batch_size_for(args, self.model, config, rank.device)
             self.pool = MHATokenToKVPool(
                 config.num_device_pages, layout, rank.device, has_scratch=rank.device.type == "cuda"
             )
@@ -199,7 +197,7 @@ class EngineBuilder:
                 slabs=pool.slab_frames,
                 borrowing=BorrowingConfig(timing.demand, timing.idle, timing.patience),
             )
-        return graph_batch_size
+        return graph_batch_size_for(args, self.model, config, rank.device)
 
     def _open_executor(self, model: Any, attention: AttentionBackend, graph_batch_size: int) -> ModelExecutor:
         rank, config = self.rank, self.config
@@ -244,7 +242,7 @@ class EngineBuilder:
             layer_stream,
         )
         settle_memory(rank.device)
-        if rank.device.type == "cuda" and self.pool.scratch_slot is not None:
+        if self.pool.scratch_slot is not None:
             rank.progress.stage("compiling kernels")
             executor.warm_up()
         if graph_batch_size:
@@ -256,7 +254,7 @@ class EngineBuilder:
         """The tiers below the device, and the links to them."""
         args, rank, config = self.args, self.rank, self.config
         host_pool = MHATokenToKVPoolHost(self.pool, config.num_host_pages, args.hicache_mem_layout)
-        if rank.device.type == "cuda" and self.pool.scratch_slot is not None:
+        if self.pool.scratch_slot is not None:
             try:
                 warm_up_transfers(self.pool, host_pool.kv_pages, args.hicache_io_backend)
             except LayerFlagsError as error:

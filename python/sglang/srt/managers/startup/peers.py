@@ -20,9 +20,10 @@ from sglang.srt.peer.borrowed_places import BorrowedOptions
 from sglang.srt.peer.lending import LendingConfig, why_nothing_is_lent
 from sglang.srt.peer.lent_places import LentOptions
 from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory
-from sglang.srt.peer.memory.cuda_slabs import SlabsConfig
+from sglang.srt.peer.memory.cuda_slabs import SlabsConfig, granularity_of
 from sglang.srt.peer.memory.lent_memory import LentMemory
 from sglang.srt.peer.memory.slabs import SlabError
+from sglang.srt.peer.protocol.elastic_units import pages_of_slabs
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.child_process import StartupError
 from sglang.srt.utils.peer_endpoint import PeerError, of_rank
@@ -70,6 +71,16 @@ def borrow_memory(
     return memory
 
 
+def lendable_pages(args: ServerArgs, page_bytes: int, size_bytes: int, device: torch.device) -> int:
+    """How many pages a lender's pool on a GPU gets of size_bytes of memory: those of whole slabs, beside the scratch
+    page. Raises StartupError."""
+    slab_bytes = _slab_bytes(args, page_bytes)
+    try:
+        return pages_of_slabs(size_bytes, slab_bytes, page_bytes, granularity_of(device))
+    except SlabError as error:
+        raise StartupError(str(error)) from error
+
+
 def lend_memory(
     args: ServerArgs,
     config: SchedulerConfig,
@@ -79,13 +90,11 @@ def lend_memory(
     notify: Callable[[], None],
     device: torch.device,
 ) -> LentMemory:
-    """A lender's device pool, in whole slabs: of config.num_device_pages, or more to fill the last slab. directory: a
-    private one. Raises StartupError."""
+    """A lender's device pool, in whole slabs: of config.num_device_pages, or more to fill the last slab. On a GPU it
+    has a scratch page too. directory: a private one. Raises StartupError."""
     assert args.peer_endpoint is not None
-    slab_bytes, page_bytes = args.peer_slab_size << 20, layout.page_bytes
-    if slab_bytes < page_bytes:
-        raise StartupError(f"--peer-slab-size {args.peer_slab_size} has no room for a page of {page_bytes:,} bytes")
-    slab_pages = slab_bytes // page_bytes
+    slab_bytes = _slab_bytes(args, layout.page_bytes)
+    slab_pages = slab_bytes // layout.page_bytes
     num_slabs = -(-config.num_device_pages // slab_pages)
     endpoint = of_rank(args.peer_endpoint, rank)
     keep_pages = lender_keeps(
@@ -97,7 +106,7 @@ def lend_memory(
         logger.warning("peers: %s", problem)
     num_lent = max(0, (num_slabs * slab_pages - keep_pages) // slab_pages)
     try:
-        slabs = SlabsConfig(num_slabs, slab_bytes, device)
+        slabs = SlabsConfig(num_slabs, slab_bytes, device, has_scratch=device.type == "cuda")
         options = LentOptions(args.peer_strict, PeerTiming.parse(args.peer_timing), num_lent, problem)
         memory = LentMemory(endpoint, directory, slabs, layout, notify, options)
     except (PeerError, SlabError, ValueError) as error:
@@ -111,3 +120,11 @@ def lend_memory(
         endpoint,
     )
     return memory
+
+
+def _slab_bytes(args: ServerArgs, page_bytes: int) -> int:
+    """Of --peer-slab-size. Raises StartupError where a slab has no room for a page."""
+    slab_bytes = args.peer_slab_size << 20
+    if slab_bytes < page_bytes:
+        raise StartupError(f"--peer-slab-size {args.peer_slab_size} has no room for a page of {page_bytes:,} bytes")
+    return slab_bytes

@@ -14,6 +14,7 @@ from sglang.srt.distributed.parallel_state import TensorParallelGroup
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.managers.scheduler_config import LayerStreamConfig, PriorityConfig, SchedulerConfig
 from sglang.srt.managers.startup.device import free_memory, kv_cache_bytes, page_layout
+from sglang.srt.managers.startup.peers import lendable_pages
 from sglang.srt.mem_cache.link import kernel_links_of
 from sglang.srt.mem_cache.memory_pool_host import host_pages_that_fit
 from sglang.srt.mem_cache.transfer import H2D
@@ -34,7 +35,10 @@ def device_pages(
     """How many pages the device gets of the memory that is free now, and their size. Raises StartupError where that
     is too little."""
     page_bytes = page_layout(model, args.page_size, group.size).page_bytes
-    fitting = kv_cache_bytes(args, device, group.size) // page_bytes
+    size_bytes = kv_cache_bytes(args, device, group.size)
+    fitting = size_bytes // page_bytes
+    if args.peer_role == "worker" and device.type == "cuda":
+        fitting = lendable_pages(args, page_bytes, size_bytes, device)
     if args.max_total_tokens is not None:
         num_pages = args.max_total_tokens // args.page_size
         if num_pages > fitting:

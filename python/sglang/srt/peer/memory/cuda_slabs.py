@@ -47,7 +47,7 @@ import torch
 
 from sglang.srt.peer.memory.cuda_driver import CudaDriver
 from sglang.srt.peer.memory.slabs import GRANULARITY, SlabError, SlabRange, Slabs
-from sglang.srt.peer.protocol.elastic_units import stride_bytes
+from sglang.srt.peer.protocol.elastic_units import scratch_bytes, stride_bytes
 from sglang.srt.utils.device import CPU
 
 
@@ -64,32 +64,34 @@ class CudaSlabRange(Slabs):
         *,
         device: torch.device,
         driver: CudaDriver | None = None,
+        tail_bytes: int = 0,
     ) -> None:
         self._driver = driver = driver or cuda_driver()
         self._device = device.index
         driver.check(self._device)
-        super().__init__(num_slabs, slab_bytes, stride_bytes, driver.granularity(self._device))
-        self._addresses = _Addresses(driver, self._device, num_slabs * self.stride_bytes)
+        super().__init__(num_slabs, slab_bytes, stride_bytes, driver.granularity(self._device), tail_bytes)
+        self._addresses = _Addresses(driver, self._device, self.size_bytes)
         self.memory = driver.tensor(
             self._addresses.first, self._addresses.size_bytes, self._device, owner=self._addresses
         )
+        self._allocate_tail()
 
     def tensor(self) -> torch.Tensor:
         return self.memory
 
-    def _allocate(self, offset: int) -> int:
+    def _allocate(self, offset: int, size_bytes: int) -> int:
         driver = self._driver
         with driver.on(self._device), contextlib.ExitStack() as undo:
-            handle = driver.create(self.slab_bytes, self._device)
+            handle = driver.create(size_bytes, self._device)
             try:
                 fd = driver.export(handle)
                 undo.callback(os.close, fd)
-                self._addresses.map(offset, self.slab_bytes, handle)
+                self._addresses.map(offset, size_bytes, handle)
             finally:
                 driver.release(handle)
             undo.callback(self._addresses.unmap, offset)
             # The driver does not promise what is in new memory.
-            self._addresses.zero(offset, self.slab_bytes)
+            self._addresses.zero(offset, size_bytes)
             undo.pop_all()
         return fd
 
@@ -175,20 +177,27 @@ class SlabsConfig:
     device: torch.device = CPU
     # Of a GPU; None: this machine's.
     driver: CudaDriver | None = None
+    # Whether a page of scratch memory lies behind the slabs.
+    has_scratch: bool = False
+
+
+def granularity_of(device: torch.device, driver: CudaDriver | None = None) -> int:
+    """Of the memory of slabs on a device, in bytes. driver: of a GPU; None: this machine's. Raises SlabError."""
+    return GRANULARITY if device.type == "cpu" else (driver or cuda_driver()).granularity(device.index)
 
 
 def reserve_slabs(config: SlabsConfig, page_bytes: int) -> Slabs:
     """Places for slabs, so far apart that all pages have one stride. Other code need not know what kind of memory the
     slabs are. Raises ValueError for impossible sizes, SlabError for memory that is not available."""
     num_slabs, slab_bytes, device = config.num_slabs, config.slab_bytes, config.device
+    granularity = granularity_of(device, config.driver)
+    stride = stride_bytes(slab_bytes, page_bytes, granularity)
+    tail = scratch_bytes(page_bytes, granularity) if config.has_scratch else 0
     if device.type == "cpu":
-        return SlabRange(num_slabs, slab_bytes, stride_bytes(slab_bytes, page_bytes, GRANULARITY))
-    driver = config.driver or cuda_driver()
-    granularity = driver.granularity(device.index)
+        return SlabRange(num_slabs, slab_bytes, stride, tail)
     if slab_bytes % granularity:
         raise SlabError(
             f"memory of {device} is mapped in pieces of {granularity:,} bytes, of which slabs of {slab_bytes:,} are "
             "no multiple (see --peer-slab-size, on both sides)"
         )
-    stride = stride_bytes(slab_bytes, page_bytes, granularity)
-    return CudaSlabRange(num_slabs, slab_bytes, stride, device=device, driver=driver)
+    return CudaSlabRange(num_slabs, slab_bytes, stride, device=device, driver=config.driver, tail_bytes=tail)

@@ -10,6 +10,9 @@ bytes on both sides of a copy, and a slab holds whole pages and nothing of any o
     | page 0 | page 1 | page 2 . | page 4 | page 5 | page 6 . |       .  padding: the numbers 3 and 7
                                                                          are no pages
 
+Behind the last slab there may be a scratch page: it has the number after all others, is always mapped, and belongs to
+no slab. A frame table does not know it.
+
 Replaces `MHATokenToKVPool`: attention, links and executor read both through the strides of `KVView`. The same class
 is a borrower's pool over the slabs that it has mapped, with the borrower's page size and shape.
 """
@@ -33,8 +36,9 @@ class ElasticPool:
     operation on all of kv ends the process where a page is not mapped. On the device that the slabs are of.
 
     num_pages: of the whole range, mapped or not, padding included; `frames_of` has those that are pages of a slab.
-    slab_pages: usable pages of one slab. Which slabs are lent, `SlabLedger` knows. Raises ValueError where pages of
-    the range have no single stride; see `elastic_units.stride_bytes`.
+    slab_pages: usable pages of one slab. scratch_slot: in the scratch page, which is where the slabs have a tail, and
+    counts in kv, not in num_pages. Which slabs are lent, `SlabLedger` knows. Raises ValueError where pages of the
+    range have no single stride, see `elastic_units.stride_bytes`, or a tail no room for a page.
     """
 
     def __init__(self, slabs: Slabs, layout: PageLayout) -> None:
@@ -47,11 +51,16 @@ class ElasticPool:
                 f"slabs of {slabs.slab_bytes:,} bytes, {slabs.stride_bytes:,} apart, have no room for pages of "
                 f"{self.page_bytes:,} bytes with one stride: let the stride be a multiple of the page"
             )
+        if 0 < slabs.tail_bytes < self.page_bytes:
+            raise ValueError(f"{slabs.tail_bytes:,} bytes behind the slabs have no room for {self.page_bytes:,}")
         self.slab_pages = slabs.slab_bytes // self.page_bytes
         self._stride_pages = slabs.stride_bytes // self.page_bytes
-        self.scratch_slot: int | None = None
         self.num_pages = slabs.num_slabs * self._stride_pages
-        self._memory = PageMemory(layout, self.num_pages, slabs.tensor(), "page_first")
+        has_scratch = slabs.tail_bytes > 0
+        self.scratch_slot = self.num_pages * self.page_size if has_scratch else None
+        num_in_memory = self.num_pages + has_scratch
+        memory = slabs.tensor()[: num_in_memory * self.page_bytes]
+        self._memory = PageMemory(layout, num_in_memory, memory, "page_first")
         self.kv, self.kv_pages = self._memory.kv, self._memory.kv_pages
         self._views = [KVView.of_layer(pages) for pages in self.kv_pages.layers]
 

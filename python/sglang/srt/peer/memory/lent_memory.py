@@ -22,8 +22,9 @@ from sglang.srt.peer.protocol.lender import LenderTiming
 class LentMemory(LentPlaces):
     """config.num_slabs slabs.
 
-    pool: the engine's device pool in the slabs, of the given layout. endpoint, directory, notify: see
-    `LenderCoordinator`. Raises PeerError, SlabError, and ValueError where a slab has no room for a page.
+    pool: the engine's device pool in the slabs, of the given layout. Its scratch page, if config has one, is never
+    lent. endpoint, directory, notify: see `LenderCoordinator`. Raises PeerError, SlabError, and ValueError where a
+    slab has no room for a page.
     """
 
     def __init__(

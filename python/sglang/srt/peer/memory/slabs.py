@@ -9,6 +9,9 @@ own (here a memfd): a process that is sent the file descriptor of one slab can r
                                        v
     borrower    | ------ | slab   . | ------ | ------ |    mapped at 1; the stride may be larger than the slab
 
+A range may have a *tail* behind the last slab: memory of its own, which is always mapped and never lent. It has no
+file descriptor.
+
 - Reading or writing what is not mapped, or between the end of a slab and the next stride, ends the process (here by
   SIGSEGV; a GPU's context is of no use any more).
 - The lender keeps a lent slab mapped and does not touch it until it is given back. No lender can revoke a mapping:
@@ -58,39 +61,47 @@ class SlabFiles:
 
 
 class Slabs(ABC):
-    """Places for num_slabs slabs of slab_bytes each, stride_bytes apart; none is mapped yet.
+    """Places for num_slabs slabs of slab_bytes each, stride_bytes apart; none is mapped yet. tail_bytes: of memory
+    behind them, zeros, which is mapped from the start; 0 for none.
 
-    memory: (num_slabs * stride_bytes,) uint8, all addresses, mapped or not: a numpy array, or of a GPU a torch
-    tensor. The addresses stay reserved for as long as anything refers to memory, even after `close`. granularity:
-    sizes must be multiples of it. Raises ValueError on other sizes, SlabError where the system has no addresses.
+    memory: (num_slabs * stride_bytes + tail_bytes,) uint8, all addresses, mapped or not: a numpy array, or of a GPU a
+    torch tensor. The addresses stay reserved, and the tail mapped, for as long as anything refers to memory, even
+    after `close`. granularity: sizes must be multiples of it. Raises ValueError on other sizes, SlabError where the
+    system has no addresses, or no memory for the tail.
     """
 
     memory: Any
 
-    def __init__(self, num_slabs: int, slab_bytes: int, stride_bytes: int | None, granularity: int) -> None:
+    def __init__(
+        self, num_slabs: int, slab_bytes: int, stride_bytes: int | None, granularity: int, tail_bytes: int
+    ) -> None:
         stride_bytes = slab_bytes if stride_bytes is None else stride_bytes
         if (
             num_slabs < 1
             or not 0 < slab_bytes <= stride_bytes
             or slab_bytes % granularity
             or stride_bytes % granularity
+            or tail_bytes < 0
+            or tail_bytes % granularity
         ):
             raise ValueError(
-                f"{num_slabs} slabs of {slab_bytes} bytes, one every {stride_bytes}: there must be at least one, "
-                f"both sizes must be multiples of {granularity}, and the stride must not be below the slab"
+                f"{num_slabs} slabs of {slab_bytes} bytes, one every {stride_bytes}, and {tail_bytes} behind them: "
+                f"there must be at least one, all sizes must be multiples of {granularity}, and the stride must not "
+                "be below the slab"
             )
         self.num_slabs = num_slabs
         self.slab_bytes = slab_bytes
         self.stride_bytes = stride_bytes
+        self.tail_bytes = tail_bytes
         self.granularity = granularity
         # Per slab: None if it is not mapped, -1 if another process allocated it, else its file descriptor.
         self._fds: list[int | None] = [None] * num_slabs
         weakref.finalize(self, _close_all, self._fds)
 
-    # -- of each kind of memory; offset: of a slab, in bytes ----------------------------------------------------
+    # -- of each kind of memory; offset: of a slab or the tail, in bytes ----------------------------------------
 
     @abstractmethod
-    def _allocate(self, offset: int) -> int:
+    def _allocate(self, offset: int, size_bytes: int) -> int:
         """Map new memory, of zeros. Returns a file descriptor of it."""
 
     @abstractmethod
@@ -109,10 +120,21 @@ class Slabs(ABC):
 
     # -- of all kinds -------------------------------------------------------------------------------------------
 
+    @property
+    def size_bytes(self) -> int:
+        """Of memory, the tail included."""
+        return self.num_slabs * self.stride_bytes + self.tail_bytes
+
+    def _allocate_tail(self) -> None:
+        """Called once, by the constructors of subclasses."""
+        if self.tail_bytes:
+            # The mapping keeps the memory. It cannot be sent without a descriptor.
+            os.close(self._allocate(self.num_slabs * self.stride_bytes, self.tail_bytes))
+
     def allocate(self, index: int) -> None:
         """Allocate a slab, of zeros, mapped at `index`. Raises SlabError."""
         self._check_place(index)
-        self._fds[index] = self._allocate(index * self.stride_bytes)
+        self._fds[index] = self._allocate(index * self.stride_bytes, self.slab_bytes)
 
     def allocate_all(self) -> None:
         """Allocate every slab. Raises SlabError."""
@@ -157,7 +179,7 @@ class Slabs(ABC):
         self._zero(index * self.stride_bytes)
 
     def close(self) -> None:
-        """Unmap all slabs."""
+        """Unmap all slabs. The tail stays."""
         for index in range(self.num_slabs):
             if self.is_mapped(index):
                 self.unmap(index)
@@ -173,25 +195,28 @@ class SlabRange(Slabs):
 
     memory: np.ndarray
 
-    def __init__(self, num_slabs: int, slab_bytes: int, stride_bytes: int | None = None) -> None:
-        super().__init__(num_slabs, slab_bytes, stride_bytes, GRANULARITY)
-        self._reservation = _Reservation(num_slabs * self.stride_bytes)
+    def __init__(self, num_slabs: int, slab_bytes: int, stride_bytes: int | None = None, tail_bytes: int = 0) -> None:
+        super().__init__(num_slabs, slab_bytes, stride_bytes, GRANULARITY, tail_bytes)
+        self._reservation = _Reservation(self.size_bytes)
         self.memory = self._reservation.array()
+        self._allocate_tail()
 
     @classmethod
-    def owned(cls, num_slabs: int, slab_bytes: int, stride_bytes: int | None = None) -> SlabRange:
+    def owned(
+        cls, num_slabs: int, slab_bytes: int, stride_bytes: int | None = None, tail_bytes: int = 0
+    ) -> SlabRange:
         """With every slab allocated, mapped and zero."""
-        slabs = cls(num_slabs, slab_bytes, stride_bytes)
+        slabs = cls(num_slabs, slab_bytes, stride_bytes, tail_bytes)
         slabs.allocate_all()
         return slabs
 
     def tensor(self) -> torch.Tensor:
         return torch.from_numpy(self.memory)
 
-    def _allocate(self, offset: int) -> int:
-        fd = allocate_slab(self.slab_bytes)
+    def _allocate(self, offset: int, size_bytes: int) -> int:
+        fd = allocate_slab(size_bytes)
         try:
-            self._map(offset, fd)
+            self._reservation.map(offset, size_bytes, fd)
         except BaseException:
             os.close(fd)
             raise

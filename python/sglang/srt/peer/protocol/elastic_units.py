@@ -30,6 +30,17 @@ def stride_bytes(slab_bytes: int, page_bytes: int, granularity: int) -> int:
     return _round_up(slab_bytes, math.lcm(page_bytes, granularity))
 
 
+def scratch_bytes(page_bytes: int, granularity: int) -> int:
+    """What one page behind the last slab takes."""
+    return _round_up(page_bytes, granularity)
+
+
+def pages_of_slabs(size_bytes: int, slab_bytes: int, page_bytes: int, granularity: int) -> int:
+    """How many pages lie in the whole slabs that size_bytes of memory hold, beside one page behind the last slab."""
+    num_slabs = max(0, size_bytes - scratch_bytes(page_bytes, granularity)) // slab_bytes
+    return num_slabs * (slab_bytes // page_bytes)
+
+
 def scale_up(num_pages: int, needed_pages: int, slab_pages: int) -> int:
     """Slabs that a lender lacks (Algorithm 1, SCALEUP).
 

@@ -1,0 +1,80 @@
+"""`PagedAttention`: attention on the device emulator that a graph can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.mem_cache.kv_view import KVSegment, KVView, PagedSegments
+from sglang.srt.mem_cache.page_memory import indexable
+from support.device_emulator import launch
+
+
+class PagedAttention:
+    """Attention that a graph can hold: it reads everything on the device, when it runs. As slow as can be. replayed:
+    graphs of decodes, and with captures_extends of prefills."""
+
+    def __init__(self, captures_extends: bool = False) -> None:
+        self.capturing = False
+        self.captures_extends = captures_extends
+        # On the device, of the segments of graphs.
+        self._q_lens: dict[PagedSegments, torch.Tensor] = {}
+        self.replayed = 0
+        self._others = TorchNativeAttnBackend()
+
+    def forward(
+        self, q: torch.Tensor, view: KVView, segments: Sequence[list[KVSegment]], meta: AttentionMetadata
+    ) -> torch.Tensor:
+        if not isinstance(segments, PagedSegments):
+            return self._others.forward(q, view, segments, meta)
+        if self.capturing and segments not in self._q_lens:
+            self._q_lens[segments] = torch.from_numpy(segments.q_lens.copy()).to(q.device)
+        if segments in self._q_lens:
+            q_lens = self._q_lens[segments]
+        elif set(meta.q_lens) == {1}:
+            q_lens = torch.ones_like(segments.device_starts)
+        else:
+            return self._others.forward(q, view, segments, meta)
+        group = q.shape[1] // view.k.shape[2]
+
+        def attend(
+            out: torch.Tensor,
+            q: torch.Tensor,
+            k: torch.Tensor,
+            v: torch.Tensor,
+            table: torch.Tensor,
+            starts: torch.Tensor,
+            kv_lens: torch.Tensor,
+            q_lens: torch.Tensor,
+        ) -> None:
+            page, row = k.shape[1], 0
+            for start, kv_len, q_len in zip(starts.tolist(), kv_lens.tolist(), q_lens.tolist()):
+                for i in range(q_len):
+                    seen = kv_len - q_len + i + 1
+                    if seen <= 0:
+                        out[row + i] = 0
+                        continue
+                    pages = table[start : start - (-seen // page)].long()
+                    found = (indexable(x)[pages].view(x.dtype).flatten(0, 1)[:seen].to(q.dtype) for x in (k, v))
+                    keys, values = (x.repeat_interleave(group, dim=1) for x in found)
+                    weights = (torch.einsum("hd,thd->ht", q[row + i], keys) * meta.scale).softmax(-1)
+                    out[row + i] = torch.einsum("ht,thd->hd", weights, values)
+                row += q_len
+
+        out = torch.empty_like(q)
+        lens = segments.device_kv_lens, q_lens
+        launch(attend, out, q, view.k, view.v, segments.table, segments.device_starts, *lens)
+        return out
+
+    def before_replay(self, segments: PagedSegments) -> None:
+        assert segments.kv_lens.tolist() != [0] * len(segments), "the host knows what is replayed"
+        self._q_lens[segments].copy_(torch.from_numpy(segments.q_lens.copy()).pin_memory(), non_blocking=True)
+        self.replayed += 1
+
+    def partial(
+        self, q: torch.Tensor, view: KVView, segment: KVSegment, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._others.partial(q, view, segment, scale)
