@@ -320,6 +320,8 @@ def _open_stream(config: SchedulerConfig, hardware: SimulatedHardware) -> Simula
     if config.layer_stream is None:
         return None
     bandwidths = {
+        # No link is needed.
+        Tier.DEVICE: float("inf"),
         Tier.HOST: hardware.h2d_bandwidth,
         Tier.PEER: hardware.p2d_bandwidth,
         Tier.DISK: hardware.swap_bandwidth,

@@ -39,7 +39,7 @@ class HeldBatch:
         self._cache = cache
         self._queues = queues
         self._expected = expected
-        # The requests of the batch that have not started.
+        # The requests of the batch that had not started at the last update.
         self._reqs: dict[Req, None] = {}
         # Whether it was decided for the launch that is being built.
         self._is_decided = False
@@ -56,7 +56,7 @@ class HeldBatch:
     @property
     def has_loads_to_begin(self) -> bool:
         """Whether the batch waits for a load that has not begun."""
-        return self.is_held and any(self._has_load_to_begin(r) for r in self._reqs)
+        return self.is_held and any(self._has_load_to_begin(r) for r in self._reqs if self._queues.is_waiting(r))
 
     def update(self, batch: ExtendBatch, order: Callable[[], Iterable[Req]]) -> None:
         """Decide for the launch that is being built, once. order: the requests that may start, in the order in which

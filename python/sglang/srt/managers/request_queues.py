@@ -44,6 +44,10 @@ class RequestQueues:
     def get(self, rid: str) -> Req | None:
         return self._by_rid.get(rid)
 
+    def is_waiting(self, req: Req) -> bool:
+        """Whether it has neither started nor ended."""
+        return req.hold is None and self._by_rid.get(req.rid) is req
+
     @property
     def has_free_slot(self) -> bool:
         return bool(self._free_slots)
