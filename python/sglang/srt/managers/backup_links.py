@@ -15,14 +15,15 @@ from sglang.srt.mem_cache.transfer import BACKUP_LINKS, LOAD_LINKS, Tier
 
 
 class BackupLinks:
-    """is_worth_copying: whether tokens [start, end) of a prompt are better copied to a tier than computed again.
-    late, overdue: see `LateCopies`. pages_ahead: so many may always be copied at once, see
+    """is_worth_copying: whether tokens [start, end) of a prompt are better copied to a tier than computed again, as
+    far as was measured. is_believed: whether that was lately, so that it is not to be tried. late, overdue: see `LateCopies`. pages_ahead: so many may always be copied at once, see
     `HiCacheController.write_ahead`."""
 
     def __init__(self, ledger: TransferLedger) -> None:
         self.late: frozenset[str] = frozenset()
         self.overdue: frozenset[str] = frozenset()
         self.is_worth_copying: Callable[[Tier, int, int], bool] = lambda tier, start, end: True
+        self.is_believed: Callable[[Tier], bool] = lambda tier: True
         self.pages_ahead = 0
         self._ledger = ledger
         self._num_device_pages = ledger.pools.device.num_pages
@@ -44,6 +45,11 @@ class BackupLinks:
         is_late = BACKUP_LINKS[tier] in self.late
         return self.is_measured(tier) and not is_late and self.is_worth_copying(tier, 0, USUAL_TOKENS)
 
+    def is_worth_trying(self, tier: Tier, start: int, end: int) -> bool:
+        """Whether tokens [start, end) of a prompt may be copied to a tier: as it is worth it, or as that was measured
+        too long ago."""
+        return self.is_worth_copying(tier, start, end) or not self.is_believed(tier)
+
     def is_measured(self, tier: Tier) -> bool:
         return self._ledger.num_ended(BACKUP_LINKS[tier]) > 0
 
@@ -56,7 +62,7 @@ class BackupLinks:
 
     @property
     def probe_pages(self) -> int:
-        """Of a copy to a tier whose speed is not known, or that is slower than computing."""
+        """Of a copy to a tier whose speed is not known, or not any more, or that is slower than computing."""
         return max(1, int(FIRST_COPYING_RATIO * self._num_device_pages))
 
     def num_allowed(self, tier: Tier) -> int:
@@ -65,6 +71,6 @@ class BackupLinks:
         if link in self.late:
             return 0
         most = self.probe_pages
-        if self.is_measured(tier):
+        if self.is_measured(tier) and (self.is_believed(tier) or self.is_worth_copying(tier, 0, USUAL_TOKENS)):
             most = max(most, self.pages_ahead, int(MAX_COPYING_RATIO * self._num_device_pages))
         return most - self._ledger.num_pages_on(link)

@@ -220,7 +220,7 @@ class HiCacheController:
             is_known = (
                 is_ready(node, Tier.PEER) and node.frames[Tier.DEVICE] is None and node.frames[Tier.HOST] is None
             )
-            if not is_known or not self.links.is_worth_copying(Tier.HOST, node.start, node.end):
+            if not is_known or not self.links.is_worth_trying(Tier.HOST, node.start, node.end):
                 continue
             if self.is_over_quota(node, Tier.HOST):
                 continue
@@ -451,7 +451,7 @@ class HiCacheController:
         """Copy what was never copied of the path to a node to the host, the front first, as far as the link takes it
         and the host has room to spare, or passes it on to storage. The rest is tried again."""
         lacking = [n for n in self.tree.path_of(node) if not n.was_copied and _is_only_on_device(n)]
-        if not lacking or not self.links.is_worth_copying(Tier.HOST, lacking[0].start, node.end):
+        if not lacking or not self.links.is_worth_trying(Tier.HOST, lacking[0].start, node.end):
             return
         num_pages, num_free = self.links.num_allowed(Tier.HOST), self.tables[Tier.HOST].num_free
         passes_on = self.stores_early and self.is_worth_storing(lacking[0].start, node.end)
@@ -574,7 +574,7 @@ class HiCacheController:
         """Where a copy of a node goes that the device gives up soon. planned: copies that are about to begin."""
         if not planned:
             return None
-        is_worth = self.links.is_worth_copying
+        is_worth = self.links.is_worth_trying
         worth = {tier: nodes for tier, nodes in planned.items() if is_worth(tier, node.start, node.end)}
         # A tier whose speed is not known gets no only copy, if there is another that takes it.
         unknown = {tier: nodes for tier, nodes in worth.items() if not self.links.is_measured(tier)}

@@ -461,9 +461,12 @@ class KVCache:
         oldest = {link: self.ledger.oldest(link) for link in BACKUP_LINKS.values()}
         return {link: op if isinstance(op, TransferOp) else None for link, op in oldest.items()}
 
-    def consult(self, is_worth_copying: Callable[[Tier, int, int], bool]) -> None:
+    def consult(
+        self, is_worth_copying: Callable[[Tier, int, int], bool], is_believed: Callable[[Tier], bool]
+    ) -> None:
         """See `BackupLinks`."""
-        self.controller.links.is_worth_copying = is_worth_copying
+        links = self.controller.links
+        links.is_worth_copying, links.is_believed = is_worth_copying, is_believed
 
     def set_load_order(self, order: tuple[Tier, ...]) -> None:
         """order: the tiers that nodes are loaded from, the fastest first."""

@@ -95,7 +95,7 @@ class LoadPlanner:
     def obey_policies(self) -> None:
         """After they were changed."""
         advice = StorageAdvice(self._expected_storage_s, fetch_begun=self.expected.begin_fetch)
-        self._cache.consult(self._is_worth_copying)
+        self._cache.consult(self._is_worth_copying, self._is_believed)
         if self.policies.load_or_recompute:
             advice = replace(
                 advice,
@@ -254,11 +254,13 @@ class LoadPlanner:
     def _is_worth_copying(self, tier: Tier, start: int, end: int) -> bool:
         """Whether tokens [start, end) of a prompt are better copied to a tier, for a load, than computed again."""
         costs = self.expected.costs
-        if not self.policies.load_or_recompute or is_worth_copying(
+        return not self.policies.load_or_recompute or is_worth_copying(
             costs.there_and_back_seconds(end - start, LOAD_LINKS[tier]), costs.recompute_seconds(start, end)
-        ):
-            return True
-        return self.expected.now >= self._measured_at.get(BACKUP_LINKS[tier], -math.inf) + BELIEVED_S
+        )
+
+    def _is_believed(self, tier: Tier) -> bool:
+        """Whether what was measured of copies to a tier is no older than `BELIEVED_S`."""
+        return self.expected.now < self._measured_at.get(BACKUP_LINKS[tier], -math.inf) + BELIEVED_S
 
     def _is_worth_storing(self, start: int, end: int) -> bool:
         """Whether tokens [start, end) of a prompt are better fetched than computed. Nothing waits for writes."""
