@@ -100,7 +100,7 @@ def test_the_engine_serves_every_part_on_the_cpu(tmp_path: Path) -> None:
     assert {row["part"] for row in rows} == {"prefill", "decode", "stream", "documents"}
     of = {row["variant"]: row for row in rows if row["part"] == "documents"}
     hierarchies = [row for name, row in of.items() if name != "no hierarchy"]
-    assert len(hierarchies) == 4 and all(row["from host"] > 0 and row["loaded"] > 0 for row in hierarchies)
+    assert len(hierarchies) == 5 and all(row["from host"] > 0 and row["loaded"] > 0 for row in hierarchies)
     assert of["no hierarchy"]["from host"] == 0 < of["no hierarchy"]["computed"]
     # The same weights and float32: whatever the tiers did, the answers are the same.
     assert all(row["answers that differ"] == 0 and row["cut off"] == "" for row in of.values())
@@ -115,5 +115,5 @@ def test_a_variant_without_time_says_how_far_it_came(tmp_path: Path) -> None:
     env = {**os.environ, "BENCH_OUT": str(tmp_path)}
     subprocess.run([sys.executable, script, *options], env=env, check=True, capture_output=True, timeout=120)
     rows = json.loads((tmp_path / "gpu_engine_cpu.json").read_text())["rows"]
-    assert len(rows) == 5 and all(row["cut off"].startswith("0 of 16 in ") for row in rows)
+    assert len(rows) == 6 and all(row["cut off"].startswith("0 of 16 in ") for row in rows)
     assert all(row["requests/s"] == 0 and row["TTFT p50 s"] is None for row in rows)
