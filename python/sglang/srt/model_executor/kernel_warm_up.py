@@ -29,6 +29,7 @@ from sglang.srt.model_executor.forward_batch_info import CausalLM, ForwardBatch,
 from sglang.srt.model_executor.prefill_graphs import PrefillGraphs
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.utils.device import to_device
 
 logger = logging.getLogger(__name__)
 
@@ -86,10 +87,10 @@ def warm_up_transfers(pool: DevicePool, host_pages: KVPages, io_backend: str) ->
     assert pool.scratch_slot is not None, "a warm-up writes to a scratch slot"
     device, frames = pool.kv_pages.device, (pool.scratch_slot // pool.page_size, 0)
     backend = pick_between(io_backend, pool.kv_pages, host_pages)
-    scratch, first = (torch.tensor([page], device=index_device(backend, device)) for page in frames)
+    scratch, first = (to_device(np.array([page]), index_device(backend, device)) for page in frames)
     transfer_kv_all_layer_lf_pf(pool.kv_pages, host_pages, scratch, first, backend=backend)
     backend = pick_between(io_backend, host_pages, pool.kv_pages)
-    scratch, first = (torch.tensor([page], device=index_device(backend, device)) for page in frames)
+    scratch, first = (to_device(np.array([page]), index_device(backend, device)) for page in frames)
     groups = layer_groups(host_pages.num_layers, LAYERS_AT_ONCE)
     if backend == "persistent":
         flags = LayerFlags([group.stop for group in groups], device)

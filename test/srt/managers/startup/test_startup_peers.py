@@ -212,9 +212,14 @@ def test_a_worker_on_a_gpu_decodes_as_graphs_while_slabs_come_and_go(
     monkeypatch.setattr(startup_engine, "make_attention_backend", lambda name, device: backends[device.type])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**9, 2 * 10**9))
     warm_up_transfers, copied = startup_engine.warm_up_transfers, []
-    monkeypatch.setattr(
-        startup_engine, "warm_up_transfers", lambda pool, *more: copied.append(pool) or warm_up_transfers(pool, *more)
-    )
+
+    def warm_up(pool: Any, host_pages: Any, io_backend: str) -> None:
+        copied.append((pool.scratch_slot is not None, io_backend))
+        warm_up_transfers(pool, host_pages, io_backend)
+
+    monkeypatch.setattr(startup_engine, "warm_up_transfers", warm_up)
+    # Here copies with the host are other ones.
+    monkeypatch.setattr(startup_engine, "pick_backend", lambda io_backend, device: "kernel")
     driver.fake.granularity = 1 << 20
     small = "--model embedded --context-length 120 --hicache-load-or-recompute off"
     tmp_path.chmod(0o700)
@@ -229,9 +234,10 @@ def test_a_worker_on_a_gpu_decodes_as_graphs_while_slabs_come_and_go(
     worker = rank("worker", f"{graphs} --max-total-tokens 1000 --peer-window 0.1")
     stages = worker.stages
     assert stages.index("compiling kernels") < stages.index("capturing CUDA graphs of up to 8 requests")
-    assert [pool.scratch_slot for pool in copied] == [1024]
+    assert worker.core.executor.pool.scratch_slot == 1024 and copied == [(True, "auto")]
     assert not attention.capturing and attention.replayed == 0
     master = rank("master", "--disable-cuda-graph --max-total-tokens 150 --peer-size 0.001")
+    assert copied[1:] == [(True, "auto"), (True, "kernel")], "also what copies with peers"
     rng = np.random.default_rng(3)
     asked, many = ([rng.integers(3, 300, 100).astype(np.int32) for _ in range(n)] for n in (3, 7))
     few = many[:2]

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from sgl_kernel.kvcacheio import LayerFlagsError
+from sgl_kernel.kvcacheio import LayerFlagsError, pick_backend
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constrained.grammar_cache import GrammarCache
 from sglang.srt.constrained.grammar_rows import GrammarRows
@@ -255,8 +255,13 @@ class EngineBuilder:
         args, rank, config = self.args, self.rank, self.config
         host_pool = MHATokenToKVPoolHost(self.pool, config.num_host_pages, args.hicache_mem_layout)
         if self.pool.scratch_slot is not None:
+            backends = {args.hicache_io_backend}
+            if self.borrowed is not None or config.num_swap_pages:
+                # What `auto` is there, whatever it is for the host.
+                backends.add(pick_backend(args.hicache_io_backend, rank.device))
             try:
-                warm_up_transfers(self.pool, host_pool.kv_pages, args.hicache_io_backend)
+                for backend in sorted(backends):
+                    warm_up_transfers(self.pool, host_pool.kv_pages, backend)
             except LayerFlagsError as error:
                 raise StartupError(f"--hicache-io-backend persistent cannot run here: {error}; use auto") from error
             # Links' streams, which do not wait for it, write to the same pages.
