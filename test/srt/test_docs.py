@@ -80,6 +80,10 @@ def test_no_command_stands_outside_of_a_block() -> None:
             assert not re.match(r" {4}(make|python|curl|\.venv)\b", line), f"{page}: {line}"
 
 
+def test_no_page_has_a_merge_to_resolve() -> None:
+    assert not [page for page in all_pages() if re.search(r"^(<{7}|>{7}) ", page.read_text(), re.MULTILINE)]
+
+
 @pytest.mark.parametrize("page", all_pages(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_no_link_is_dead(page: Path) -> None:
     assert dead_links(page) == []

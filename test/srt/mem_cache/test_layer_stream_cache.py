@@ -120,7 +120,7 @@ def test_a_copy_that_fails_is_told_to_who_reads_it():
 class CopyingPool:
     """Its pages cannot be reached from outside: kv_pages have no content."""
 
-    reads_page_numbers = False
+    page_numbers_on_host = False
 
     def __init__(self, pool: MHATokenToKVPoolHost) -> None:
         self._pool = pool

@@ -270,6 +270,7 @@ def test_which_of_many_scales_counts(paths: dict[str, str], tmp_path: Path) -> N
     for layer in range(3):
         of_layer = ATTENTION.format(layer)
         stored[f"draft.{of_layer}k_scale"] = torch.tensor(9.0)
+        stored[of_layer + "attn.v_scale"] = torch.tensor(2)
         stored |= {of_layer + name: torch.tensor(scale) for name, scale in (("k_scale", 0.5), ("kv_scale", 3.0))}
         stored |= {of_layer + name: torch.tensor(2.0) for name in ("v_scale", "v_proj.v_scale")}
         unused = ("q_scale", "k_zero_point", "q_proj.output_scale", "prob_output_scale", "v_proj.input_zero_point")

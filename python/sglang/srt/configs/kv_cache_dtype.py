@@ -118,7 +118,7 @@ def _scale_of(
                 f"{name!r} has the shape {tuple(tensor.shape)}, and a layer has one KV scale or one for each of its "
                 f"{num_kv_heads} KV heads; give others by --quantization-param-path"
             )
-        of_heads = tensor.flatten().tolist()
+        of_heads = tensor.flatten().float().tolist()
         for each in of_heads:
             if not _LEAST <= each <= _MOST:
                 raise ModelConfigError(

@@ -172,10 +172,12 @@ class LayerStreamCache:
 
     def _copy(self, layer: int, piece: Piece, buffer: KVPages) -> None:
         if not piece.indices:
+            indices = []
             for tier, *pages in piece.copies:
                 where = page_numbers_device(self._pool(tier), self._io_backend, self.kv.device)
                 src, dst = (to_device(each, where) for each in pages)
-                piece.indices.append((src, dst))
+                indices.append((src, dst))
+            piece.indices.extend(indices)
         for (tier, _, _), (src, dst) in zip(piece.copies, piece.indices):
             limit = self._limits.get(LOAD_LINKS.get(tier, FETCH))
             size = len(src) * self._layer_bytes

@@ -53,9 +53,9 @@ class CopiesPages(HasPages, Protocol):
     """A pool whose memory is partly out of reach, and which therefore copies its pages itself. Called on a stream,
     loads and backups each from one thread. Both methods raise LoadFailedError.
 
-    reads_page_numbers: src and dst are in host memory, whatever the backend."""
+    page_numbers_on_host: src and dst must be there, whatever the backend."""
 
-    reads_page_numbers: bool
+    page_numbers_on_host: bool
 
     def load_layer(self, layer: int, pages: KVPages, src: torch.Tensor, dst: torch.Tensor, backend: str) -> None:
         """As `transfer_kv_per_layer_pf_lf`. pages: this layer of the device pool, or of a layer stream's buffer."""
@@ -306,7 +306,7 @@ def layer_groups(num_layers: int, most: int) -> list[range]:
 
 def page_numbers_device(pool: HasPages, io_backend: str, device: torch.device) -> torch.device:
     """Where page numbers must lie for copies between a pool and the device."""
-    if isinstance(pool, CopiesPages) and pool.reads_page_numbers:
+    if isinstance(pool, CopiesPages) and pool.page_numbers_on_host:
         return CPU
     return index_device(io_backend, device)
 

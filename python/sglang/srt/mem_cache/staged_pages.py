@@ -33,7 +33,7 @@ class StagedPages:
     """See `CopiesPages`: loads are called on one stream of `device`, a CUDA device, and backups on one. kv_pages: in
     host memory, in any order. half_bytes: of pinned memory; there are four halves."""
 
-    reads_page_numbers = True
+    page_numbers_on_host = True
 
     def __init__(
         self, kv_pages: KVPages, layout: PageLayout, device: torch.device, half_bytes: int = _HALF_BYTES

@@ -63,8 +63,8 @@ class BorrowedPool(ElasticPool):
     """As `ElasticPool`, but kv must not be touched where a slab is strict. On a GPU no slab is. notify: see
     `LenderBreakers`."""
 
-    # Where a slab is strict, they are there: see `_new_plan`.
-    reads_page_numbers = False
+    # They are anyway where a slab may be strict, which none is on a GPU.
+    page_numbers_on_host = False
 
     def __init__(self, slabs: Slabs, layout: PageLayout, notify: Callable[[], None] = lambda: None) -> None:
         super().__init__(slabs, layout)
@@ -252,7 +252,7 @@ def layer_spans(layout: PageLayout, layer: int) -> list[Span]:
 class PoolMover:
     """A `BorrowedPool` that is read by a stream of its own."""
 
-    reads_page_numbers = False
+    page_numbers_on_host = False
 
     def __init__(self, pool: BorrowedPool, direction: _Direction, is_within: bool) -> None:
         self.kv_pages = pool.kv_pages
