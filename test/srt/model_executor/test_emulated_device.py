@@ -155,7 +155,7 @@ def test_the_host_waits_for_nothing(config):
 
 
 class PagedAttention:
-    """Attention that a graph can hold: it reads everything on the device, when it runs. As slow as can be."""
+    """Attention that a graph can hold: it reads everything on the device, when it runs."""
 
     def __init__(self, captures_extends: bool = False) -> None:
         self.capturing = False
@@ -178,15 +178,14 @@ class PagedAttention:
         def attend(out, q, k, v, table, starts, kv_lens, q_lens):
             page, row = k.shape[1], 0
             for start, kv_len, q_len in zip(starts.tolist(), kv_lens.tolist(), q_lens.tolist()):
-                for i in range(q_len):
-                    seen = kv_len - q_len + i + 1
-                    if seen <= 0:
-                        out[row + i] = 0
-                        continue
-                    pages = table[start : start - (-seen // page)].long()
-                    keys, values = (x[pages].flatten(0, 1)[:seen].repeat_interleave(3, dim=1) for x in (k, v))
-                    weights = (torch.einsum("hd,thd->ht", q[row + i], keys) * meta.scale).softmax(-1)
-                    out[row + i] = torch.einsum("ht,thd->hd", weights, values)
+                pages = table[start : start - (-kv_len // page)].long()
+                keys, values = (x[pages].flatten(0, 1)[:kv_len].repeat_interleave(3, dim=1) for x in (k, v))
+                scores = torch.einsum("qhd,thd->hqt", q[row : row + q_len], keys) * meta.scale
+                # How many keys each query sees; of a graph's spare rows, none.
+                seen = kv_len - q_len + 1 + torch.arange(q_len)[:, None]
+                scores = scores.masked_fill(torch.arange(kv_len) >= seen, -torch.inf)
+                attended = torch.einsum("hqt,thd->qhd", scores.softmax(-1), values)
+                out[row : row + q_len] = attended.masked_fill(seen[:, :, None] <= 0, 0)
                 row += q_len
 
         out = torch.empty_like(q)
@@ -218,7 +217,8 @@ def test_decodes_as_graphs(config, page_size):
 
 
 @pytest.mark.parametrize(
-    ("page_size", "captures_extends"), [(1, False), pytest.param(4, False, marks=pytest.mark.slow), (4, True)]
+    ("page_size", "captures_extends"),
+    [*(pytest.param(size, False, marks=pytest.mark.slow) for size in (1, 4)), (4, True)],
 )
 def test_short_prefills_as_graphs(config, page_size, captures_extends, monkeypatch):
     """Beside longer ones, which have none, with loads of some layers on their way, and beside graphs of decodes.
