@@ -9,11 +9,16 @@ a GPU. The end of a run shows the CPU time of all its processes: `make test` has
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import importlib
 import os
 import resource
+import sys
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -22,6 +27,8 @@ if TYPE_CHECKING:
     from support.server_fixture import Server
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# While tests are imported nearly nothing becomes garbage, and each collection looks at all that there is.
+gc.disable()
 
 
 # Marks of what does not run by default.
@@ -55,6 +62,27 @@ def small_server() -> Iterator[Server]:
     with Server(*flags.split()) as server:
         yield server
         server.stop()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """Each process of a whole run first imports a share of the test files, and so compiles them for the others. To
+    rewrite their assertions takes longer than all else of a first collection. What fails here fails again there."""
+    worker, num_workers = (os.environ.get(f"PYTEST_XDIST_WORKER{of}", "") for of in ("", "_COUNT"))
+    if (
+        not isinstance(collector, pytest.Session)
+        or not worker
+        or collector.config.args != collector.config.getini("testpaths")
+    ):
+        return
+    for path in sorted(Path(__file__).parent.rglob("test_*.py"))[int(worker.removeprefix("gw")) :: int(num_workers)]:
+        sys.path.insert(0, str(path.parent))
+        with contextlib.suppress(BaseException):
+            importlib.import_module(path.stem)
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 def _skips_not_for_a_gpu(terminal: pytest.TerminalReporter) -> list[str]:

@@ -50,9 +50,6 @@ LONG_CONFIGURATIONS = (
 # Mixes that run by default. Together they have all parts, and all events of EVENTS_OF_MIXES.
 SHORT_MIXES = (
     ("peer",),
-    ("disk",),
-    ("remote",),
-    ("stream",),
     ("peer", "remote"),
     ("disk", "stream"),
     ("peer", "remote", "stream"),
@@ -71,6 +68,7 @@ LONG_HUNTS = (
 )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "seed", [pytest.param(seed, marks=pytest.mark.slow if seed in LONG else ()) for seed in range(100, 116)]
 )
@@ -83,6 +81,7 @@ def test_soak(seed: int) -> None:
 CONFIGURATIONS = list(configurations())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "config",
     [
@@ -203,6 +202,7 @@ def test_the_first_tries_are_of_what_exists() -> None:
     assert first_tries().keys() == MUTATIONS.keys()
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in LONG_HUNTS else ()) for name in MUTATIONS]
 )

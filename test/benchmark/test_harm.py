@@ -169,7 +169,7 @@ def short_cases() -> Iterator[Any]:
                 yield pytest.param(case, id=f"{workload}, {tiers}, {speed:g}", marks=marks)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", list(short_cases()))
 def test_a_healthy_tier_does_no_harm(case: Case) -> None:
     verdicts, base, tier = run_case(case)

@@ -57,6 +57,7 @@ def test_numbers_are_mixed_as_published() -> None:
     assert splitmix64(state * np.uint64(inverse)).tolist() == golden
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("turns", [1, 4])
 def test_sessions_begin_as_a_poisson_process_of_their_requests(seed: int, turns: int) -> None:

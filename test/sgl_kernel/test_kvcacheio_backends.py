@@ -49,7 +49,7 @@ def check(backend: str, page_size: int, dtype: torch.dtype, seed: int, **shapes:
 SAME_SIZES = (torch.float16, torch.float8_e4m3fn)
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "dtype",
     [pytest.param(d, marks=pytest.mark.slow if d in SAME_SIZES else ()) for d in DTYPES],
@@ -61,7 +61,7 @@ def test_all_routes(backend: str, page_size: int, dtype: torch.dtype):
     check(backend, page_size, dtype, seed=page_size)
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(3), ids="seed{}".format)
 @pytest.mark.parametrize("k_shape", [(1, 1), (3, 5), (2, 8)], ids="{0[0]}x{0[1]}".format)
 def test_the_reference_takes_every_path(reference_paths, k_shape: tuple[int, int], seed: int):
@@ -162,6 +162,7 @@ def test_pages_with_gaps_inside_are_the_references_alone(num_pages: int, dtype: 
         kvcacheio.copy_pages(src, dst.pages, ids([4]), ids([1]), backend="dma")
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
 @pytest.mark.parametrize("num_components", [1, 2, 3, 5])
 def test_any_number_of_components_of_any_type(reference_paths, backend: str, num_components: int):

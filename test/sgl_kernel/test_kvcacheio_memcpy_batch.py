@@ -73,6 +73,7 @@ def layer_pools(num_pages: int) -> tuple[Pool, Pool]:
     return src, Pool("layer_first", num_pages, LAYERS, 2, torch.bfloat16, 2)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("has_batches", [True, False], ids=["batches", "an older driver"])
 @pytest.mark.parametrize("stream", [STREAM, 0], ids=["a stream", "the default stream"])
 @pytest.mark.parametrize("backend", ["dma", "direct"])

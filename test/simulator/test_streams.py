@@ -310,6 +310,7 @@ def test_a_prompt_whose_chunks_hide_the_link_takes_what_it_takes() -> None:
     assert ttft[0] > 2 * ttft[1]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("num_prompt", "num_new"), [(20, 4), (20, 20), (70, 12)])
 def test_a_short_answer_takes_one_chunk_of_a_long_prompt_and_its_own_time(num_prompt: int, num_new: int) -> None:
     """Where it takes less time than a chunk. Chunks take up to 0.5 s, a decode step 0.01 s."""

@@ -65,6 +65,7 @@ def test_all_sources_while_each_part_is_killed_stopped_and_slowed(tmp_path: Path
             go_through(chaos, names)
 
 
+@pytest.mark.slow
 def test_a_short_chaos(tmp_path: Path) -> None:
     run(tmp_path, Config(seed=1, steps=2, mixed=2, router="sglang"))
 

@@ -199,7 +199,7 @@ def check_requests(server: InProcessServer, endpoint: str, tier: str, pair: tupl
     assert found[tier] >= 3 * PAGE and sum(found.values()) == found[tier], f"this check can not fail: {found}"
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
 def test_requests_of_other_namespaces(servers: Callable[[str], InProcessServer], endpoint: str, tier: str) -> None:
@@ -412,7 +412,7 @@ def check_deployments(places: Places, part: str, tier: str) -> None:
         assert rank.ask(tokens)[tier] == 3 * BLOCK, "this check can not fail"
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("part", "tier"), PLACES)
 def test_deployments_that_differ(places: Places, part: str, tier: str) -> None:
     check_deployments(places, part, tier)
@@ -444,6 +444,7 @@ PART_MUTANTS: dict[str, tuple[Mutant, ...]] = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("part", PART_MUTANTS)
 def test_mutants_of_deployments(places: Places, part: str) -> None:
     for mutant in PART_MUTANTS[part]:

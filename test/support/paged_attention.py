@@ -14,7 +14,7 @@ from support.device_emulator import launch
 
 
 class PagedAttention:
-    """Attention that a graph can hold: it reads everything on the device, when it runs. As slow as can be. replayed:
+    """Attention that a graph can hold: it reads everything on the device, when it runs. replayed:
     graphs of decodes, and with captures_extends of prefills."""
 
     def __init__(self, captures_extends: bool = False) -> None:
@@ -52,16 +52,15 @@ class PagedAttention:
         ) -> None:
             page, row = k.shape[1], 0
             for start, kv_len, q_len in zip(starts.tolist(), kv_lens.tolist(), q_lens.tolist()):
-                for i in range(q_len):
-                    seen = kv_len - q_len + i + 1
-                    if seen <= 0:
-                        out[row + i] = 0
-                        continue
-                    pages = table[start : start - (-seen // page)].long()
-                    found = (indexable(x)[pages].view(x.dtype).flatten(0, 1)[:seen].to(q.dtype) for x in (k, v))
-                    keys, values = (x.repeat_interleave(group, dim=1) for x in found)
-                    weights = (torch.einsum("hd,thd->ht", q[row + i], keys) * meta.scale).softmax(-1)
-                    out[row + i] = torch.einsum("ht,thd->hd", weights, values)
+                pages = table[start : start - (-kv_len // page)].long()
+                found = (indexable(x)[pages].view(x.dtype).flatten(0, 1)[:kv_len].to(q.dtype) for x in (k, v))
+                keys, values = (x.repeat_interleave(group, dim=1) for x in found)
+                scores = torch.einsum("qhd,thd->hqt", q[row : row + q_len], keys) * meta.scale
+                # How many keys each query sees; of a graph's spare rows, none.
+                seen = kv_len - q_len + 1 + torch.arange(q_len)[:, None]
+                scores = scores.masked_fill(torch.arange(kv_len) >= seen, -torch.inf)
+                attended = torch.einsum("hqt,thd->qhd", scores.softmax(-1), values)
+                out[row : row + q_len] = attended.masked_fill(seen[:, :, None] <= 0, 0)
                 row += q_len
 
         out = torch.empty_like(q)

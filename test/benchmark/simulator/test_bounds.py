@@ -71,6 +71,7 @@ def test_pages_of_equal_prefixes_are_equal() -> None:
     assert page_trace(prompts, 2) == [[0, 1], [0, 2], [3], [0, 1]]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("policy", WRITE_POLICIES)
 @pytest.mark.parametrize("seed", range(5))
 def test_the_engine_never_does_better_than_hindsight(policy: str, seed: int) -> None:
@@ -142,6 +143,7 @@ def test_everything_is_found_where_the_device_holds_everything() -> None:
     assert limited.mean_ttft_s > 2 * unlimited.mean_ttft_s
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tier", [Tier.PEER, Tier.HOST, Tier.DISK, Tier.REMOTE])
 def test_every_tier_of_the_small_machine_is_hit(tier: Tier) -> None:
     sizes = {Tier.DEVICE: 2048, Tier.HOST: 2048} | {tier: 8192}

@@ -37,7 +37,7 @@ settings.register_profile(
     phases=[Phase.explicit, Phase.generate, Phase.shrink],
     suppress_health_check=list(HealthCheck),
 )
-CASES = settings(settings.get_profile("http"), max_examples=110)
+CASES = settings(settings.get_profile("http"), max_examples=66)
 MANY_CASES = settings(settings.get_profile("http"), max_examples=2_000)
 
 BODIES = {**http_bodies.BODIES, **chat_bodies.BODIES}
@@ -45,7 +45,7 @@ BODIES = {**http_bodies.BODIES, **chat_bodies.BODIES}
 SHARES = {
     "/tokenize": 4,
     "/detokenize": 4,
-    "/abort_request": 4,
+    "/abort_request": 2,
     "/v1/chat/completions tools": 2,
     "/v1/chat/completions grammars": 4,
     "/v1/responses": 3,
@@ -363,7 +363,7 @@ def test_every_wrong_type_in_every_place(target, path):
 
 
 @one_server
-@settings(CASES, max_examples=100)
+@settings(CASES, max_examples=60)
 @given(group=st.sampled_from(list(BODIES)), data=st.data())
 def test_damaged_json(target, group, data):
     content = bytearray(as_json(data.draw(BODIES[group])))
@@ -403,7 +403,7 @@ tails = st.sampled_from(["", "/", "?", "?a=b&a=%00", "/%00", "/..", "?stream=%ff
 
 
 @one_server
-@settings(CASES, max_examples=100)
+@settings(CASES, max_examples=60)
 @given(data=st.data())
 def test_methods_paths_and_headers(target, data):
     group = data.draw(st.sampled_from([*BODIES, *OTHER_PATHS]))

@@ -160,6 +160,7 @@ def test_alone_and_again(model: Model) -> None:
     check_memory(model, engine)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 def test_batched_with_device_hits(model: Model, page_size: int) -> None:
     engine = model.engine(page_size=page_size)
@@ -174,7 +175,7 @@ def test_batched_with_device_hits(model: Model, page_size: int) -> None:
     check_memory(model, engine)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 def test_host_hits(model: Model, page_size: int) -> None:
     """Conversations that do not fit the device together come back from the host."""
@@ -191,7 +192,7 @@ def test_host_hits(model: Model, page_size: int) -> None:
     check_memory(model, engine)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("chunk", [5, 16, 33])
 def test_chunked_at_odd_sizes(model: Model, chunk: int) -> None:
     engine = model.engine(num_host_pages=900, num_device_pages=300, chunked_prefill_size=chunk)
@@ -337,7 +338,7 @@ def test_sampling_resumes_exactly_after_retraction(model: Model) -> None:
     tiny.close()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("write_policy", ["write_back", "write_through_selective"])
 @pytest.mark.parametrize("eviction_policy", ["lru", "lfu"])
 def test_host_hits_under_other_policies(model: Model, write_policy: str, eviction_policy: str) -> None:

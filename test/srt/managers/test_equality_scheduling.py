@@ -63,7 +63,7 @@ def empty_device(engine: LocalEngine) -> None:
     engine.scheduler.cache.controller.evict(Tier.DEVICE, 256)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_tokens_stay_the_same(model: Model, name: str, page_size: int) -> None:

@@ -132,7 +132,7 @@ CASES = [
 
 
 # Ranks in one process meet on the host alone. An emulated device does not run the code of transformers.
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("family", "dtype", "page_size", "tp", "layout", "chunk"),
     [case for case in CASES if (case[3] == 1 and case[0] != "gemma") or device_under_test() == "cpu"],

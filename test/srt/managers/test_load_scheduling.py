@@ -401,6 +401,7 @@ def test_a_fast_link_loads_everything() -> None:
     assert rig.counter("recomputed_instead") == 0 and times["a"].cached_tokens_details["host"] == 100
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("load_s", "computes"), [(0.0005, False), (0.0009, False), (0.002, True)])
 def test_beside_others_computing_must_be_cheaper_than_loading(load_s: float, computes: bool) -> None:
     """A token takes 1 ms to compute: alone, the front is computed while the rest is loaded; beside others only if

@@ -78,7 +78,7 @@ def penalise(
     return shape
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("penalties", [(0.7, 0.0, 1.0), (0.0, 1.1, 1.0), (0.0, 0.0, 1.4), (0.5, -0.4, 0.8)])
 @pytest.mark.parametrize("pages", [2000, 90])
 def test_penalties_in_a_batch_and_through_retraction(model: Model, penalties: tuple[float, ...], pages: int) -> None:
@@ -166,7 +166,7 @@ def check_logprobs(model: Model, prompt: list[int], answer: Generation, spec: Lo
         assert [t for _, t in entry.token_ids] == list(spec.token_ids)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize(
     "spec",

@@ -503,6 +503,7 @@ def test_who_joins_another_keeps_its_fetch_alive():
     rig.assert_nothing_left()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(8))
 def test_everybody_is_served_in_any_order(seed: int):
     rng = random.Random(seed)

@@ -278,7 +278,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], int, int]] = {
 }
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("when", ["while it runs", "between two starts"])
 @pytest.mark.parametrize("what", DAMAGE)
 def test_damage_on_disk(
@@ -395,7 +395,7 @@ WRITE_FAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("what", WRITE_FAULTS)
 def test_storing_fails(
     files: Files, model: Model, what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -556,7 +556,7 @@ def plugin_with(model: Model, *texts: np.ndarray, v1: bool = False) -> Plugin:
     return plugin
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("v1", [False, True], ids=["generic", "v1"])
 @pytest.mark.parametrize("method", ["batch_exists", "batch_get", "batch_set"])
 @pytest.mark.parametrize("error", [RuntimeError("refused"), SystemExit(1)], ids=repr)
@@ -665,6 +665,7 @@ class Liar(Plugin):
         return {"true without bytes": True, "exists says yes": None, "too short": value[:-3]}[self.lie]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "lie", ["true without bytes", "other bytes", "another block", "exists says yes", "too short"]
 )
@@ -697,6 +698,7 @@ def note_replies(engine: Engine) -> list[Any]:
     return replies
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", ["best_effort", "timeout"])
 @pytest.mark.parametrize("method", ["batch_exists", "batch_get", "batch_set"])
 def test_a_plugin_hangs(model: Model, method: str, policy: str) -> None:
@@ -748,6 +750,7 @@ def test_a_plugin_hangs(model: Model, method: str, policy: str) -> None:
     engine.end()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", ["batch_exists", "batch_get", "batch_set"])
 def test_decoding_goes_on_while_storage_hangs(model: Model, method: str) -> None:
     """The device is full: somebody has to give way, as no operation of storage will ever give device memory back."""
@@ -906,6 +909,7 @@ def test_a_host_pool_that_storage_holds_entirely(files: Files, model: Model, met
     engine.end()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("policy", ["best_effort", "wait_complete", "timeout"])
 def test_a_prompt_on_disk_that_the_host_cannot_hold(files: Files, model: Model, policy: str) -> None:
     texts = [prompt(50 + i, 200) for i in range(3)]

@@ -36,6 +36,7 @@ def encode(encoder: TextEncoder, text: str, special: bool = True, namespace: str
     return encoded.ids.tolist()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("special", [True, False])
 def test_ids_of_odd_texts(tokenizer, special):
     encoder = TextEncoder(tokenizer)
@@ -130,6 +131,7 @@ def conversation(tokenizer, messages, final=True) -> str:
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=final)
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("seed", range(6))
 def test_conversations_of_odd_texts(tokenizer, seed):
     """Turn by turn and in two namespaces, over a table that is too small for them all."""

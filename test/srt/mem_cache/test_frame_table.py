@@ -339,7 +339,7 @@ class Model:
         return freed
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "num_pages, block_pages",
     [(3, 1), (40, 1), (700, 1), (3, 2), (41, 4), (700, 16), (700, 300), (3, 0), (40, 0), (1500, 0)],

@@ -111,6 +111,7 @@ def host_pool(layout: PageLayout, order: str = "page_first", num_pages: int = NU
 # -- pools and links ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(36)
 @each_layout
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("io_backend", IO_BACKENDS)
@@ -271,6 +272,7 @@ def test_plugin(layout: PageLayout, interface_v1: bool, rng: np.random.Generator
 # -- the remote tier ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(24)
 @each_layout
 @pytest.mark.parametrize("codec", EXACT_CODECS.values(), ids=EXACT_CODECS)
 def test_every_lossless_codec(layout: PageLayout, codec: dict[str, object], rng: np.random.Generator):

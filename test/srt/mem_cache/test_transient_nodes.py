@@ -242,7 +242,7 @@ class Driver:
                 del left[rid]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("page_size", [1, 2, 16])
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(n, marks=pytest.mark.slow) for n in range(4, 12))])
 def test_random_operations(seed: int, page_size: int):

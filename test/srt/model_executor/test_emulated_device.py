@@ -169,7 +169,8 @@ def test_decodes_as_graphs(config, page_size):
 
 
 @pytest.mark.parametrize(
-    ("page_size", "captures_extends"), [(1, False), pytest.param(4, False, marks=pytest.mark.slow), (4, True)]
+    ("page_size", "captures_extends"),
+    [*(pytest.param(size, False, marks=pytest.mark.slow) for size in (1, 4)), (4, True)],
 )
 def test_short_prefills_as_graphs(config, page_size, captures_extends, monkeypatch):
     """Beside longer ones, which have none, with loads of some layers on their way, and beside graphs of decodes.

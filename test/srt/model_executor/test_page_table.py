@@ -31,6 +31,7 @@ def run(slot: int, first: int, frames: list[int], fresh: bool = False) -> PageRu
     return PageRun(slot, first, np.array(frames, np.int32), fresh)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", [lambda n: PageTable(SLOTS, torch.device("cpu"), n), Apart])
 @pytest.mark.parametrize("seed", range(6))
 def test_any_launches_leave_the_pages_that_a_dict_has(kind, seed):

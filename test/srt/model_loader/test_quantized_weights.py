@@ -176,6 +176,7 @@ def all_weights(model) -> Tensors:
     return {name: target.tensor for name, target in model.weight_targets().items()}
 
 
+@pytest.mark.sampled(6)
 def test_what_is_loaded_is_what_the_numbers_mean(checkpoints):
     stored, plain = map(load, checkpoints)
     theirs = all_weights(plain)
@@ -183,6 +184,7 @@ def test_what_is_loaded_is_what_the_numbers_mean(checkpoints):
         assert torch.equal(tensor, theirs[name]), name
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("size", [2, 4])
 def test_each_rank_reads_its_part(checkpoints, size):
     for group in thread_groups(size):
@@ -209,6 +211,7 @@ def load_as_stored(path, group=SINGLE_RANK):
 KEPT = [(way, size) for way in WAYS for size in (1, 2) if "block" not in way and "awq" not in way] + [("awq", 1)]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("checkpoints", "size"), KEPT, indirect=["checkpoints"])
 def test_what_stays_quantized_means_the_same(checkpoints, size):
     for group in thread_groups(size):
@@ -432,6 +435,7 @@ def test_other_ways_are_refused(tmp_path, config, message):
         ModelConfig.from_pretrained(str(tmp_path))
 
 
+@pytest.mark.sampled(4)
 def test_a_scale_that_the_index_names_and_no_file_has(checkpoints):
     index = checkpoints[0] / "model.safetensors.index.json"
     where = json.loads(index.read_text())["weight_map"]

@@ -89,6 +89,7 @@ def rounded_logits(path: str, tokens: list[int], dtype: torch.dtype, scales: Lay
         return model(torch.tensor([tokens])).logits[0]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("scales", [(), SCALES, SCALES_OF_HEADS], ids=["scales of 1", "scales", "scales of heads"])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2, torch.bfloat16], ids=str)
@@ -215,6 +216,7 @@ def started(path: str, *flags: str) -> ModelConfig:
     return with_kv_cache(args, model, "torch_native", torch.device("cpu"))
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("shape", [(), (1,)], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("names", AS_NAMED.values(), ids=AS_NAMED)

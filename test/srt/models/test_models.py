@@ -113,7 +113,7 @@ def test_whole_prompt(pair):
         assert_close(got, logits_of(pair.theirs, tokens), f"{len(tokens)} tokens")
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("page_size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 16))])
 def test_chunks_of_odd_sizes(pair, page_size):
     tokens = pair.prompts[2]
@@ -142,7 +142,7 @@ def test_batch_of_extends_and_decodes(pair):
     assert_close(got, want, "mixed batch")
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 def test_greedy_tokens(pair):
     num_tokens = 24
     got = pair.ours.generate(pair.prompts, num_tokens, page_size=3)

@@ -81,6 +81,7 @@ def make_batch(num_tokens, sample_rows, streamed):
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", CONFIGS)

@@ -227,7 +227,9 @@ class TransferLedger:
             assert frames is not None and ticket in self.in_flight, f"{node} waits for {ticket}, which is over"
             op = self.in_flight[ticket]
             filled = op.frames if isinstance(op, StorageOp) else op.dst_frames
-            assert np.isin(frames, filled).all(), f"{node}: {ticket} fills other pages"
+            is_filled = np.zeros(table.num_pages, bool)
+            is_filled[filled] = True
+            assert is_filled[frames].all(), f"{node}: {ticket} fills other pages"
             # A load's source stays, else its failure could not be told from eviction; but slabs of peers are
             # withdrawn whatever is loaded from them.
             if isinstance(op, TransferOp) and op.src == Tier.HOST:
@@ -236,7 +238,8 @@ class TransferLedger:
         in_tree = expected >= 0
         assert (table.state[in_tree] == expected[in_tree]).all(), f"{tier.name}: tree and frame table disagree"
         rest = table.state[~in_tree]
-        assert not np.isin(rest, (FrameState.CACHED, FrameState.FILLING)).any(), f"{tier.name}: a page is lost"
+        is_lost = (rest == FrameState.CACHED) | (rest == FrameState.FILLING)
+        assert not is_lost.any(), f"{tier.name}: a page is lost"
 
     def _take_ticket(self, link: str) -> Ticket:
         ticket = Ticket(link, self._next_seq[link])

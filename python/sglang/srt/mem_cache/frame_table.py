@@ -201,16 +201,19 @@ class FrameTable:
         assert counted == self.counts, f"counts {self.counts}, states {counted}"
         assert sum(self.counts) == self.num_pages
         free = self._free.frames()
-        assert self.counts[FrameState.FREE] == len(free) == len(np.unique(free))
-        assert (self.state[free] == FrameState.FREE).all()
+        assert self._are_all(free, FrameState.FREE)
         pending = [f for fs in self._pending.values() for f in fs] + self._pending_pinned
         listed = np.concatenate(pending) if pending else self._ids[:0]
-        assert len(listed) == len(np.unique(listed)) == self.counts[FrameState.PENDING_FREE], (
-            "a frame that is to be free is lost"
-        )
-        assert (self.state[listed] == FrameState.PENDING_FREE).all()
+        assert self._are_all(listed, FrameState.PENDING_FREE), "a frame that is to be free is lost"
         assert (self.pins >= 0).all() and not self.pins[free].any(), "a free frame is pinned"
-        assert not np.isin(self.state[self._to_lend], (FrameState.FREE, FrameState.LENT)).any(), "lent late"
+        to_lend = self.state[self._to_lend]
+        assert not ((to_lend == FrameState.FREE) | (to_lend == FrameState.LENT)).any(), "lent late"
+
+    def _are_all(self, frames: np.ndarray, state: FrameState) -> bool:
+        """Whether these are the frames in this state, each once."""
+        listed = np.zeros(self.num_pages, bool)
+        listed[frames] = True
+        return len(frames) == self.counts[state] and np.array_equal(listed, self.state == state)
 
     def _set_free(self, frames: np.ndarray, where: np.ndarray | slice, before: FrameState) -> None:
         self.state[where] = FrameState.FREE

@@ -136,6 +136,7 @@ def test_a_requests_bits_depend_on_its_keys_alone(no_torch):
             assert torch.equal(alone[0], outs[2][i]), f"seed {seed}: request {i} alone"
 
 
+@pytest.mark.sampled(2)
 @needs_compiler
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("page_size", [1, 16, 48])

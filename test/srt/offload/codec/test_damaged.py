@@ -141,6 +141,7 @@ def test_no_codec_reads_the_pieces_of_another():
                     decode(reader, stored)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "raw"])
 def test_a_bomb_is_refused(name: str):
     """A valid stream of 64 MiB where a few KiB belong, small enough to pass for a payload."""

@@ -768,6 +768,7 @@ class Flaky(Plugin):
         return self._call(super().batch_set_v1, *args)
 
 
+@pytest.mark.sampled(3)
 @both
 @pytest.mark.parametrize("seed", range(4))
 def test_a_flaky_plugin_never_yields_wrong_bytes(seed, v1):

@@ -272,7 +272,7 @@ def arm(process: Process, part: str, name: str, is_after: bool) -> None:
     process.store._writer._copy_some = copy  # type: ignore[method-assign]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("step", STEPS)
 def test_a_process_killed_while_it_copies_loses_nothing(start, tmp_path: Path, step: str):
     a, b = start(), start()

@@ -93,6 +93,7 @@ def die(store: HiCacheFile) -> None:
     store._folder.close()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(12))
 def test_beside_a_dict(tmp_path: Path, seed: int):
     world = World(tmp_path, seed)
@@ -209,7 +210,7 @@ def damage(world: World) -> None:
             file.truncate(size)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(100, 116))
 def test_whatever_happens_to_the_disk_what_comes_back_is_right(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
@@ -267,6 +268,7 @@ def test_whatever_happens_to_the_disk_what_comes_back_is_right(
     world.store.close()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(300, 308))
 def test_what_comes_back_to_several_is_right_whatever_happens_to_the_disk(tmp_path: Path, seed: int):
     limit = random.Random(seed).choice((0, 400_000, 1_500_000))
