@@ -64,16 +64,12 @@ def small_server() -> Iterator[Server]:
         server.stop()
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collectstart(collector: pytest.Collector) -> None:
+def pytest_collection(session: pytest.Session) -> None:
     """Each process of a whole run first imports a share of the test files, and so compiles them for the others. To
-    rewrite their assertions takes longer than all else of a first collection. What fails here fails again there."""
+    rewrite their assertions takes longer than all else of a first collection. What cannot be imported yet is left to
+    the collection."""
     worker, num_workers = (os.environ.get(f"PYTEST_XDIST_WORKER{of}", "") for of in ("", "_COUNT"))
-    if (
-        not isinstance(collector, pytest.Session)
-        or not worker
-        or collector.config.args != collector.config.getini("testpaths")
-    ):
+    if not worker or session.config.args_source != pytest.Config.ArgsSource.TESTPATHS:
         return
     for path in sorted(Path(__file__).parent.rglob("test_*.py"))[int(worker.removeprefix("gw")) :: int(num_workers)]:
         sys.path.insert(0, str(path.parent))
