@@ -576,8 +576,12 @@ class HiCacheController:
             return None
         is_worth = self.links.is_worth_trying
         worth = {tier: nodes for tier, nodes in planned.items() if is_worth(tier, node.start, node.end)}
-        # A tier whose speed is not known gets no only copy, if there is another that takes it.
-        unknown = {tier: nodes for tier, nodes in worth.items() if not self.links.is_measured(tier)}
+        # A tier that is only tried, as its speed is not known, gets no only copy if there is another that takes it.
+        unknown = {
+            tier: nodes
+            for tier, nodes in worth.items()
+            if not (self.links.is_measured(tier) and self.links.is_worth_copying(tier, node.start, node.end))
+        }
         if len(unknown) < len(worth):
             worth = {tier: nodes for tier, nodes in worth.items() if tier not in unknown}
         is_alone = _is_only_on_device(node)
