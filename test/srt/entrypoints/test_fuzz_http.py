@@ -363,7 +363,7 @@ def test_every_wrong_type_in_every_place(target, path):
 
 
 @one_server
-@settings(CASES, max_examples=60)
+@settings(CASES, max_examples=100)
 @given(group=st.sampled_from(list(BODIES)), data=st.data())
 def test_damaged_json(target, group, data):
     content = bytearray(as_json(data.draw(BODIES[group])))
@@ -403,7 +403,7 @@ tails = st.sampled_from(["", "/", "?", "?a=b&a=%00", "/%00", "/..", "?stream=%ff
 
 
 @one_server
-@settings(CASES, max_examples=60)
+@settings(CASES, max_examples=100)
 @given(data=st.data())
 def test_methods_paths_and_headers(target, data):
     group = data.draw(st.sampled_from([*BODIES, *OTHER_PATHS]))
