@@ -14,8 +14,8 @@ from support.device_emulator import launch
 
 
 class PagedAttention:
-    """Attention that a graph can hold: it reads everything on the device, when it runs. replayed:
-    graphs of decodes, and with captures_extends of prefills."""
+    """Attention that a graph can hold: it reads everything on the device, when it runs. replayed: graphs of
+    decodes, and with captures_extends of prefills."""
 
     def __init__(self, captures_extends: bool = False) -> None:
         self.capturing = False

@@ -53,7 +53,7 @@ class CopiesPages(HasPages, Protocol):
     """A pool whose memory is partly out of reach, and which therefore copies its pages itself. Called on a stream,
     loads and backups each from one thread. Both methods raise LoadFailedError.
 
-    page_numbers_on_host: src and dst must be there, whatever the backend."""
+    page_numbers_on_host: whether src and dst must lie in host memory, whatever the backend."""
 
     page_numbers_on_host: bool
 
