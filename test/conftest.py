@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import json
 import os
 import resource
 import sys
@@ -39,7 +40,11 @@ _SKIPS = ("skip", "skipif")
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """`sampled(n)`: all but n of a test's cases become slow. Their names decide which: every run and every process
-    chooses the same. What may be skipped is chosen last."""
+    chooses the same. What may be skipped is chosen last.
+
+    Tests that share a server run first. A process whose tests are done takes over the last of another's, and would
+    start the server again."""
+    items.sort(key=lambda item: item.get_closest_marker("e2e") is None)
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("sampled") and not any(map(item.get_closest_marker, _NOT_BY_DEFAULT)):
@@ -53,13 +58,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def small_server() -> Iterator[Server]:
+def small_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The real engine, for tests of several files: a device pool of few tokens, so that conversations move to the
-    host, and are loaded back however fast this machine computes. In the end, SIGTERM ends it."""
-    from support.server_fixture import Server
+    host, and are loaded back however fast this machine computes. It has a disk and publishes KV events. In the end,
+    SIGTERM ends it."""
+    from support.server_fixture import Server, free_port
 
     flags = "--hicache --hicache-ratio 8 --max-total-tokens 1024 --hicache-load-or-recompute off"
-    with Server(*flags.split()) as server:
+    storage = "--hicache-storage-backend", "file", "--hicache-storage-backend-extra-config"
+    folder = json.dumps({"path": str(tmp_path_factory.mktemp("small server"))})
+    endpoints = {name: f"tcp://127.0.0.1:{free_port()}" for name in ("endpoint", "replay_endpoint")}
+    events = json.dumps({"publisher": "zmq", **endpoints})
+    with Server(*flags.split(), *storage, folder, "--kv-events-config", events) as server:
         yield server
         server.stop()
 

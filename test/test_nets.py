@@ -49,8 +49,6 @@ LONG_CONFIGURATIONS = (
 )
 # Mixes that run by default. Together they have all parts, and all events of EVENTS_OF_MIXES.
 SHORT_MIXES = (
-    ("peer",),
-    ("peer", "remote"),
     ("disk", "stream"),
     ("peer", "remote", "stream"),
     ("remote", "lent"),
@@ -202,7 +200,7 @@ def test_the_first_tries_are_of_what_exists() -> None:
     assert first_tries().keys() == MUTATIONS.keys()
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in LONG_HUNTS else ()) for name in MUTATIONS]
 )

@@ -14,16 +14,16 @@ from sglang.srt.configs.model_config import ModelConfig
 def tiny_llama(folder: Path, **changes: Any) -> ModelConfig:
     """folder: gets the model. changes: of transformers' LlamaConfig."""
     torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.3,
-        **changes,
-    )
+    shape = {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.3,
+    }
+    config = LlamaConfig(**shape | changes)
     LlamaForCausalLM(config).save_pretrained(folder)
     return ModelConfig.from_pretrained(str(folder), dtype="float32")

@@ -162,10 +162,10 @@ def test_one_rank_and_two_agree(engine, reference):
 
 
 def test_concurrent_requests_and_aborts(engine, reference):
-    batch = prompts(2, [20, 40, 60, 33, 5, 18, 50, 44], shared=8)
+    batch = prompts(2, [20, 40, 60, 33, 5], shared=8)
 
     def run(i: int) -> tuple[list[int], int]:
-        wanted = 24
+        wanted = 12
         if i % 3 == 0:
             stream = engine.generate(input_ids=batch[i], sampling_params=greedy(150), stream=True)
             for event in stream:
@@ -187,14 +187,14 @@ def test_concurrent_requests_and_aborts(engine, reference):
 def test_sampled_tokens_do_not_depend_on_who_samples(engine, reference):
     """Every rank draws for itself: were the draws not alike, the next steps would continue different sequences."""
     (prompt,) = prompts(3, [30])
-    params = {"temperature": 0.8, "top_p": 0.9, "max_new_tokens": 30, "ignore_eos": True, "sampling_seed": 5}
+    params = {"temperature": 0.8, "top_p": 0.9, "max_new_tokens": 12, "ignore_eos": True, "sampling_seed": 5}
     one, two = (engine.generate(input_ids=prompt, sampling_params=params)["output_ids"] for _ in range(2))
     assert one == two
     whole = torch.tensor([prompt + one])
     with torch.inference_mode():
         probs = reference.hf(whole).logits[0, len(prompt) - 1 : -1].div(0.8).softmax(-1)
     # Each token lies among the most probable that make up 0.9 by transformers' account.
-    chosen = probs[torch.arange(30), torch.tensor(one)]
+    chosen = probs[torch.arange(12), torch.tensor(one)]
     above = torch.where(probs > chosen[:, None] + 1e-5, probs, 0).sum(-1)
     assert bool((above < 0.9).all())
 

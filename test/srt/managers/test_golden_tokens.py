@@ -2,7 +2,7 @@
 tier a prefix comes from. The perplexity of a page is the same with reuse as without.
 
 `make test` runs a few short prompts through device, host, disk and a mix of them. The slow tests run thirty
-through every tier and their mixes. `support/golden.py` has the tolerances.
+through every tier and their mixes, and compare perplexities. `support/golden.py` has the tolerances.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def test_a_few_prompts_from_device_host_disk_and_a_mix(real: RealModel, tmp_path
     engine.close()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("write_policy", ["write_through", "auto"])
 def test_a_page_has_the_same_perplexity_with_reuse(real: RealModel, tmp_path: Path, write_policy: str) -> None:
     (page,) = (each for each in real.golden.pages if each.name == "tea")

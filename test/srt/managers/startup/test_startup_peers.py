@@ -48,6 +48,14 @@ def arguments(more: str, tmp_path: Path) -> ServerArgs:
 
 
 @pytest.fixture
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers, and 2 KiB of KV a token. The emulator's time goes with a model's operations."""
+    path = tmp_path_factory.mktemp("model")
+    tiny_llama(path, num_hidden_layers=2, num_attention_heads=2, head_dim=64, vocab_size=300)
+    return path
+
+
+@pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCudaDriver]:
     driver = FakeCudaDriver(2 << 20)
     monkeypatch.setattr(cuda_slabs, "cuda_driver", lambda: driver)
@@ -165,14 +173,14 @@ class Rank:
 
 
 def test_ranks_on_a_gpu_lend_and_borrow(
-    driver: FakeCudaDriver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    driver: FakeCudaDriver, model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(device_setup, "why_not", lambda backend, device: None)
     monkeypatch.setattr(device_setup, "pick_attention_backend", lambda name, device: "emulated")
     monkeypatch.setattr(startup_engine, "make_attention_backend", lambda name, device: TorchNativeAttnBackend())
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**9, 2 * 10**9))
     prompts = [np.random.default_rng(i).integers(3, 300, 100).astype(np.int32) for i in range(3)]
-    small = "--model embedded --disable-cuda-graph --context-length 120 --peer-slab-size 2"
+    small = f"--model {model} --dtype float32 --disable-cuda-graph --context-length 120 --peer-slab-size 2"
     # What a tier is used for must not depend on how fast this machine is.
     cached = "--hicache --hicache-ratio 0.1 --max-total-tokens 150 --hicache-load-or-recompute off"
 
@@ -202,7 +210,7 @@ def test_ranks_on_a_gpu_lend_and_borrow(
 
 
 def test_a_worker_on_a_gpu_decodes_as_graphs_while_slabs_come_and_go(
-    driver: FakeCudaDriver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    driver: FakeCudaDriver, model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """It has compiled, copied and captured before it is ready. Rows of padding write to no slab of the master."""
     attention = PagedAttention(captures_extends=True)
@@ -221,7 +229,7 @@ def test_a_worker_on_a_gpu_decodes_as_graphs_while_slabs_come_and_go(
     # Here copies with the host are other ones.
     monkeypatch.setattr(startup_engine, "pick_backend", lambda io_backend, device: "kernel")
     driver.fake.granularity = 1 << 20
-    small = "--model embedded --context-length 120 --hicache-load-or-recompute off"
+    small = f"--model {model} --dtype float32 --context-length 120 --hicache-load-or-recompute off"
     tmp_path.chmod(0o700)
 
     def rank(role: str, more: str) -> Rank:
