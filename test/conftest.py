@@ -9,12 +9,14 @@ a GPU. The end of a run shows the CPU time of all its processes: `make test` has
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import gc
 import importlib
 import json
 import os
 import resource
+import signal
 import sys
 import zlib
 from collections import defaultdict
@@ -57,12 +59,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("slow")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def frozen_imports() -> None:
+    """What tests have imported by now is no garbage, and much: each collection would look at it. Before each module,
+    because modules import more, and tests that look for leaks collect often."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def small_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The real engine, for tests of several files: a device pool of few tokens, so that conversations move to the
-    host, and are loaded back however fast this machine computes. It has a disk and publishes KV events. In the end,
-    SIGTERM ends it."""
-    from support.server_fixture import Server, free_port
+    host, and are loaded back however fast this machine computes. It has a disk and publishes KV events. In the end, a
+    second SIGTERM ends it in the middle of a request."""
+    from support.server_fixture import Server, free_port, wait_until
 
     flags = "--hicache --hicache-ratio 8 --max-total-tokens 1024 --hicache-load-or-recompute off"
     storage = "--hicache-storage-backend", "file", "--hicache-storage-backend-extra-config"
@@ -71,7 +81,12 @@ def small_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     events = json.dumps({"publisher": "zmq", **endpoints})
     with Server(*flags.split(), *storage, folder, "--kv-events-config", events) as server:
         yield server
-        server.stop()
+        body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1000, "ignore_eos": True}}
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            cut = pool.submit(server.post, "/generate", body)
+            wait_until(lambda: server.state()["queues"]["running"] == 1)
+            server.stop(signal.SIGTERM, signal.SIGTERM)
+            assert cut.result().status_code == 503
 
 
 def pytest_collection(session: pytest.Session) -> None:

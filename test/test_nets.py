@@ -49,6 +49,8 @@ LONG_CONFIGURATIONS = (
 )
 # Mixes that run by default. Together they have all parts, and all events of EVENTS_OF_MIXES.
 SHORT_MIXES = (
+    ("peer",),
+    ("peer", "remote"),
     ("disk", "stream"),
     ("peer", "remote", "stream"),
     ("remote", "lent"),

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 from collections.abc import Iterator
 
 import pytest
-
-
-@pytest.fixture(autouse=True, scope="module")
-def frozen_imports() -> None:
-    """What tests have imported by now is no garbage, and much: each collection would look at it. Before each module,
-    because modules import more, and tests that look for leaks collect often."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -44,6 +44,7 @@ def server(redis: RedisServer, disk: Path) -> Iterator[Server]:
     flags += ["--admin-api-key", KEY, "--hicache-storage-backend", "file,remote"]
     with Server(*flags, "--hicache-storage-backend-extra-config", json.dumps(config)) as server:
         yield server
+        server.stop()
 
 
 @pytest.fixture

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import concurrent.futures
 import random
-import signal
 from collections import Counter
+from collections.abc import Callable, Iterator
 
 import httpx
 import openai
 import pytest
 
 import sglang
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.sampling.sampling_params import SamplingParams
+from support.local_engine import LocalEngine
 from support.server_fixture import NO_TLS, PATIENCE_S, Server, wait_until
 
 pytestmark = pytest.mark.e2e
@@ -28,19 +31,19 @@ GREEDY = {"temperature": 0, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def plain():
-    """Without a cache. In the end, a second SIGTERM ends it, in the middle of a prefill."""
-    with Server("--disable-radix-cache", "--max-total-tokens", "9000") as plain:
-        # The last line comes when requests are served already.
-        wait_until(lambda: STAGES[-1] in plain.output())
-        assert [stage for stage in STAGES if f"INFO: {stage}" not in plain.output()] == []
-        yield plain
-        body = {"input_ids": prompt(99, 8000), "sampling_params": {"max_new_tokens": 2}}
-        with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            cut = pool.submit(plain.post, "/generate", body)
-            wait_until(lambda: running(plain) == 1)
-            plain.stop(signal.SIGTERM, signal.SIGTERM)
-            assert cut.result().status_code == 503
+def plain() -> Iterator[Callable[..., list[int]]]:
+    """The answer to a prompt, by an engine without a cache in this process."""
+    engine = LocalEngine(ModelConfig.from_pretrained("embedded"), num_device_pages=4000, debug=False)
+
+    def answer(ids: list[int], tokens: int = 12) -> list[int]:
+        engine.forget()
+        params = SamplingParams(temperature=0.0, max_new_tokens=tokens, ignore_eos=True)
+        (answer,) = engine.generate([ids], params)
+        assert not sum(answer.cached_tokens_details.values())
+        return answer.tokens
+
+    yield answer
+    engine.close()
 
 
 @pytest.fixture
@@ -60,9 +63,15 @@ def generate(server: Server, ids: list[int], tokens: int = 12, **params) -> dict
     return response.json()
 
 
+def test_the_log_names_what_a_start_waits_for(server):
+    # The last line comes when requests are served already.
+    wait_until(lambda: STAGES[-1] in server.output())
+    assert [stage for stage in STAGES if f"INFO: {stage}" not in server.output()] == []
+
+
 def test_greedy_with_device_and_host_hits_equals_greedy_without_a_cache(server, plain):
     prompts = [prompt(0, 200) + prompt(i, 200) for i in range(1, 6)]
-    expected = [generate(plain, ids)["output_ids"] for ids in prompts]
+    expected = [plain(ids) for ids in prompts]
     tiers: Counter[str] = Counter()
     for _ in range(3):
         for ids, want in zip(prompts, expected):
@@ -74,7 +83,7 @@ def test_greedy_with_device_and_host_hits_equals_greedy_without_a_cache(server, 
 
 def test_concurrent_requests(server, plain):
     prompts = [prompt(i % 3, 60) + prompt(100 + i, 20 + i) for i in range(12)]
-    expected = [generate(plain, ids)["output_ids"] for ids in prompts]
+    expected = [plain(ids) for ids in prompts]
     with concurrent.futures.ThreadPoolExecutor(12) as pool:
         replies = list(pool.map(lambda ids: generate(server, ids)["output_ids"], prompts))
     assert replies == expected
@@ -169,7 +178,7 @@ def test_pages_of_16_in_odd_chunks_until_the_scheduler_is_killed(plain):
     flags = "--hicache --page-size 16 --max-total-tokens 1024 --chunked-prefill-size 37"
     with Server(*flags.split()) as server:
         ids = prompt(11, 300)
-        want = generate(plain, ids)["output_ids"]
+        want = plain(ids)
         assert generate(server, ids)["output_ids"] == want
         again = generate(server, ids)
         assert again["output_ids"] == want and again["meta_info"]["cached_tokens"] >= 256
@@ -185,7 +194,7 @@ def test_the_offline_engine_agrees_with_the_server(plain):
     ids = prompt(13, 40)
     with sglang.Engine(model_path="embedded", enable_hierarchical_cache=True, max_total_tokens=1024) as engine:
         reply = engine.generate(input_ids=ids, sampling_params={**GREEDY, "max_new_tokens": 12})
-        assert reply["output_ids"] == generate(plain, ids)["output_ids"]
+        assert reply["output_ids"] == plain(ids)
 
 
 @pytest.mark.slow
@@ -197,7 +206,7 @@ def test_a_prompt_that_is_longer_than_device_and_host(plain, tmp_path):
     with Server(*flags.split(), *streams.split(), *disk) as server:
         limit = server.get("/get_server_info").json()["max_req_input_len"]
         assert 2500 < limit < 3300, "what device, host and disk hold together"
-        want = generate(plain, long)["output_ids"]
+        want = plain(long)
         found = []
         for _ in range(2):
             reply = generate(server, long)

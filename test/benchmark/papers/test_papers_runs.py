@@ -55,7 +55,7 @@ def test_blocking_loads_stall_more() -> None:
     assert stalls[0] < stalls[1]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("change", "sign"),
     [

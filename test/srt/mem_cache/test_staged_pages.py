@@ -22,6 +22,7 @@ DEVICE = torch.device("cuda:0")
 NUM_PAGES, SEED = 23, 5
 
 
+@pytest.mark.sampled(36)
 @pytest.mark.parametrize("half_pages", [1, 3, 100])
 @pytest.mark.parametrize("io_backend", ["kernel", "dma"])
 @pytest.mark.parametrize("layout", [each for each in LAYOUTS.values() if each.page_size < 16], ids=str)

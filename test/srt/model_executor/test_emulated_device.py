@@ -35,7 +35,7 @@ def config(tmp_path_factory):
         vocab_size=VOCAB,
         hidden_size=60,
         intermediate_size=100,
-        num_hidden_layers=3,
+        num_hidden_layers=2,
         num_attention_heads=6,
         num_key_value_heads=2,
         head_dim=14,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 
 import numpy as np
 import torch
@@ -28,13 +29,19 @@ class _Arguments(ctypes.Structure):
     ]
 
 
+@cache
+def _lanes() -> int:
+    """Floats in a vector of the kernels."""
+    return int(function("cpu_lanes")())
+
+
 def takes_heads(q: torch.Tensor, k: torch.Tensor) -> bool:
     """Whether `PagedAttention` takes queries (num_rows, num_heads, head_dim) and keys (num_pages, page_size,
     num_kv_heads, head_dim)."""
     return (
         takes(q)
         and k.dtype == q.dtype
-        and q.shape[2] % int(function("cpu_lanes")()) == 0
+        and q.shape[2] % _lanes() == 0
         and q.stride(2) == 1
         and q.stride(1) == q.shape[2]
     )

@@ -364,7 +364,7 @@ def test_store_pages_and_poison_are_those_of_the_other_pool(kind: str, page_size
 
 @pytest.fixture(scope="module")
 def model_config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
-    return tiny_llama(tmp_path_factory.mktemp("model"))
+    return tiny_llama(tmp_path_factory.mktemp("model"), num_hidden_layers=2)
 
 
 @pytest.mark.parametrize("kind", ["emulated", on_gpu])

@@ -196,7 +196,7 @@ def test_strict_slabs_are_streamed(model_config: ModelConfig, lender: Lender, pa
     engine.close()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @PAGE_SIZES
 @pytest.mark.parametrize("ends", ["stops", "dies", "reclaims"])
 def test_a_lender_that_ends_in_the_middle_of_a_streamed_request(
