@@ -49,9 +49,7 @@ LONG_CONFIGURATIONS = (
 )
 # Mixes that run by default. Together they have all parts, and all events of EVENTS_OF_MIXES.
 SHORT_MIXES = (
-    ("peer",),
-    ("peer", "remote"),
-    ("disk", "stream"),
+    ("peer", "disk"),
     ("peer", "remote", "stream"),
     ("remote", "lent"),
 )
@@ -119,7 +117,7 @@ FIRST_SEEDS = {
     ("peer",): (2,),
     ("disk",): (6, 5),
     ("remote",): (6,),
-    ("peer", "disk"): (7, 0),
+    ("peer", "disk"): (4,),
     ("peer", "remote"): (2, 3),
     ("peer", "stream"): (1,),
     ("disk", "remote"): (4,),
@@ -131,12 +129,17 @@ FIRST_SEEDS = {
     ("disk", "remote", "stream"): (7, 3),
     ("peer", "disk", "remote", "stream"): (8, 0),
     ("disk", "lent"): (4,),
+    ("remote", "lent"): (3,),
     ("disk", "remote", "lent"): (0, 5),
 }
 # What happens to residency in the runs of a mix, each kind in one mix at least.
 EVENTS_OF_MIXES = {
     ("peer",): (TWO_LOADS, ALTERNATING_LOADS, HOLE, COMPUTED_HOLE, GIVEN_UP_DUPLICATE, REWRITTEN_DUPLICATE),
     ("disk",): (LATE_LINK, HOLE, COMPUTED_HOLE, GIVEN_UP_DUPLICATE),
+    ("peer", "disk"): (
+        *(LOSSY, MOVED, TWO_LOADS, ALTERNATING_LOADS, HOLE, COMPUTED_HOLE, FETCHED_HOLE),
+        *(GIVEN_UP_DUPLICATE, REWRITTEN_DUPLICATE),
+    ),
     ("peer", "remote"): (MOVED, FETCHED_HOLE, TWO_LOADS),
     ("disk", "stream"): (LOSSY, HOLE, COMPUTED_HOLE, FETCHED_HOLE, REWRITTEN_DUPLICATE),
     ("peer", "remote", "stream"): (LATE_LINK, REWRITTEN_DUPLICATE),

@@ -68,7 +68,7 @@ def test_all_parts_together_have_less_than_nine_minutes() -> None:
     assert sum(part.limit_s for part in PARTS) <= 520 < 540
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["kvcacheio", "interference"])
 def test_a_benchmark_runs_on_the_cpu(tmp_path: Path, name: str) -> None:
     run_of = [sys.executable, "-m", "benchmark.gpu", "--device", "cpu", "--only", name, "--out", str(tmp_path)]

@@ -121,14 +121,8 @@ def runs() -> Runs:
     return Runs(scale={name: {"queries": 4} for name in DATASETS}, quiet=True, run=simulate)
 
 
-# Those that run longest.
-LONG = ("10", "12", "14", "ours")
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    "number", [pytest.param(n, marks=pytest.mark.slow if n in LONG else ()) for n in shadowserve.FIGURES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", shadowserve.FIGURES)
 def test_a_figure(number: str, runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few requests, rates and networks; two changes are enough for a sensitivity table."""
     monkeypatch.setattr(common, "OUT", tmp_path)

@@ -169,8 +169,8 @@ def _addresses(t: torch.Tensor, name: str) -> Addresses:
 
 
 def page_is_one_run(t: torch.Tensor) -> bool:
-    """Whether a page of one layer lies in memory without gaps. By strides alone: each copy asks, and a view would take
-    longer."""
+    """Whether a page of one layer lies in memory without gaps. Goes by strides: each copy asks, and to make a view
+    takes longer."""
     length = 1
     for size, stride in zip(reversed(t.shape[2:]), reversed(t.stride()[2:])):
         if size != 1 and stride != length:
