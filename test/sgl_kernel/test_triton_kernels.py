@@ -15,6 +15,8 @@ import torch
 from support.triton_runs import compile_for_sm_90, needs_triton, run_interpreted
 
 TORCH_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# Memory, and in it pages of K and of V.
+Pools = tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], ...]
 # Of rows, as large models have them; and of no power of two.
 WIDTHS = (64, 100, 4096)
 CHECKS = ("norms", "heads_of_queries_and_keys", "activations", "rotations", "stores", "rotations_into_slots", "cuts")
@@ -50,15 +52,18 @@ def test_they_compile_for_sm_90(dtype: str):
     assert "rsqrt" in compiled(kernels._qk_rmsnorm_kernel, {"ROWS": 16, "BLOCK_D": 128})
     assert "ex2" in compiled(kernels._silu_and_mul_kernel, {"BLOCK": 1024})
     assert "st.global" in compiled(kernels._rope_kernel, {"ROWS": 16, "BLOCK_D": 64})
-    assert "st.global.v4.b32" in compiled(kernels._store_kv_kernel, {"ROWS": 8, "BLOCK_D": 128, "MOST": None})
-    together = {"ROWS": 16, "BLOCK_D": 64, "MOST": None}
+    # Of a power of two, a slot's page takes no division.
+    alone = {"ROWS": 8, "BLOCK_D": 128, "PAGE_SIZE": 16, "MOST": None}
+    ptx = compiled(kernels._store_kv_kernel, alone)
+    assert "st.global.v4.b32" in ptx and "div.s64" not in ptx, ptx
+    together = {"ROWS": 16, "BLOCK_D": 64, "PAGE_SIZE": 16, "MOST": None}
     for scales, divides in (({}, True), ({"scales_ptr": None}, False)):
         ptx = compiled(kernels._rope_and_store_kernel, together | scales)
         assert "st.global.v4.b32" in ptx and ("div.rn" in ptx) == divides, ptx
-    slots = dict.fromkeys(("k_slots_ptr", "v_slots_ptr"), "*fp8e4nv")
-    ptx = compiled(kernels._store_kv_kernel, {"ROWS": 8, "BLOCK_D": 128, "MOST": 448.0}, types=slots)
+    pages = dict.fromkeys(("k_pages_ptr", "v_pages_ptr"), "*fp8e4nv")
+    ptx = compiled(kernels._store_kv_kernel, alone | {"MOST": 448.0}, types=pages)
     assert "e4m3x2" in ptx and "min" in ptx, ptx
-    ptx = compiled(kernels._rope_and_store_kernel, together | {"MOST": 448.0}, types=slots)
+    ptx = compiled(kernels._rope_and_store_kernel, together | {"MOST": 448.0}, types=pages)
     assert "e4m3x2" in ptx and "min" in ptx, ptx
     if dtype == "fp32":
         assert "st.global.v4.b32" in compiled(of_sampling._keep_top_kernel, {"BLOCK": 8192}, 16)
@@ -141,30 +146,39 @@ def rotations() -> None:
         assert torch.equal(qkv[:, 39:], values)
 
 
+def pools(page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: str = "cpu") -> Pools:
+    """Pages of K and V in one tensor, as a layer of each pool has them: one behind the other, and page by page in
+    turns, with something else between."""
+    shape = page_size, num_kv_heads, head_dim
+    layer_first = torch.zeros(2, 12 // page_size, *shape, dtype=dtype, device=device)
+    page_first = torch.zeros(12 // page_size, 3, *shape, dtype=dtype, device=device)
+    return (layer_first, *layer_first), (page_first, page_first[:, 0], page_first[:, 2])
+
+
 def stores() -> None:
     from sgl_kernel.elementwise import saturating_cast, triton_kernels
 
+    loc = torch.tensor([8, 0, 11, 5])
     for dtype, num_heads, head_dim in ((torch.float16, 8, 128), (torch.float32, 3, 24), (torch.bfloat16, 40, 64)):
         qkv = numbers(10, 4, 3 * num_heads, head_dim, dtype=dtype)
         k, v = qkv[:, num_heads : 2 * num_heads], qkv[:, 2 * num_heads :]
-        # Slots of a page-first pool lie apart.
-        pools = [torch.zeros(9, 2 * num_heads, head_dim, dtype=dtype) for _ in range(2)]
-        slots = [pool[:, :num_heads] for pool in pools]
-        loc = torch.tensor([8, 0, 3, 5])
-        triton_kernels.store_kv(*slots, loc, k, v)
-        for pool, values in zip(pools, (k, v), strict=True):
-            want = torch.zeros_like(pool)
-            want[loc, :num_heads] = values
-            assert torch.equal(pool, want)
+        for page_size in (1, 2, 6):
+            for memory, *pages in pools(page_size, num_heads, head_dim, dtype):
+                triton_kernels.store_kv(*pages, loc, k, v)
+                got = memory.clone()
+                memory.zero_()
+                for each, values in zip(pages, (k, v), strict=True):
+                    each[loc // page_size, loc % page_size] = values
+                assert torch.equal(got, memory)
     # All values that there are, and larger ones. The interpreter rounds others, and NaN, in its own way.
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         values = torch.arange(256, dtype=torch.uint8).view(dtype).float()
         k = torch.cat((values[values.isfinite()], torch.tensor([470.0, -1e5, 1e9]))).repeat(3)[:528].view(11, 3, 16)
-        slots = [torch.zeros(12, 3, 16, dtype=dtype) for _ in range(2)]
+        (_, *pages), _ = pools(1, 3, 16, dtype)
         loc = torch.arange(11) + 1
-        triton_kernels.store_kv(*slots, loc, k, -k)
-        for pool, stored in zip(slots, (k, -k), strict=True):
-            assert torch.equal(pool[loc].float(), saturating_cast(stored, dtype).float())
+        triton_kernels.store_kv(*pages, loc, k, -k)
+        for each, stored in zip(pages, (k, -k), strict=True):
+            assert torch.equal(each[loc, 0].float(), saturating_cast(stored, dtype).float())
 
 
 def rotations_into_slots(device: str = "cpu") -> None:
@@ -188,19 +202,20 @@ def rotations_into_slots(device: str = "cpu") -> None:
         apart = qkv.clone()
         num_qk = heads[0] + heads[1]
         triton_kernels.apply_rope(positions, apart[:, :num_qk], table)
-        slots = [
-            [torch.zeros(6, 2 * heads[1], head_dim, dtype=stored, device=device) for _ in range(2)] for _ in range(2)
-        ]
-        views = [[each[:, : heads[1]] for each in both] for both in slots]
         of_heads = None if scales is None else torch.tensor(scales, device=device)
         scaled = KVScale(of_heads).stored(apart[:, heads[0] : num_qk], apart[:, num_qk:])
-        triton_kernels.store_kv(*views[0], loc, *scaled)
-        triton_kernels.apply_rope_and_store(
-            positions, qkv[:, :num_qk], qkv[:, num_qk:], table, *views[1], loc, of_heads
-        )
-        # A GPU's compiler may round a product and a sum once in the one and twice in the other.
-        for one, other in ((qkv[:, : heads[0]], apart[:, : heads[0]]), *zip(*slots, strict=True)):
-            near(one, other) if device != "cpu" else np.testing.assert_array_equal(one.float(), other.float())
+        for page_size in (1, 4):
+            for memory, *pages in pools(page_size, heads[1], head_dim, stored, device):
+                triton_kernels.store_kv(*pages, loc, *scaled)
+                wanted = memory.clone()
+                memory.zero_()
+                rotated = qkv.clone()
+                triton_kernels.apply_rope_and_store(
+                    positions, rotated[:, :num_qk], rotated[:, num_qk:], table, *pages, loc, of_heads
+                )
+                # A GPU's compiler may round a product and a sum once in the one and twice in the other.
+                for one, other in ((rotated[:, : heads[0]], apart[:, : heads[0]]), (memory, wanted)):
+                    near(one, other) if device != "cpu" else np.testing.assert_array_equal(one.float(), other.float())
 
 
 def cuts() -> None:

@@ -47,9 +47,6 @@ class NoAttention:
     def store(self, layer_id, loc, k, v):
         assert k.shape == v.shape and len(loc) == len(k)
 
-    def slots(self, layer_id):
-        return None
-
     none = torch.empty(0, 1, 1, 1)
 
 

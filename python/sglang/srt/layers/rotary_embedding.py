@@ -21,6 +21,7 @@ from torch import nn
 from sgl_kernel import elementwise
 from sgl_kernel.elementwise import reference
 from sglang.srt.layers.kv_scale import KVScale
+from sglang.srt.mem_cache.kv_view import KVView
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
@@ -154,13 +155,14 @@ class Rotation:
         self,
         qk: torch.Tensor,
         v: torch.Tensor,
-        slots: tuple[torch.Tensor, torch.Tensor] | None,
+        view: KVView,
         loc: torch.Tensor,
         kv_scale: KVScale,
     ) -> bool:
-        """Rotate qk's queries in place, and its keys and v into slots loc of both, if one kernel does it. Returns
-        whether it did. slots: as of `KVPool.slots`."""
-        if slots is None or not elementwise.has_rope_and_store_kernel(qk, v):
+        """Rotate qk's queries in place, and its keys and v into slots loc of the view, if one kernel does it. Returns
+        whether it did."""
+        if not elementwise.has_rope_and_store_kernel(qk, v):
             return False
-        elementwise.apply_rope_and_store(self._positions, qk, v, self._rotary.table, *slots, loc, kv_scale.of_heads)
+        table, scales = self._rotary.table, kv_scale.of_heads
+        elementwise.apply_rope_and_store(self._positions, qk, v, table, view.k, view.v, loc, scales)
         return True

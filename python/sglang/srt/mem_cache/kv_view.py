@@ -139,8 +139,3 @@ class KVPool(Protocol):
     def store(self, layer_id: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write k, v: (num_tokens, num_kv_heads, head_dim) into slots loc: (num_tokens,) int64."""
         ...
-
-    def slots(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Where `store` writes: slots of K and V, (num_slots, num_kv_heads, head_dim), contiguous but for the first
-        dimension. None if they do not lie so."""
-        ...

@@ -41,10 +41,6 @@ class DevicePool(Protocol):
         """
         ...
 
-    def slots(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """See `KVPool`."""
-        ...
-
     def pages(self, frames: torch.Tensor) -> torch.Tensor:
         """A copy of pages `frames` (n,) int64, page-first as on the host."""
         ...
@@ -86,7 +82,8 @@ class MHATokenToKVPool:
         components = self._slots[layer_id]
         assert len(values) == len(components), f"{len(values)} values for {len(components)} components"
         if len(values) == 2 and elementwise.has_store_kernel(values[0], values[1]):
-            elementwise.store_kv(components[0], components[1], loc, values[0], values[1])
+            k_pages, v_pages = (self._views[layer_id].components[i] for i in self.page_layout.per_token)
+            elementwise.store_kv(k_pages, v_pages, loc, values[0], values[1])
             return
         for slots, value in zip(components, values):
             cast = elementwise.saturating_cast(value, slots.dtype)
@@ -94,12 +91,6 @@ class MHATokenToKVPool:
                 store_rows(slots, loc, cast)
             else:
                 indexable(slots).index_copy_(0, loc, indexable(cast))
-
-    def slots(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        components = self._slots[layer_id]
-        if len(components) != 2 or components[0].dim() != 3 or components[0].shape != components[1].shape:
-            return None
-        return components[0], components[1]
 
     def pages(self, frames: torch.Tensor) -> torch.Tensor:
         return self._memory.pages(frames)

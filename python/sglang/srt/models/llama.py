@@ -81,7 +81,7 @@ class LlamaAttention(nn.Module):
         qk, v = qkv.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
         if self.qk_norm is not None:
             qk = self.qk_norm(qk)
-        if rotation.store(qk, v, pool.slots(self.attn.layer_id), out_loc, self.attn.kv_scale):
+        if rotation.store(qk, v, pool.view(self.attn.layer_id), out_loc, self.attn.kv_scale):
             return qk[:, : self.num_heads]
         q, k = rotation(qk).split((self.num_heads, self.num_kv_heads), dim=1)
         self.attn.store(k, v, out_loc, pool)

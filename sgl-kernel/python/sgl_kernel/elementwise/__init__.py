@@ -143,8 +143,8 @@ def apply_rope_and_store(
     qk: torch.Tensor,
     v: torch.Tensor,
     cos_sin_cache: torch.Tensor,
-    k_slots: torch.Tensor,
-    v_slots: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
     loc: torch.Tensor,
     scales: torch.Tensor | None = None,
 ) -> None:
@@ -154,7 +154,7 @@ def apply_rope_and_store(
     where `has_rope_and_store_kernel`."""
     ours = _triton(qk)
     assert ours is not None, "no kernel takes it: ask has_rope_and_store_kernel"
-    ours.apply_rope_and_store(positions, qk, v, cos_sin_cache, k_slots, v_slots, loc, scales)
+    ours.apply_rope_and_store(positions, qk, v, cos_sin_cache, k_pages, v_pages, loc, scales)
 
 
 def has_store_kernel(k: torch.Tensor, v: torch.Tensor) -> bool:
@@ -163,11 +163,12 @@ def has_store_kernel(k: torch.Tensor, v: torch.Tensor) -> bool:
 
 
 def store_kv(
-    k_slots: torch.Tensor, v_slots: torch.Tensor, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    k_pages: torch.Tensor, v_pages: torch.Tensor, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> None:
-    """Write tokens into slots loc of both at once, as `saturating_cast` gives them in the slots' dtype. k_slots,
-    v_slots: (num_slots, num_kv_heads, head_dim), contiguous but for the first dimension; loc: (num_tokens,) int64; k,
-    v: (num_tokens, num_kv_heads, head_dim), any strides of tokens and heads. Only where `has_store_kernel`."""
+    """Write tokens into slots loc of both at once, as `saturating_cast` gives them in the pages' dtype; slot
+    page * page_size + i is token i of that page. k_pages, v_pages: (num_pages, page_size, num_kv_heads, head_dim),
+    contiguous but for the first two dimensions; loc: (num_tokens,) int64; k, v: (num_tokens, num_kv_heads, head_dim),
+    any strides of tokens and heads. Only where `has_store_kernel`."""
     ours = _triton(k)
     assert ours is not None, "no kernel takes it: ask has_store_kernel"
-    ours.store_kv(k_slots, v_slots, loc, k, v)
+    ours.store_kv(k_pages, v_pages, loc, k, v)

@@ -105,8 +105,8 @@ def apply_rope_and_store(
     qk: torch.Tensor,
     v: torch.Tensor,
     cos_sin_cache: torch.Tensor,
-    k_slots: torch.Tensor,
-    v_slots: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
     loc: torch.Tensor,
     scales: torch.Tensor | None,
 ) -> None:
@@ -121,23 +121,24 @@ def apply_rope_and_store(
         qk,
         v,
         cos_sin_cache,
-        k_slots,
-        v_slots,
+        k_pages,
+        v_pages,
         loc,
         *(qk.stride(0), qk.stride(1), v.stride(0), v.stride(1)),
-        *(k_slots.stride(0), v_slots.stride(0)),
+        *(*k_pages.stride()[:2], *v_pages.stride()[:2]),
         num_heads - num_kv_heads,
         num_kv_heads,
         head_dim // 2,
         scales,
-        MOST=None if k_slots.dtype == qk.dtype else largest_cast(qk.dtype, k_slots.dtype),
+        PAGE_SIZE=k_pages.shape[1],
+        MOST=None if k_pages.dtype == qk.dtype else largest_cast(qk.dtype, k_pages.dtype),
         ROWS=rows,
         BLOCK_D=block_d,
     )
 
 
 def store_kv(
-    k_slots: torch.Tensor, v_slots: torch.Tensor, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    k_pages: torch.Tensor, v_pages: torch.Tensor, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> None:
     num_tokens, num_heads, head_dim = k.shape
     block_d = triton.next_power_of_2(head_dim)
@@ -145,16 +146,17 @@ def store_kv(
     launch(
         _store_kv_kernel,
         (num_tokens, triton.cdiv(num_heads, rows), 2),
-        k_slots,
-        v_slots,
+        k_pages,
+        v_pages,
         loc,
         k,
         v,
-        *(k_slots.stride(0), v_slots.stride(0)),
+        *(*k_pages.stride()[:2], *v_pages.stride()[:2]),
         *(k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
         num_heads,
         head_dim,
-        MOST=None if k_slots.dtype == k.dtype else largest_cast(k.dtype, k_slots.dtype),
+        PAGE_SIZE=k_pages.shape[1],
+        MOST=None if k_pages.dtype == k.dtype else largest_cast(k.dtype, k_pages.dtype),
         ROWS=rows,
         BLOCK_D=block_d,
     )
@@ -264,25 +266,35 @@ def _divided(x, scale):
     return tl.div_rn(wide, tl.zeros_like(wide) + scale).to(x.dtype)
 
 
+@triton.jit
+def _place(slot, page_stride, slot_stride, PAGE_SIZE: tl.constexpr):
+    """Where a slot lies: pages of some pools lie apart."""
+    page = slot // PAGE_SIZE
+    return page * page_stride + (slot - page * PAGE_SIZE) * slot_stride
+
+
 @triton.jit(do_not_specialize_on_alignment=["positions_ptr", "loc_ptr"])
 def _rope_and_store_kernel(
     positions_ptr,
     qk_ptr,
     v_ptr,
     table_ptr,
-    k_slots_ptr,
-    v_slots_ptr,
+    k_pages_ptr,
+    v_pages_ptr,
     loc_ptr,
     qk_token_stride,
     qk_head_stride,
     v_token_stride,
     v_head_stride,
+    k_page_stride,
     k_slot_stride,
+    v_page_stride,
     v_slot_stride,
     num_q_heads,
     num_kv_heads,
     half,
     scales_ptr,
+    PAGE_SIZE: tl.constexpr,
     MOST: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -311,8 +323,10 @@ def _rope_and_store_kernel(
     tl.store(of_qk, rotated_first, mask=exists & is_q[:, None])
     tl.store(of_qk + half, rotated_second, mask=exists & is_q[:, None])
     slot = tl.load(loc_ptr + token)
-    of_k_slot = k_slots_ptr + slot * k_slot_stride + (heads - num_q_heads)[:, None] * (2 * half) + d[None, :]
-    of_v_slot = v_slots_ptr + slot * v_slot_stride + (heads - num_qk_heads)[:, None] * (2 * half) + d[None, :]
+    k_slot = k_pages_ptr + _place(slot, k_page_stride, k_slot_stride, PAGE_SIZE)
+    v_slot = v_pages_ptr + _place(slot, v_page_stride, v_slot_stride, PAGE_SIZE)
+    of_k_slot = k_slot + (heads - num_q_heads)[:, None] * (2 * half) + d[None, :]
+    of_v_slot = v_slot + (heads - num_qk_heads)[:, None] * (2 * half) + d[None, :]
     # Rounded as without this kernel, when rotated and when divided, so that all pools store the same bytes.
     stored_first, stored_second = (
         rotated_first.to(qk_ptr.dtype.element_ty),
@@ -331,12 +345,14 @@ def _rope_and_store_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=["loc_ptr"])
 def _store_kv_kernel(
-    k_slots_ptr,
-    v_slots_ptr,
+    k_pages_ptr,
+    v_pages_ptr,
     loc_ptr,
     k_ptr,
     v_ptr,
+    k_page_stride,
     k_slot_stride,
+    v_page_stride,
     v_slot_stride,
     k_token_stride,
     k_head_stride,
@@ -344,6 +360,7 @@ def _store_kv_kernel(
     v_head_stride,
     num_heads,
     head_dim,
+    PAGE_SIZE: tl.constexpr,
     MOST: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -356,7 +373,9 @@ def _store_kv_kernel(
     inside = heads[:, None] * head_dim + d[None, :]
     if tl.program_id(2) == 0:
         x = tl.load(k_ptr + token * k_token_stride + heads[:, None] * k_head_stride + d[None, :], mask=mask)
-        tl.store(k_slots_ptr + slot * k_slot_stride + inside, _saturated(x, MOST), mask=mask)
+        k_slot = k_pages_ptr + _place(slot, k_page_stride, k_slot_stride, PAGE_SIZE)
+        tl.store(k_slot + inside, _saturated(x, MOST), mask=mask)
     else:
         x = tl.load(v_ptr + token * v_token_stride + heads[:, None] * v_head_stride + d[None, :], mask=mask)
-        tl.store(v_slots_ptr + slot * v_slot_stride + inside, _saturated(x, MOST), mask=mask)
+        v_slot = v_pages_ptr + _place(slot, v_page_stride, v_slot_stride, PAGE_SIZE)
+        tl.store(v_slot + inside, _saturated(x, MOST), mask=mask)

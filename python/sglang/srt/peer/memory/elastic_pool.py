@@ -92,6 +92,9 @@ class ElasticPool:
         view = self._views[layer_id]
         tokens = [view.components[i] for i in self.page_layout.per_token]
         assert len(values) == len(tokens), f"{len(values)} values for {len(tokens)} components"
+        if len(values) == 2 and elementwise.has_store_kernel(values[0], values[1]):
+            elementwise.store_kv(tokens[0], tokens[1], loc, values[0], values[1])
+            return
         for pages, value in zip(tokens, values):
             cast = elementwise.saturating_cast(value, pages.dtype)
             if takes_rows(cast):
@@ -100,9 +103,6 @@ class ElasticPool:
                 indexable(pages)[:, 0].index_copy_(0, loc, indexable(cast))
             else:
                 indexable(pages).index_put_((loc // self.page_size, loc % self.page_size), indexable(cast))
-
-    def slots(self, layer_id: int) -> None:
-        """Pages lie apart."""
 
     def pages(self, frames: torch.Tensor) -> torch.Tensor:
         return self._memory.pages(frames)
