@@ -198,7 +198,7 @@ OUTCOME = Outcome(
 def test_the_demo_of_peers_shows_gains_and_cost_in_one_table() -> None:
     assert problems(OUTCOME) == []
     lines = table(OUTCOME)
-    assert max(len(line) for line in lines) <= 100
+    assert max(len(line) for line in lines) <= demo_common.MAX_COLUMNS
     assert [re.sub("  +", " | ", line) for line in lines] == [
         "What the master gains | alone | with peers",
         "prompt tokens found, 1 returning turns | 10 (10%) | 90 (90%)",
@@ -281,7 +281,7 @@ def test_the_demo_of_peers_lends_uses_and_takes_back() -> None:
     done = subprocess.run(PEERS, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "answers to 20 of 20 questions equal" in done.stdout and done.stderr == ""
-    assert max(len(line) for line in done.stdout.splitlines()) <= 100
+    assert max(len(line) for line in done.stdout.splitlines()) <= demo_common.MAX_COLUMNS
     long = re.search(
         r"longest prompt that it accepts, tokens +([\d,]+) +([\d,]+)\na prompt of ([\d,]+) ", done.stdout
     )
@@ -316,7 +316,7 @@ def test_a_part_that_takes_long_tells_its_stage(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(demo_common, "PROGRESS_S", 0.1)
-    line = "[2026-01-01 00:00:00 x] INFO: still starting, after 10 s: loading the weights"
+    line = "[2026-01-01 00:00:00 x] INFO: still starting, after 10 s: loading the weights " + "of a model " * 9
     part = Part("store", [sys.executable, "-c", f"import time; print({line!r}, flush=True); time.sleep(600)"])
     part.start()
     polls = itertools.count()
@@ -325,10 +325,12 @@ def test_a_part_that_takes_long_tells_its_stage(
     with pytest.raises(NotStartedError) as failed:
         part.wait_until(lambda: False)
     part.close()
-    stage = "at this stage: loading the weights"
-    assert f"it was not ready after 0 s, {stage}\nIts log ends with:\n{line}\n" in str(failed.value)
-    shown = capsys.readouterr().out.splitlines()
-    assert shown[-1] == "the store is still starting after 0 s: loading the weights"
+    stage = "at this stage: loading the weights of a model "
+    assert f"it was not ready after 0 s, {stage}" in str(failed.value)
+    assert f"\nIts log ends with:\n{line}\n" in str(failed.value)
+    shown = capsys.readouterr().out.splitlines()[-1]
+    assert shown.startswith("the store is still starting after 0 s: loading the weights of a model of ")
+    assert len(shown) <= demo_common.MAX_COLUMNS and shown.endswith(" ...")
 
 
 def test_a_server_that_does_not_start_tells_it_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 import urllib.error
 import urllib.request
@@ -31,6 +32,8 @@ ANSWER_TOKENS = 32
 START_TIMEOUT_S = 300.0
 # A start that takes longer prints a line this often.
 PROGRESS_S = 10.0
+# Of a line that a demo prints.
+MAX_COLUMNS = 100
 # What a log has in front of its text: time and level, and how long the server has been starting.
 LOG_PREFIX = re.compile(r"^\[[^\]]*\] [A-Z]+: (still starting, after \d+ s: )?")
 # In place of characters that the output's encoding lacks: those of the bar, and what models write.
@@ -181,7 +184,8 @@ class Part:
                 )
             if now > shown + PROGRESS_S:
                 shown = now
-                print(f"the {self.name} is still starting after {now - began:.0f} s: {self.stage()}", flush=True)
+                line = f"the {self.name} is still starting after {now - began:.0f} s: {self.stage()}"
+                print(textwrap.shorten(line, MAX_COLUMNS, placeholder=" ..."), flush=True)
             time.sleep(0.05)
 
     def log_end(self) -> str:
