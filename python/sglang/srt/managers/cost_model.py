@@ -17,8 +17,8 @@ _OTHER_WAY = {H2D: D2H, P2D: D2P, D2H: H2D, D2P: P2D}
 MEASURED_LINKS = tuple(_OTHER_WAY)
 # The weight of a sample shrinks by this factor with every later one: some 30 launches are remembered.
 _DECAY = 0.97
-# The first samples are taken as they are. Later ones may be at most this many times faster than expected. Slow ones
-# need no limit, because their rows are small.
+# The first samples are taken as they are. Later ones may be at most this many times faster than expected, but for the
+# last of `_FAST_IN_A_ROW`. Slow ones need no limit, because their rows are small.
 _BELIEVED = 5
 _FASTER = 3.0
 # Backups that must be faster than loads before those are doubted, the first time, and how much longer each next time.
@@ -28,8 +28,9 @@ _PATIENCE = 8
 _SLOW_IN_A_ROW = 3
 _SLOWER = 3.0
 _FORGET = 1e-3
-# So many fetches in a row that were so many times faster than expected refute what was measured before.
-_FAST_IN_A_ROW = 2
+# So many samples in a row, or fetches, that were so many times faster than expected refute what was measured before.
+_FAST_IN_A_ROW = 3
+_FAST_FETCHES_IN_A_ROW = 2
 # The first samples change the fit one by one, later ones in groups of this size.
 _REFIT_EVERY = 8
 # A fit tells nothing of operations that are so many times larger than all that were measured.
@@ -53,24 +54,29 @@ class _Fit:
 
     def __init__(self, ridge: Sequence[float]) -> None:
         self.num_samples = 0
-        self._num_slow = 0
+        # The last ones in a row that took far longer than expected, or were far faster.
+        self._num_slow = self.num_fast = 0
         self.coefficients = [0.0] * len(ridge)
         self._ridge = tuple(ridge)
         self._gram = [[0.0] * len(ridge) for _ in ridge]
         self._moments = [0.0] * len(ridge)
 
     def add(self, features: Sequence[float], seconds: float) -> bool:
-        """Whether it has become clear that everything takes far longer now. Samples without a duration (0, infinite,
-        not a number) are left out."""
+        """Whether it has become clear that everything takes far longer now, or is far faster. Samples without a
+        duration (0, infinite, not a number) are left out."""
         if not 0 < seconds < math.inf:
             return False
         if self.num_samples >= _BELIEVED:
             expected = self.seconds(features)
-            seconds = max(seconds, expected / _FASTER)
             self._num_slow = self._num_slow + 1 if seconds > _SLOWER * expected else 0
-        has_changed = self._num_slow == _SLOW_IN_A_ROW
+            self.num_fast = self.num_fast + 1 if _FASTER * seconds < expected else 0
+            # The last of several in a row counts as it is. Its row is so large that the others no longer matter.
+            if self.num_fast < _FAST_IN_A_ROW:
+                seconds = max(seconds, expected / _FASTER)
+        has_slowed = self._num_slow == _SLOW_IN_A_ROW
+        has_changed = has_slowed or self.num_fast >= _FAST_IN_A_ROW
         row = [feature / seconds for feature in features]
-        if has_changed:
+        if has_slowed:
             self._num_slow = 0
             kept = min(_FORGET * a * a / self._gram[i][i] for i, a in enumerate(row) if a and self._gram[i][i])
             self._moments = [kept * moment for moment in self._moments]
@@ -262,14 +268,16 @@ class CostModel:
         context. A launch that fills a bubble is of that kind (Strata 4.3.3). None while no decode was measured."""
         return self._decode.seconds(self._last_decode) if self._decode.num_samples else None
 
-    def add_copy(self, num_bytes: int, seconds: float, link: str) -> None:
-        """Seconds of an operation of a link, from its beginning to its end."""
-        has_slowed = self._copies[link].add_copy(num_bytes, seconds)
+    def add_copy(self, num_bytes: int, seconds: float, link: str) -> bool:
+        """Seconds of an operation of a link, from its beginning to its end. Returns whether it was far faster than
+        expected."""
+        has_changed = self._copies[link].add_copy(num_bytes, seconds)
         if link in BACKUP_LINKS.values():
-            if has_slowed:
+            if has_changed:
                 # Loads have, too, it seems; the next one shows.
                 self._copies[_OTHER_WAY[link]] = _CopyFit()
             self._doubt_loads(_OTHER_WAY[link], num_bytes, seconds)
+        return self._copies[link].num_fast > 0
 
     def _doubt_loads(self, link: str, num_bytes: int, backup_s: float) -> None:
         """Forget what loads took if backups have long been much faster: what looks slow is not loaded, and would
@@ -343,7 +351,7 @@ class CostModel:
         fetched: a few small reads have to show that it has become fast."""
         is_fast = 0 < _FASTER * seconds < self._fetch.seconds((1.0, num_bytes))
         self._num_fast_fetches = self._num_fast_fetches + 1 if is_fast else 0
-        if self._num_fast_fetches == _FAST_IN_A_ROW:
+        if self._num_fast_fetches == _FAST_FETCHES_IN_A_ROW:
             self._fetch, self._num_fast_fetches = _CopyFit(), 0
         self._fetch.add_copy(num_bytes, seconds)
 

@@ -15,6 +15,8 @@ from sglang.srt.managers.schedule_policy import NO_LOADS, LoadTimes, PrefillWork
 from sglang.srt.mem_cache.transfer import EXEC, FETCH, H2D, P2D, Ticket
 from sglang.srt.utils.time_units import Seconds
 
+# An operation that took too long keeps others away for so many times as long.
+_DOUBT_TIMES = 2.0
 # Of the time that is expected. Beside a prefill a kernel's load got 7 of 48 GB/s on an H200.
 _OVERDUE_TIMES_OF_KERNELS = 8.0
 
@@ -35,6 +37,9 @@ class Forecast:
         self.free_at = 0.0
         self._overdue_times = overdue_times
         self._issued: dict[int, _Issued] = {}
+        # Whether the last operation that was measured took too long, and until when nothing else should begin.
+        self._is_doubted = False
+        self._doubted_until = 0.0
 
     def begin(self, seq: int, seconds: float, now: Seconds) -> None:
         """Operation seq is issued, and takes so long once those before it are over."""
@@ -55,7 +60,20 @@ class Forecast:
     def is_overdue(self, now: Seconds) -> bool:
         """Whether the oldest operation takes far longer than expected."""
         oldest = next(iter(self._issued.values()), None)
-        return oldest is not None and now > oldest.end + max(OVERDUE_S, (self._overdue_times - 1) * oldest.seconds)
+        return oldest is not None and now > oldest.end + self._patience_s(oldest.seconds)
+
+    def note(self, seconds: float, expected_s: float, now: Seconds) -> None:
+        """An operation took so long."""
+        self._is_doubted = seconds > expected_s + self._patience_s(expected_s)
+        self._doubted_until = now + _DOUBT_TIMES * seconds if self._is_doubted else 0.0
+
+    def is_doubtful(self, now: Seconds) -> bool:
+        """Whether another operation should not begin: one takes far longer than expected, or the last one did. Then
+        one at a time is tried, each after a while."""
+        return self.is_overdue(now) or now < self._doubted_until or (self._is_doubted and bool(self._issued))
+
+    def _patience_s(self, expected_s: float) -> float:
+        return max(OVERDUE_S, (self._overdue_times - 1) * expected_s)
 
     def times_of(self, seq: int) -> tuple[float, float] | None:
         """When an operation is expected to begin, or began, and to end; None if it is over."""
@@ -138,6 +156,11 @@ class ExpectedTimes:
         return self.loads[H2D].free_at > end
 
     # -- what was issued ----------------------------------------------------------------------------------------
+
+    def note_load(self, link: str, num_bytes: int, seconds: float) -> None:
+        """What a load took, before it changes what is expected."""
+        if (expected_s := self.costs.load_seconds(num_bytes, link)) is not None:
+            self.loads[link].note(seconds, expected_s, self.now)
 
     def begin_load(self, ticket: Ticket, num_tokens: int) -> None:
         link, seq = ticket

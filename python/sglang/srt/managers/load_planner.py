@@ -152,8 +152,12 @@ class LoadPlanner:
         for link in MEASURED_LINKS:
             for seq, seconds in inputs.cost.get(link, {}).items():
                 if seq != inputs.failed.get(link) and seq < inputs.done[link]:
-                    costs.add_copy(in_flight[Ticket(link, seq)].size_bytes, seconds, link)
-                    self._measured_at[link] = self.expected.now
+                    num_bytes = in_flight[Ticket(link, seq)].size_bytes
+                    if link in self.expected.loads:
+                        self.expected.note_load(link, num_bytes, seconds)
+                    # What is far faster than expected is tried again at once.
+                    if not costs.add_copy(num_bytes, seconds, link):
+                        self._measured_at[link] = self.expected.now
         for link, add in ((FETCH, costs.add_fetch), (STORE, costs.add_store)):
             first, counts = self._cache.num_done(link), inputs.counts.get(link, ())
             for seq, seconds in inputs.cost.get(link, {}).items():
@@ -301,7 +305,7 @@ class LoadPlanner:
             return False
         loads = self.expected.loads
         needed = [link for n, link in ((known.load, H2D), (known.from_peers, P2D)) if n]
-        if any(loads[link].is_overdue(self.expected.now) for link in needed):
+        if any(loads[link].is_doubtful(self.expected.now) for link in needed):
             return True
         load_s = self.expected.load_seconds(known.load) + self.expected.load_seconds(known.from_peers, P2D)
         compute_s = self.expected.costs.recompute_seconds(known.prefix - to_load, known.prefix)
