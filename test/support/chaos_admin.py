@@ -35,7 +35,7 @@ OWN = ("erased", "limited", "kept")
 IN_MEMORY = ("device", "peer", "host")
 # What a refusal may tell; the first only where a part has failed.
 _TROUBLE = re.compile(
-    r"storage is being attached|storage is left alone|storage did not do its part|did not take the quota"
+    r"storage is being attached|storage is left alone|did not do its part|did not take the quota"
     r"|no storage"
 )
 _EXPLAINED = re.compile(

@@ -78,7 +78,7 @@ class MemoryStore:
                 self.blocks[key] = block
         return next((i for i, key in enumerate(keys) if key not in self.blocks), len(keys))
 
-    def erase(self, tenant: bytes) -> bool:
+    def erase(self, tenant: bytes, tier: Tier) -> bool:
         self._maybe_raise()
         for key in [key for key in self.blocks if self.tenants[key] == tenant]:
             del self.blocks[key]

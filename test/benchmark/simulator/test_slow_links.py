@@ -103,3 +103,16 @@ def test_a_load_that_was_overtaken_by_computing_is_tried_again_when_its_link_is_
     recovering = LinkHealth(rates=((10.0, 0.01), (20.0, 1.0)))
     healthy, beside = (run_server(m, work) for m in (WITH_HOST, odd(health={H2D: recovering, D2H: recovering})))
     assert 0.7 * healthy.loaded < beside.loaded < healthy.loaded
+
+
+def test_a_link_that_is_suddenly_a_thousand_times_slower_holds_up_few_launches() -> None:
+    """A load of 512 tokens takes 0.5 s for 0.5 ms, so that the requests of six seconds waited for theirs."""
+    texts = unique(12)
+    picked = np.random.default_rng(3).integers(0, 12, 120).tolist()
+    work = [asked([texts[i] for i in picked], per_s=10)]
+    slow = LinkHealth(rates=((4.0, 0.001), (10.0, 1.0)))
+    alone, beside = (
+        run_server(m, work) for m in (ALONE, replace(WITH_HOST, speeds={HOST: 100.0}, health={HOST: slow}))
+    )
+    assert beside.loaded > 8 * 512 and beside.stall_s < 1.0
+    assert ms(beside)[0] < 1.5 * ms(alone)[0]

@@ -211,6 +211,30 @@ def test_a_salt_is_erased_on_every_tier_and_no_other(model_config: ModelConfig) 
     engine.close()
 
 
+@pytest.mark.parametrize("failed", [(), (Tier.REMOTE,), (Tier.DISK, Tier.REMOTE)])
+def test_the_answer_names_the_tiers_that_were_not_erased(
+    model_config: ModelConfig, failed: tuple[Tier, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(model_config, storage=dataclasses.replace(SETUP, tiers=(Tier.DISK, Tier.REMOTE)))
+    text = prompt(23, 100)
+    ask(engine, text, ALICE)
+    asked: list[Tier] = []
+
+    def erase_from(tenant: bytes, tier: Tier) -> bool:
+        asked.append(tier)
+        return tier not in failed
+
+    monkeypatch.setattr(engine.store, "erase", erase_from)
+    reply = erase(engine, "alice")
+    names = [tier.name.lower() for tier in failed]
+    assert asked == [Tier.DISK, Tier.REMOTE] and reply.success == (not failed)
+    assert reply.result["tiers"] == [name for name in ("device", "host", "disk", "remote") if name not in names]
+    assert (f"but {' and '.join(names)} did not do its part" in reply.message) == bool(failed), reply.message
+    assert reply.result["erased_tokens"]["host"] > 0
+    engine.assert_nothing_left()
+    engine.close()
+
+
 def test_what_was_never_cached_is_kept_no_longer(model_config: ModelConfig) -> None:
     engine = Engine(model_config, storage=None)
     assert retain(engine, "ghost", prompt(1, 60), 100, ALICE).success
@@ -272,20 +296,6 @@ def test_a_store_that_takes_no_more_can_be_erased_and_limited(model_config: Mode
     assert set_quota(engine, "alice", {"device": 10}).success, "no storage has a part in it"
     assert not set_quota(engine, "bob", {"disk": 10}).success
     writes._hung = ""
-    engine.close()
-
-
-def test_a_backend_that_cannot_erase_is_told_of(model_config: ModelConfig) -> None:
-    engine = Engine(model_config)
-    ask(engine, prompt(24, 100), ALICE)
-    engine.store.erase = lambda tenant: False  # type: ignore[method-assign]
-    reply = erase(engine, "alice")
-    assert (
-        not reply.success
-        and "memory was erased, but storage" in reply.message
-        and reply.result["erased_tokens"]["host"]
-    )
-    engine.assert_nothing_left()
     engine.close()
 
 

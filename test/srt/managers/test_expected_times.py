@@ -106,3 +106,26 @@ def test_a_server_whose_costs_are_known_is_foreseen(seed: int) -> None:
                 assert span[1] == pytest.approx(ends[seq])
         assert all(a is not None and b is not None and a[1] <= b[0] + 1e-9 for a, b in pairwise(spans))
     assert done > 20
+
+
+def test_after_an_operation_that_took_too_long_one_at_a_time_is_tried() -> None:
+    forecast = Forecast()
+    forecast.begin(0, 0.01, now=0.0)
+    forecast.begin(1, 0.01, now=0.0)
+    assert not forecast.is_doubtful(0.03) and forecast.is_doubtful(0.04), "it is overdue"
+    forecast.complete(1, now=5.0)
+    forecast.note(5.0, 0.01, now=5.0)
+    # The second takes no longer than expected, and clears the first, however soon it comes.
+    forecast.complete(2, now=5.01)
+    forecast.note(0.01, 0.01, now=5.01)
+    forecast.begin(2, 0.01, now=5.01)
+    assert not forecast.is_doubtful(5.01)
+    forecast.complete(3, now=8.01)
+    forecast.note(3.0, 0.01, now=8.01)
+    assert forecast.is_doubtful(14.0) and not forecast.is_doubtful(14.02), "for twice as long as it took"
+    forecast.begin(3, 0.01, now=14.02)
+    assert forecast.is_doubtful(14.02), "no other beside it"
+    forecast.complete(4, now=14.03)
+    forecast.note(0.02, 0.01, now=14.03)
+    forecast.begin(4, 0.01, now=14.03)
+    assert not forecast.is_doubtful(14.03)

@@ -352,6 +352,19 @@ def test_what_reaches_the_host_later_is_stored_later(model_config: ModelConfig, 
     engine.close()
 
 
+@pytest.mark.parametrize(("policy", "all_of_it"), [("auto", False), ("write_through", True)])
+def test_slow_storage_gets_everything_if_it_is_written_through(
+    model_config: ModelConfig, policy: str, all_of_it: bool
+) -> None:
+    engine = Engine(model_config, num_device_pages=200, num_host_pages=200, write_policy=policy)
+    engine.scheduler.cache.storage.writes.is_worth_storing = lambda start, end: False
+    for seed in (11, 12):
+        engine.generate([prompt(seed, 100)], PARAMS)
+        engine.assert_nothing_left()
+    assert engine.store.blocks and (len(engine.store.blocks) == 12) == all_of_it
+    engine.close()
+
+
 def test_a_store_that_hangs_does_not_stop_requests_that_need_memory(model_config: ModelConfig) -> None:
     """What is being stored gives the device nothing back: somebody has to be retracted all the same."""
     params = SamplingParams(max_new_tokens=60, temperature=0.0, ignore_eos=True, sampling_seed=0)

@@ -209,8 +209,10 @@ class CacheAdmin:
         names = cache.tree.names.keys
         if names is None:
             self._replies.append(reply)
-        else:
-            self._told[cache.storage.tell(StorageAction.ERASE, names.tenant(salt))] = _Told(reply)
+            return
+        told = _Told(reply, num_open=len(cache.storage.tiers))
+        for tier in cache.storage.tiers:
+            self._told[cache.storage.tell(StorageAction.ERASE, names.tenant(salt), tier=tier)] = told
 
     def _set_quota(self, request: SetQuotaReqInput) -> None:
         if request.tokens is None:
@@ -277,10 +279,13 @@ class CacheAdmin:
             return True
         message = ""
         result = told.reply.result or self.quotas.table(told.salt)
+        where = " and ".join(told.failed)
         if told.failed and op.action == StorageAction.ERASE:
-            message = "memory was erased, but storage did not do its part, or cannot; the server's log has the reason"
+            result["tiers"] = [name for name in result["tiers"] if name not in told.failed]
+            message = (
+                f"memory was erased, but {where} did not do its part, or cannot; the server's log has the reason"
+            )
         elif told.failed:
-            where = " and ".join(told.failed)
             message = f"{where} did not take the quota, or cannot, and keeps to what was set before; the others hold"
             message += "; the server's log has the reason"
         self._replies.append(ControlReply(told.reply.id, not message, message, result))

@@ -91,14 +91,14 @@ class TenantStore(Protocol):
     """A `BlockStore` that knows whose blocks are whose. tenant: see `BlockKeys.tenant`. Neither call may run beside
     `set`."""
 
-    def erase(self, tenant: bytes) -> bool:
-        """Drop all blocks of a tenant, so that the medium does not have their bytes any more. False: not all are
-        gone; the log has the reason."""
+    def erase(self, tenant: bytes, tier: Tier) -> bool:
+        """Drop all blocks of a tenant, so that the medium does not have their bytes any more. tier: DISK or REMOTE,
+        for a store that has both. False: not all are gone; the log has the reason."""
         ...
 
     def limit(self, tenant: bytes, num_blocks: int, tier: Tier) -> bool:
         """Keep at most so many blocks of a tenant from now on, below 0 as many as there are: what is over goes, the
-        least recently used first. tier: DISK or REMOTE, for a store that has both. False: the store cannot do that;
+        least recently used first. tier: as of `erase`. False: the store cannot do that;
         the log has the reason."""
         ...
 

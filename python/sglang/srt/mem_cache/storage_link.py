@@ -231,8 +231,9 @@ class StorageLink:
             if not isinstance(store, TenantStore):
                 logger.warning("the storage backend %s does not know whose blocks are whose: clear it", store.name)
                 return 0, 0
-            is_limit = op.action == StorageAction.LIMIT
-            return int(store.limit(op.tenant, op.limit, op.tier) if is_limit else store.erase(op.tenant)), 0
+            if op.action == StorageAction.LIMIT:
+                return int(store.limit(op.tenant, op.limit, op.tier)), 0
+            return int(store.erase(op.tenant, op.tier)), 0
         with self.rate_limit.transfer(op.size_bytes) if self.rate_limit is not None else nullcontext():
             if op.action == StorageAction.GET:
                 return store.get(to_bytes(op.keys), op.frames), 0

@@ -142,7 +142,7 @@ class RemoteStore:
             count = told - 1 + (count if told > len(part) else 0)
         return count
 
-    def erase(self, tenant: bytes) -> bool:
+    def erase(self, tenant: bytes, tier: Tier = Tier.REMOTE) -> bool:
         """See TenantStore."""
         if is_erased := bool(self._wait(partial(wire.Erase, tenant=tenant))):
             return True

@@ -41,6 +41,16 @@ def test_a_gpu_with_small_pages_says_how_large_they_should_be(
     assert kernel_links(args, model, SINGLE_RANK, CPU) == ()
 
 
+@pytest.mark.parametrize(("flag", "value"), [("hicache_size", 1e-6), ("hicache_ratio", 1e-4)])
+def test_a_host_pool_without_room_for_a_page_is_refused(tmp_path: Path, flag: str, value: float) -> None:
+    model = tiny_llama(tmp_path)
+    args = ServerArgs(
+        model_path="embedded", enable_hierarchical_cache=True, max_total_tokens=1024, page_size=16, **{flag: value}
+    )
+    with pytest.raises(StartupError, match=f"--{flag.replace('_', '-')} {value:g} has no room for a page"):
+        build_config(args, model, SINGLE_RANK)
+
+
 def test_buffers_that_leave_the_device_nothing_are_refused(tmp_path: Path) -> None:
     model = tiny_llama(tmp_path)
 

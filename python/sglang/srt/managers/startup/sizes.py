@@ -159,6 +159,12 @@ def _host_pages(
         free_memory(CPU, num_ranks) - taken,
         is_pinned,
     )
+    if num_pages < 1 and not limited:
+        name, size = ("size", args.hicache_size) if args.hicache_size else ("ratio", args.hicache_ratio)
+        raise StartupError(
+            f"--hicache-{name} {size:g} has no room for a page of {page_bytes:,} bytes on the host: raise it, or "
+            "drop --hicache"
+        )
     if num_pages < 1:
         raise StartupError("no host memory is free for --hicache: lower --max-total-tokens or drop --hicache")
     logger.info(

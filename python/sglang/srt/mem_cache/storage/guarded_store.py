@@ -150,13 +150,13 @@ class GuardedStore:
         with self._changed:
             return next((i for i, key in enumerate(keys[:count]) if key in self._missed), count)
 
-    def erase(self, tenant: bytes) -> bool:
+    def erase(self, tenant: bytes, tier: Tier) -> bool:
         """See TenantStore."""
         if not isinstance(self.store, TenantStore):
             logger.warning("nothing was erased from the %s store: it has no tenants", self.name)
             return False
         # Also where requests leave it alone: a store that is full can drop blocks.
-        return self.store.erase(tenant)
+        return self.store.erase(tenant, tier)
 
     def limit(self, tenant: bytes, num_blocks: int, tier: Tier) -> bool:
         """See TenantStore."""

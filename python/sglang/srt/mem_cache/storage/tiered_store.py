@@ -73,14 +73,18 @@ class TieredStore:
         """How many leading blocks at least one of the stores has taken."""
         return max(self.near.set(keys, frames, tenant), self.far.set(keys, frames, tenant))
 
-    def erase(self, tenant: bytes) -> bool:
+    def erase(self, tenant: bytes, tier: Tier) -> bool:
         """See TenantStore."""
-        return all([isinstance(store, TenantStore) and store.erase(tenant) for store in (self.near, self.far)])
+        store = self._store_of(tier)
+        return isinstance(store, TenantStore) and store.erase(tenant, tier)
 
     def limit(self, tenant: bytes, num_blocks: int, tier: Tier) -> bool:
         """See TenantStore."""
-        store = self.far if tier == Tier.REMOTE else self.near
+        store = self._store_of(tier)
         return isinstance(store, TenantStore) and store.limit(tenant, num_blocks, tier)
+
+    def _store_of(self, tier: Tier) -> BlockStore:
+        return self.far if tier == Tier.REMOTE else self.near
 
     def touch(self, keys: Sequence[bytes]) -> int:
         """How many leading blocks all stores have that are told; of one that fails it is not known that it has lost

@@ -219,7 +219,7 @@ class HiCacheFile:
         self._sync.share_uses()
         return count
 
-    def erase(self, tenant: bytes) -> bool:
+    def erase(self, tenant: bytes, tier: Tier = Tier.DISK) -> bool:
         """See TenantStore."""
         return self._tenants.erase(tenant)
 
