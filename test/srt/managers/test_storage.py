@@ -357,7 +357,7 @@ def test_slow_storage_gets_everything_if_it_is_written_through(
     model_config: ModelConfig, policy: str, all_of_it: bool
 ) -> None:
     engine = Engine(model_config, num_device_pages=200, num_host_pages=200, write_policy=policy)
-    engine.scheduler.cache.storage.writes.is_worth_storing = lambda start, end: False
+    engine.scheduler.cache.storage.writer.is_worth_storing = lambda start, end: False
     for seed in (11, 12):
         engine.generate([prompt(seed, 100)], PARAMS)
         engine.assert_nothing_left()
