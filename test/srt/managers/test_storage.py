@@ -356,7 +356,7 @@ def test_what_reaches_the_host_later_is_stored_later(model_config: ModelConfig, 
 def test_slow_storage_gets_everything_if_it_is_written_through(
     model_config: ModelConfig, policy: str, all_of_it: bool
 ) -> None:
-    setup = replace(SETUP, write_policy=policy)
+    setup = dataclasses.replace(SETUP, write_policy=policy)
     engine = Engine(model_config, num_device_pages=200, num_host_pages=200, storage=setup)
     engine.scheduler.cache.storage.writer.is_worth_storing = lambda start, end: False
     for seed in (11, 12):
