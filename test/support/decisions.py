@@ -31,11 +31,7 @@ FILE = Path(__file__).with_name("decisions.msgpack.zst")
 # Old name of a field -> its name today.
 RENAMED: dict[str, str] = {}
 # A field by which a table is known -> fields of such tables that were added, with the values that recorded ones have.
-ADDED: dict[str, dict[str, Any]] = {
-    "slabs_drained": {"slabs_given_up": [], "peer_demand": None},
-    "completion_tokens": {"embedding": b""},
-    "stop_ids": {"wants_embedding": False},
-}
+ADDED: dict[str, dict[str, Any]] = {}
 # Seeds of the soak, and steps in which requests may arrive.
 SEEDS = range(200, 224)
 STEPS = 120
