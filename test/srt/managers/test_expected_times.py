@@ -120,12 +120,17 @@ def test_after_an_operation_that_took_too_long_one_at_a_time_is_tried() -> None:
     forecast.note(0.01, 0.01, now=5.01)
     forecast.begin(2, 0.01, now=5.01)
     assert not forecast.is_doubtful(5.01)
-    forecast.complete(3, now=8.01)
-    forecast.note(3.0, 0.01, now=8.01)
-    assert forecast.is_doubtful(14.0) and not forecast.is_doubtful(14.02), "for twice as long as it took"
-    forecast.begin(3, 0.01, now=14.02)
-    assert forecast.is_doubtful(14.02), "no other beside it"
-    forecast.complete(4, now=14.03)
-    forecast.note(0.02, 0.01, now=14.03)
-    forecast.begin(4, 0.01, now=14.03)
-    assert not forecast.is_doubtful(14.03)
+    for seq, seconds, waits_s in ((2, 0.1, 0.2), (3, 60.0, 0.25)):
+        now = 100.0 * seq
+        forecast.complete(seq + 1, now=now)
+        forecast.note(seconds, 0.01, now=now)
+        assert forecast.is_doubtful(now + waits_s - 0.01), (
+            "for twice as long as it took, and a quarter of a second at most"
+        )
+        assert not forecast.is_doubtful(now + waits_s + 0.01)
+        forecast.begin(seq + 1, 0.01, now=now + 50.0)
+        assert forecast.is_doubtful(now + 50.0), "no other beside it"
+    forecast.complete(5, now=400.0)
+    forecast.note(0.02, 0.01, now=400.0)
+    forecast.begin(5, 0.01, now=400.0)
+    assert not forecast.is_doubtful(400.0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 
 from sglang.srt.mem_cache.transfer import BACKUP_LINKS, D2H, D2P, H2D, P2D
 
@@ -40,6 +41,13 @@ _KNOWN_TIMES = 8
 USUAL_TOKENS = 1024
 
 
+class _Change(Enum):
+    """What has become clear of all operations."""
+
+    SLOWER = auto()
+    FASTER = auto()
+
+
 class _Fit:
     """seconds = coefficients . features, all coefficients >= 0: decayed least squares over relative errors,
 
@@ -61,11 +69,11 @@ class _Fit:
         self._gram = [[0.0] * len(ridge) for _ in ridge]
         self._moments = [0.0] * len(ridge)
 
-    def add(self, features: Sequence[float], seconds: float) -> bool:
-        """Whether it has become clear that everything takes far longer now, or is far faster. Samples without a
+    def add(self, features: Sequence[float], seconds: float) -> _Change | None:
+        """Returns whether it has become clear that everything takes far longer now, or far less. Samples without a
         duration (0, infinite, not a number) are left out."""
         if not 0 < seconds < math.inf:
-            return False
+            return None
         if self.num_samples >= _BELIEVED:
             expected = self.seconds(features)
             self._num_slow = self._num_slow + 1 if seconds > _SLOWER * expected else 0
@@ -73,11 +81,12 @@ class _Fit:
             # The last of several in a row counts as it is. Its row is so large that the others no longer matter.
             if self.num_fast < _FAST_IN_A_ROW:
                 seconds = max(seconds, expected / _FASTER)
-        has_slowed = self._num_slow == _SLOW_IN_A_ROW
-        has_changed = has_slowed or self.num_fast >= _FAST_IN_A_ROW
+        change = None
         row = [feature / seconds for feature in features]
-        if has_slowed:
-            self._num_slow = 0
+        if self.num_fast == _FAST_IN_A_ROW:
+            change, self.num_fast = _Change.FASTER, 0
+        elif self._num_slow == _SLOW_IN_A_ROW:
+            change, self._num_slow = _Change.SLOWER, 0
             kept = min(_FORGET * a * a / self._gram[i][i] for i, a in enumerate(row) if a and self._gram[i][i])
             self._moments = [kept * moment for moment in self._moments]
             self._gram = [[kept * g for g in each] for each in self._gram]
@@ -86,9 +95,9 @@ class _Fit:
             moments[i] = _DECAY * moments[i] + a
             self._gram[i] = [_DECAY * g + a * b for g, b in zip(self._gram[i], row)]
         self.num_samples += 1
-        if has_changed or self.num_samples <= _REFIT_EVERY or self.num_samples % _REFIT_EVERY == 0:
+        if change is not None or self.num_samples <= _REFIT_EVERY or self.num_samples % _REFIT_EVERY == 0:
             self._refit()
-        return has_changed
+        return change
 
     def seconds(self, features: Sequence[float]) -> float:
         return sum([c * f for c, f in zip(self.coefficients, features)])
@@ -115,7 +124,7 @@ class _CopyFit(_Fit):
         # Of recent operations, in bytes.
         self._largest = 0.0
 
-    def add_copy(self, num_bytes: int, seconds: float) -> bool:
+    def add_copy(self, num_bytes: int, seconds: float) -> _Change | None:
         """See `_Fit.add`."""
         self._largest = max(num_bytes, _DECAY * self._largest)
         return self.add((1.0, num_bytes), seconds)
@@ -271,21 +280,23 @@ class CostModel:
     def add_copy(self, num_bytes: int, seconds: float, link: str) -> bool:
         """Seconds of an operation of a link, from its beginning to its end. Returns whether it was far faster than
         expected."""
-        has_changed = self._copies[link].add_copy(num_bytes, seconds)
+        change = self._copies[link].add_copy(num_bytes, seconds)
         if link in BACKUP_LINKS.values():
-            if has_changed:
+            if change is _Change.SLOWER:
                 # Loads have, too, it seems; the next one shows.
                 self._copies[_OTHER_WAY[link]] = _CopyFit()
-            self._doubt_loads(_OTHER_WAY[link], num_bytes, seconds)
+            # Where they were even, loads have become fast with backups, but only the first time that is believed.
+            self._doubt_loads(_OTHER_WAY[link], num_bytes, seconds, _PATIENCE if change is _Change.FASTER else 1)
         return self._copies[link].num_fast > 0
 
-    def _doubt_loads(self, link: str, num_bytes: int, backup_s: float) -> None:
+    def _doubt_loads(self, link: str, num_bytes: int, backup_s: float, counts: int) -> None:
         """Forget what loads took if backups have long been much faster: what looks slow is not loaded, and would
-        never be measured again. After each time it takes longer, and longer where loads never were as fast."""
+        never be measured again. After each time it takes longer, and longer where loads never were as fast. counts:
+        the backup, for so many."""
         fit = self._copies[link]
         is_faster = fit.num_samples and 0 < _SLOWER * backup_s < fit.seconds((1.0, num_bytes))
         self._were_even[link] |= fit.num_samples > 1 and not is_faster
-        self._doubts[link] = self._doubts[link] + 1 if is_faster else 0
+        self._doubts[link] = self._doubts[link] + counts if is_faster else 0
         if self._doubts[link] > self._patience[link] * (1 if self._were_even[link] else _PATIENCE):
             self._copies[link] = _CopyFit()
             self._doubts[link] = 0

@@ -15,8 +15,9 @@ from sglang.srt.managers.schedule_policy import NO_LOADS, LoadTimes, PrefillWork
 from sglang.srt.mem_cache.transfer import EXEC, FETCH, H2D, P2D, Ticket
 from sglang.srt.utils.time_units import Seconds
 
-# An operation that took too long keeps others away for so many times as long.
-_DOUBT_TIMES = 2.0
+# An operation that took too long keeps others away for so many times as long, and at most so many seconds: the link may
+# have hung, and be as fast as ever.
+_DOUBT_TIMES, _DOUBT_S = 2.0, 0.25
 # Of the time that is expected. Beside a prefill a kernel's load got 7 of 48 GB/s on an H200.
 _OVERDUE_TIMES_OF_KERNELS = 8.0
 
@@ -65,7 +66,7 @@ class Forecast:
     def note(self, seconds: float, expected_s: float, now: Seconds) -> None:
         """An operation took so long."""
         self._is_doubted = seconds > expected_s + self._patience_s(expected_s)
-        self._doubted_until = now + _DOUBT_TIMES * seconds if self._is_doubted else 0.0
+        self._doubted_until = now + min(_DOUBT_S, _DOUBT_TIMES * seconds) if self._is_doubted else 0.0
 
     def is_doubtful(self, now: Seconds) -> bool:
         """Whether another operation should not begin: one takes far longer than expected, or the last one did. Then
