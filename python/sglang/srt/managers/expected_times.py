@@ -15,8 +15,8 @@ from sglang.srt.managers.schedule_policy import NO_LOADS, LoadTimes, PrefillWork
 from sglang.srt.mem_cache.transfer import EXEC, FETCH, H2D, P2D, Ticket
 from sglang.srt.utils.time_units import Seconds
 
-# An operation that took too long keeps others away for so many times as long, and at most so many seconds: a link that
-# has hung may be as fast as ever.
+# An operation that took too long keeps others away for so many times as long, and for so many seconds at most: a
+# link that has hung may be as fast as ever.
 _DOUBT_TIMES, _DOUBT_S = 2.0, 0.25
 # Of the time that is expected. Beside a prefill a kernel's load got 7 of 48 GB/s on an H200.
 _OVERDUE_TIMES_OF_KERNELS = 8.0
