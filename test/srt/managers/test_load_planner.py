@@ -44,5 +44,6 @@ def test_a_moment_of_slow_copies_is_not_believed_for_ever(tmp_path: Path, monkey
         costs.add_copy(int(costs._usual_bytes), 1000.0, D2H)
     assert num_copied(3) == 0 == num_copied(4)
     skipped_s += BELIEVED_S
-    assert 0 < num_copied(5) < 200, "it is measured once more, by a small copy"
+    assert num_copied(5) > 0, "it is measured once more, by a small copy, and by others as that was fast"
+    assert num_copied(6) == 200
     engine.close()
