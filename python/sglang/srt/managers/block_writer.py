@@ -188,7 +188,7 @@ class BlockWriter:
         frames = by_page[: len(keys) * (size // page)].reshape(len(keys), size // page)
         lacking = np.flatnonzero(~stored & (frames >= 0).all(axis=1))
         if self.controller.write_policy != "write_through" and not self.is_worth_storing(begin, end.end):
-            # One block at a time shows when storage has become faster. Who chose write_through wants all of it there.
+            # One block at a time shows when storage has become faster. write_through promises all of it.
             lacking = lacking[: 0 if self.storing_pages else 1]
         if (room := self._num_storable_blocks()) < len(lacking):
             self._defer_store(end)
