@@ -928,7 +928,7 @@ def moved_pages_not_pinned() -> Any:
 @mutation
 def late_links_awaited() -> Any:
     """Copies that hang are waited for like any other."""
-    return mock.patch.object(KVCache, "note_late_links", lambda self, late, overdue: None)
+    return mock.patch.object(KVCache, "note_sick_links", lambda self, late, overdue, now: None)
 
 
 @mutation

@@ -13,9 +13,10 @@ from sglang.srt.managers.schedule_batch import BatchDecision, Req
 from sglang.srt.managers.scheduler_config import LayerStreamConfig
 from sglang.srt.managers.scheduler_process import ready_message
 from sglang.srt.mem_cache.slab_ledger import SlabReport, source_of
-from sglang.srt.mem_cache.transfer import P2H, P2P, Tier
+from sglang.srt.mem_cache.transfer import D2H, D2P, D2S, P2H, P2P, Tier
 from sglang.srt.model_executor.launch import LaunchMode
 from sglang.srt.peer.borrowing import BorrowingConfig
+from sglang.srt.utils.time_units import Seconds
 from support.local_engine import Generation, LocalEngine
 
 CHUNK, PAGE, SLAB = 16, 4, 5
@@ -243,6 +244,41 @@ def test_a_failed_move_has_the_request_compute_again(model: Model, link: str) ->
     rig.engine.settle()
     assert len(rig.slabs.returned) == 2 and rig.counters["failed_ops"] > 0
     assert rig.counters["prefill_tokens"] > 180
+    check_memory(model, rig.engine)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("link", [D2H, D2S])
+def test_what_can_never_be_moved_down_ends_a_request(model: Model, link: str) -> None:
+    """Copies to the only tier with room fail for ever: the request ends, says why, and the next one is served."""
+    now = 0.0
+    options = {"write_policy": "write_back", "clock": lambda: Seconds(now)}
+    rig = Borrowing(model, 0, host=60 if link == D2H else 5, swap=60 if link == D2S else 0, **options)
+    broken = rig.engine.core.links[link]
+    broken._fail_rate = 1.0
+    long, short = prompts(8, [180, 30])
+    (answer,) = rig.engine.generate([long], greedy(24))
+    assert answer.finish_reason == "abort" and not answer.tokens
+    assert rig.counters["failed_ops"] == 3
+    (answer,) = rig.engine.generate([short], greedy(8))
+    model.check(short, answer, 8)
+    broken._fail_rate = 0.0
+    now = 2.0
+    (answer,) = rig.engine.generate([long], greedy(24))
+    model.check(long, answer, 24)
+    check_memory(model, rig.engine)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("write_policy", ["auto", "write_back"])
+def test_peers_that_fail_leave_it_to_the_host(model: Model, write_policy: str) -> None:
+    rig = Borrowing(model, 20, host=60, write_policy=write_policy, clock=lambda: Seconds(0.0))
+    rig.lend(*range(20))
+    rig.engine.core.links[D2P]._fail_rate = 1.0
+    (prompt,) = prompts(9, [180])
+    (answer,) = rig.engine.generate([prompt], greedy(24))
+    model.check(prompt, answer, 24)
+    assert rig.counters["failed_ops"] == 3
     check_memory(model, rig.engine)
 
 

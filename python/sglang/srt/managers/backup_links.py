@@ -1,7 +1,7 @@
 """`BackupLinks`: what is known of the links that copy from the device, and how much may begin by each.
 
-Owns which of them hang, and nothing else: what they move is in the ledger. Derives the rest from the ledger and from
-what the scheduler expects of costs.
+Owns which of them hang or fail, and nothing else: what they move is in the ledger. Derives the rest from the ledger
+and from what the scheduler expects of costs.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sglang.srt.managers.cost_model import USUAL_TOKENS
+from sglang.srt.managers.failing_links import FailingLinks
 from sglang.srt.managers.transfer_ledger import TransferLedger
 from sglang.srt.mem_cache.placement import FIRST_COPYING_RATIO, MAX_COPYING_RATIO
 from sglang.srt.mem_cache.transfer import BACKUP_LINKS, LOAD_LINKS, Tier
@@ -23,6 +24,7 @@ class BackupLinks:
     def __init__(self, ledger: TransferLedger) -> None:
         self.late: frozenset[str] = frozenset()
         self.overdue: frozenset[str] = frozenset()
+        self.failing = FailingLinks()
         self.is_worth_copying: Callable[[Tier, int, int], bool] = lambda tier, start, end: True
         self.is_believed: Callable[[Tier], bool] = lambda tier: True
         self.pages_ahead = 0
@@ -55,8 +57,8 @@ class BackupLinks:
         return self._ledger.num_ended(BACKUP_LINKS[tier]) > 0
 
     def works(self, tier: Tier) -> bool:
-        """Whether copies to a tier end in time, as far as is known."""
-        return BACKUP_LINKS[tier] not in self.late | self.overdue
+        """Whether copies to a tier end in time, and well, as far as is known."""
+        return BACKUP_LINKS[tier] not in self.late | self.overdue | self.failing.links
 
     def is_idle(self, tier: Tier) -> bool:
         return not self._ledger.num_pages_on(BACKUP_LINKS[tier])
@@ -69,7 +71,7 @@ class BackupLinks:
     def num_allowed(self, tier: Tier) -> int:
         """Pages that may begin to be copied from the device to a tier."""
         link = BACKUP_LINKS[tier]
-        if link in self.late:
+        if link in self.late | self.failing.links:
             return 0
         most = self.probe_pages
         if self.is_measured(tier) and (self.is_believed(tier) or self.is_worth_copying(tier, 0, USUAL_TOKENS)):

@@ -164,7 +164,9 @@ class HiCacheController:
 
     def back_up(self, nodes: list[Node], tier: Tier, kept: Sequence[Node] = ()) -> Ticket | None:
         """Copy nodes that are ready on the device to a tier that lacks them, by one operation. None if the tier has
-        no room, or may have no more of theirs. kept: nodes whose copies are not given up for it."""
+        no room, may have no more of theirs, or fails. kept: nodes whose copies are not given up for it."""
+        if BACKUP_LINKS[tier] in self.links.failing.links:
+            return None
         if not (nodes := [node for node in nodes if not self.is_over_quota(node, tier)]):
             return None
         if tier == Tier.HOST and self.feeds_storage:
@@ -292,16 +294,19 @@ class HiCacheController:
     def tiers_below(self) -> list[Tier]:
         """The tiers below the device that take what a request streams, the fastest first. The host is one even where
         its link is slow, or writing is turned off, as the request could not go on without it."""
+        failing = self.links.failing.links
         return [
             tier
             for tier in self.tree.order.load_order
-            if tier == Tier.HOST or (tier in self.tables and tier not in self.unwritten and self.links.works(tier))
+            if (tier == Tier.HOST and BACKUP_LINKS[tier] not in failing)
+            or (tier in self.tables and tier not in self.unwritten and self.links.works(tier))
         ]
 
     def begin_swap(self, src: np.ndarray, fence: LaunchSeq) -> TransferOp | None:
-        """Write pages src of the device, a request's own, to the swap file; None if that has no room for them all."""
+        """Write pages src of the device, a request's own, to the swap file; None if that has no room for them all, or
+        fails."""
         swap = self.ledger.pools.swap
-        if swap is None:
+        if swap is None or D2S in self.links.failing.links:
             return None
         swap.reap(self.clock.done)
         dst = swap.allocate(len(src), self.ledger.next_owner(D2S))
@@ -315,6 +320,7 @@ class HiCacheController:
         """The operation brought its bytes on every rank."""
         op = self.ledger.end(ticket)
         assert isinstance(op, TransferOp)
+        self.links.failing.note_ended(ticket.link, is_ok=True)
         if op.dst == Tier.DISK:
             return
         nodes = self.commit_nodes(ticket, op.dst)
@@ -367,6 +373,7 @@ class HiCacheController:
         scheduler has ended the holds of all requests that read these nodes."""
         op = self.ledger.end(ticket)
         assert isinstance(op, TransferOp)
+        self.links.failing.note_ended(ticket.link, is_ok=False)
         for node in list(self.tree.nodes_of(ticket)):
             for tier in (op.dst, op.src) if op.dst == Tier.DEVICE else (op.dst,):
                 self.drop(node, tier)

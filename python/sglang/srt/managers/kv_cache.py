@@ -60,7 +60,7 @@ from sglang.srt.mem_cache.transfer import (
     TransferOp,
 )
 from sglang.srt.model_executor.launch import PageRun
-from sglang.srt.utils.time_units import NO_LAUNCH, LaunchClock, LaunchSeq
+from sglang.srt.utils.time_units import NO_LAUNCH, LaunchClock, LaunchSeq, Seconds
 
 # A decoding request inserts many small nodes; they are merged once per so many tokens.
 COMPACT_EVERY_TOKENS = 512
@@ -476,12 +476,18 @@ class KVCache:
         """Device pages may become another engine's."""
         self.ledger.lends_device = True
 
-    def note_late_links(self, late: frozenset[str], overdue: frozenset[str]) -> None:
-        """See `LateCopies`."""
+    def note_sick_links(self, late: frozenset[str], overdue: frozenset[str], now: Seconds) -> None:
+        """See `LateCopies` and `FailingLinks`."""
         links = self.controller.links
         links.late, links.overdue = late, overdue
+        links.failing.update(now)
         if late:
             self.controller.give_up_late_copies()
+
+    @property
+    def failing_links(self) -> frozenset[str]:
+        """Links from the device by which nothing is copied now, as copies failed."""
+        return self.controller.links.failing.links
 
     def num_done(self, link: str) -> int:
         """Operations of a link that are over."""

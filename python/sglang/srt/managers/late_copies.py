@@ -42,11 +42,6 @@ class LateCopies:
         self.links = frozenset(link for link, (_, _, late_at) in self._oldest.items() if late_at <= now)
 
     @property
-    def is_watching(self) -> bool:
-        """Whether any copy was under way at the last update."""
-        return bool(self._oldest)
-
-    @property
     def next_at(self) -> float | None:
         """When the next link is overdue or late if nothing ends before; seconds, as in `StepInputs.now`."""
         return min((at for _, *both in self._oldest.values() for at in both if at > self._now), default=None)

@@ -113,13 +113,12 @@ class LoadPlanner:
         """order: the requests that may start, in the order in which they fill a batch."""
         self._order = order
 
-    def note_late_copies(self) -> None:
-        """After operations have been taken in: have nothing wait for links that hang."""
+    def note_sick_links(self) -> None:
+        """After operations have been taken in: have nothing wait for links that hang, or use those that fail."""
         if self.policies.load_or_recompute and self.config.num_peer_pages:
             self._set_load_order()
-        if self._cache.in_flight or self._late.is_watching:
-            self.watch_copies()
-            self._cache.note_late_links(self._late.links, self._late.overdue)
+        self.watch_copies()
+        self._cache.note_sick_links(self._late.links, self._late.overdue, self.expected.now)
 
     def watch_copies(self) -> None:
         """At the end of a step, too: `wake_at` includes the copies that the step began."""

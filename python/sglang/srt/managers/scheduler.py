@@ -162,7 +162,7 @@ class Scheduler:
         self._step_again_at = None
         reset = self._take_launches(inputs)
         self._take_operations(inputs)
-        self.planner.note_late_copies()
+        self.planner.note_sick_links()
         for msg in inputs.new:
             self._add(msg, inputs.now)
         # After the new ones: a request and its abort may have come together.
@@ -538,7 +538,7 @@ class Scheduler:
 
     def _end_too_long(self, req: Req) -> None:
         """No tier has any more room for the only request: it ends, or starts again."""
-        if message := self._too_long.note_no_room(req):
+        if message := self._too_long.note_no_room(req, self.cache.failing_links):
             self.end_hold(req, EndReason.ABORT)
             self._end(req, end_without_room(req, message))
         else:

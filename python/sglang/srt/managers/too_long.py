@@ -6,7 +6,7 @@ Ends none and moves no memory: the scheduler does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from sglang.srt.managers.io_struct import FinishReason
 from sglang.srt.managers.layer_streaming import NoLayerStreaming
@@ -78,9 +78,9 @@ class TooLongRequests:
             ended.append((req, message))
         return ended
 
-    def note_no_room(self, req: Req) -> str:
+    def note_no_room(self, req: Req, failing_links: Collection[str]) -> str:
         """No tier has any more room for the only request. Returns why it ends; "" if it starts again: it waits for
-        what peers may lend, or should have room."""
+        what peers may lend, or should have room. failing_links: those that are not tried now."""
         limit = self._streaming.max_total_len
         if self._borrower is not None and limit <= req.num_known < self.accepted_len:
             return ""
@@ -88,6 +88,11 @@ class TooLongRequests:
         # What others left, or peers took back, is still to be dropped or moved.
         if req.num_known < limit and req.num_failures < FAILURE_LIMIT:
             return ""
+        if failing_links:
+            return (
+                f"after {req.num_known} tokens the device has no more room, and copies to the tiers below it fail "
+                f"({', '.join(sorted(failing_links))}): see the server's log"
+            )
         return (
             f"after {req.num_known} tokens neither the device nor a tier below it has room for more; see "
             "--hicache-size, --peer-size and --layer-stream-disk-size"
