@@ -15,9 +15,10 @@ from support.one_word import OneWord
 
 
 class Recording(OneWord):
-    """Each change succeeds, and is noted."""
+    """Each change is noted, and succeeds unless there is a message."""
 
-    def __init__(self) -> None:
+    def __init__(self, message: str) -> None:
+        self.message = message
         self.changes: list[tuple[Any, ...]] = []
 
     async def prompt_ids(self, prompt, add_special_tokens, namespace):
@@ -31,13 +32,15 @@ class Recording(OneWord):
 
     async def _changed(self, *change: Any) -> ControlReqOutput:
         self.changes.append(change)
-        return ControlReqOutput(id="1", success=True, message="")
+        return ControlReqOutput(id="1", success=not self.message, message=self.message)
 
     retain_prefix = label_prefix = set_policies = set_quota = _changed
 
 
-def ask(method: str, path: str, body: Any = None, key: str = "k") -> tuple[httpx.Response, list[tuple[Any, ...]]]:
-    manager = Recording()
+def ask(
+    method: str, path: str, body: Any = None, key: str = "k", message: str = ""
+) -> tuple[httpx.Response, list[tuple[Any, ...]]]:
+    manager = Recording(message)
     app = make_app(ServerArgs(model_path="m", admin_api_key="k"), manager, {})
 
     async def main() -> httpx.Response:
@@ -77,6 +80,14 @@ def test_a_name_may_have_a_slash(kind: str) -> None:
         assert reply.status_code == 200 and change[0] == "a/b"
         reply, (change,) = ask("DELETE", f"/hicache/{kind}/{path}")
         assert reply.status_code == 200 and change[0] == "a/b" and len(change[2]) == 0
+
+
+@pytest.mark.parametrize("kind", ["labels", "retention"])
+def test_a_name_that_there_is_not_is_not_found(kind: str) -> None:
+    reply, _ = ask("DELETE", f"/hicache/{kind}/a", message="no prefix has it")
+    assert reply.status_code == 404 and reply.text == "no prefix has it\n"
+    reply, _ = ask("PUT", f"/hicache/{kind}/a", {"text": "a", "ttl_s": 5}, message="too long")
+    assert reply.status_code == 400
 
 
 @pytest.mark.parametrize("end", ["%0a", "%0d%0a", "%00"])

@@ -50,6 +50,15 @@ def test_a_body_that_is_no_json_object(body):
     assert error.value.body()["object"] == "error"
 
 
+@pytest.mark.parametrize("text", [r"\ud83d", r"a \ud83d b", r"\ud83d\u0041", r"\ude00"])
+def test_a_body_with_half_of_a_surrogate_pair(text: str) -> None:
+    with pytest.raises(RequestError, match="half of a surrogate pair"):
+        decode_body(f'{{"prompt": "{text}"}}'.encode())
+    assert decode_body(rb'{"prompt": "\ud83d\ude00"}') == {"prompt": "\U0001f600"}
+    with pytest.raises(RequestError, match="truncated"):
+        decode_body(rb'{"prompt": "\uD83D\uDE00"')
+
+
 @pytest.mark.parametrize(
     "field, value",
     [

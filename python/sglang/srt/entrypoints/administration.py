@@ -220,7 +220,7 @@ def _add_prefixes(app: FastAPI, args: ServerArgs, manager: TokenizerManager) -> 
     @app.delete("/hicache/retention/{name:path}")
     async def release_hicache_prefix(name: str) -> Response:
         require_a_key(args)
-        return _done(await manager.control.retain_prefix(name, "", (), 0.0), f"{name} is kept no longer.")
+        return _done(await manager.control.retain_prefix(name, "", (), 0.0), f"{name} is kept no longer.", 404)
 
     @app.get("/hicache/labels")
     async def hicache_labels() -> dict[str, Any]:
@@ -241,7 +241,8 @@ def _add_prefixes(app: FastAPI, args: ServerArgs, manager: TokenizerManager) -> 
     @app.delete("/hicache/labels/{name:path}")
     async def unlabel_hicache_prefix(name: str) -> Response:
         require_a_key(args)
-        return _done(await manager.control.label_prefix(name, "", ()), f"No prefix has the label {name} any more.")
+        result = await manager.control.label_prefix(name, "", ())
+        return _done(result, f"No prefix has the label {name} any more.", 404)
 
     @app.post("/hicache/warm")
     async def warm_hicache(request: Request) -> Response:
@@ -324,8 +325,9 @@ async def _warm(req: WarmRequest, where: str, manager: TokenizerManager) -> list
     return found
 
 
-def _done(result: ControlReqOutput, what: str) -> Response:
-    return PlainTextResponse((what if result.success else result.message) + "\n", 200 if result.success else 400)
+def _done(result: ControlReqOutput, what: str, failure: int = 400) -> Response:
+    """failure: the status if it was not done."""
+    return PlainTextResponse((what if result.success else result.message) + "\n", 200 if result.success else failure)
 
 
 def _result(result: ControlReqOutput) -> Response:

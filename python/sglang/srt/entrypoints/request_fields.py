@@ -157,6 +157,7 @@ _MAX_FIELD_NAME = 64
 # The likeness of two names (difflib's ratio) from which one is taken for a misspelling of the other.
 _ALIKE = 0.85
 _INT64 = range(-(1 << 63), 1 << 63)
+_HALF_A_PAIR = re.compile(rb"\\ud[89ab]..(?!\\ud[c-f])|(?<!\\ud[89ab]..)\\ud[c-f]", re.IGNORECASE)
 _FIELD_IN_MESSAGE = re.compile(r"`\$\.([A-Za-z_]+)")
 
 
@@ -166,7 +167,9 @@ def decode_body(body: bytes) -> dict[str, Any]:
     except RecursionError:
         raise RequestError("the body is not valid JSON: it is nested too deeply") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestError(f"the body is not valid JSON: {error}") from None
+        # msgspec says of some that they are cut off.
+        why = "it has half of a surrogate pair, which is no character" if _HALF_A_PAIR.search(body) else str(error)
+        raise RequestError(f"the body is not valid JSON: {why}") from None
     if not isinstance(value, dict):
         raise RequestError("the body must be a JSON object")
     return value
