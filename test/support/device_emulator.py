@@ -30,6 +30,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import xgrammar
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sgl_kernel.kvcacheio as kvcacheio
@@ -490,7 +491,17 @@ def _load_layers(src: KVPages, dst: KVPages, src_pages: Any, dst_pages: Any, fla
     return flags.count()
 
 
+def _mask_tokens(logits: Any, mask: Any, indices: Any) -> None:
+    """In the place of xgrammar's function."""
+    if not isinstance(logits, EmulatedTensor):
+        real_mask_tokens(logits, mask, indices=indices)
+        return
+    assert isinstance(indices, EmulatedTensor), "rows on the host are copied to the device, for which the host waits"
+    launch(lambda *there: real_mask_tokens(there[0], there[1], indices=there[2]), logits, mask, indices)
+
+
 real_copy_pages = kvcacheio.copy_pages
+real_mask_tokens = xgrammar.apply_token_bitmask_inplace
 
 
 @contextlib.contextmanager
@@ -523,6 +534,7 @@ def emulated_device(seed: int = 0) -> Iterator[EmulatedDevice]:
         stack.enter_context(mock.patch.object(kvcacheio, "copy_pages", _copy_pages))
         stack.enter_context(mock.patch.object(link, "load_layers", _load_layers))
         stack.enter_context(mock.patch.object(link, "LayerFlags", _Flags))
+        stack.enter_context(mock.patch.object(xgrammar, "apply_token_bitmask_inplace", _mask_tokens))
         for package in (elementwise, sampling):
             stack.enter_context(mock.patch.object(package, "triton_module", lambda name: None))
         for name in ("cuda_register", "cuda_unregister"):

@@ -349,7 +349,7 @@ def test_masks_are_applied_to_their_rows():
     before = logits.clone()
     mask = torch.zeros(2, -(-VOCAB_SIZE // 32), dtype=torch.int32)
     mask[0, 0], mask[1, 3] = 1 << 5, 1
-    GrammarRows.apply(logits, [1, 3], mask)
+    GrammarRows.apply(logits, torch.tensor([1, 3]), mask)
     assert torch.equal(logits[[0, 2]], before[[0, 2]])
     for row, token in ((1, 5), (3, 96)):
         assert torch.isfinite(logits[row]).nonzero().flatten().tolist() == [token]

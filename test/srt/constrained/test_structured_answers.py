@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from sglang.srt.managers.scheduler_config import LayerStreamConfig
 from sglang.srt.sampling.logprob_types import LogprobSpec
 from sglang.srt.sampling.sampling_params import GrammarSpec, SamplingParams
+from support.device_emulator import emulated_device
 from support.grammars import EOS, TEXTS, VOCAB_SIZE, Language, write_vocabulary
 from support.local_engine import Generation, LocalEngine
 from support.tiny_model import tiny_llama
@@ -182,4 +183,23 @@ def test_an_abort_in_the_middle_leaves_the_slot_to_others(model: Model):
     assert answers[0].finish_reason == "abort"
     for prompt, answer, each in list(zip(batch, answers, mine))[1:]:
         model.check(prompt, answer, each)
+    engine.close()
+
+
+def test_on_a_device_the_host_waits_for_drawn_tokens_alone(model: Model):
+    """One request with a grammar beside a free one, then requests with grammars only."""
+    batch, of = prompts(41, [30, 50, 20]), [language(41), None, language(42)]
+    with emulated_device(5) as device:
+        engine = model.engine(device="cuda", debug=False, chunked_prefill_size=32)
+        device.syncs.clear()
+        found = engine.generate(batch, [params(each) for each in of])
+        found += engine.generate([batch[0], batch[2]], [params(of[0]), params(of[2])])
+        engine.close()
+        assert not device.syncs
+    for at, answer in zip((0, 2, 0, 2), [found[0], *found[2:]]):
+        grammar = of[at]
+        assert grammar is not None
+        model.check(batch[at], answer, grammar)
+    engine = model.engine(chunked_prefill_size=32)
+    assert found[1].tokens == engine.generate([batch[1]], params(None))[0].tokens
     engine.close()

@@ -9,6 +9,7 @@ from test_equality import MODELS, Model, prompts
 
 from sglang.srt.managers.scheduler_config import LayerStreamConfig
 from sglang.srt.sampling.sampling_params import SamplingParams
+from support.device_emulator import emulated_device
 from support.local_engine import LocalEngine
 from support.two_ranks import TwoRanks
 
@@ -53,6 +54,16 @@ def test_beside_answers_with_tokens(model: Model):
     assert answer.embedding == b""
     check(model, engine, [prompt])
     engine.close()
+
+
+def test_on_a_device_the_host_waits_for_nothing(tmp_path_factory: pytest.TempPathFactory):
+    llama = Model(MODELS["llama"], str(tmp_path_factory.mktemp("llama")))
+    with emulated_device(6) as device:
+        engine = llama.engine(device="cuda", debug=False, chunked_prefill_size=32)
+        device.syncs.clear()
+        check(llama, engine, prompts(34, [50, 7, 40]))
+        engine.close()
+        assert not device.syncs
 
 
 def test_two_ranks_and_a_prompt_that_streams(tmp_path_factory: pytest.TempPathFactory):

@@ -33,7 +33,7 @@ import torch
 
 from sglang.srt.constrained.grammar_cache import GrammarCache
 from sglang.srt.sampling.sample_spec import SampleSpec
-from sglang.srt.utils.device import CPU
+from sglang.srt.utils.device import CPU, to_device
 
 if TYPE_CHECKING:
     import xgrammar
@@ -259,7 +259,7 @@ class GrammarRows:
         if self._cache is not None:
             self._take_in_drawn()
             self._fill([self._rows[slot] for slot in slots], mask)
-        return self._broadcast(torch.from_numpy(mask).to(self._device))
+        return self._broadcast(to_device(mask, self._device))
 
     def _fill(self, rows: Sequence[_Row], mask: np.ndarray) -> None:
         allowance_s = token_allowance_s(len(rows))
@@ -299,16 +299,23 @@ class GrammarRows:
         return True
 
     @staticmethod
-    def apply(logits: torch.Tensor, rows: Sequence[int], mask: torch.Tensor) -> None:
-        """Set the logits of tokens that are not allowed to -inf, in place. logits: (n, vocab_size) float32. rows: the
-        rows of it that the rows of the mask are for."""
+    def apply(logits: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor) -> None:
+        """Set the logits of tokens that are not allowed to -inf, in place. logits: (n, vocab_size) float32. rows: (m,)
+        int64 on the same device, the rows of it that the rows of the mask are for."""
         import xgrammar
 
         full = mask
         if len(rows) != len(logits):
             full = mask.new_full((len(logits), mask.shape[1]), -1)
-            full[list(rows)] = mask
-        xgrammar.apply_token_bitmask_inplace(logits, full, indices=list(rows))
+            full.index_copy_(0, rows, mask)
+        xgrammar.apply_token_bitmask_inplace(logits, full, indices=rows)
+
+    def warm_up(self) -> None:
+        """Compile xgrammar's kernel on a GPU: for one row, for multiples of 16 and for other numbers of rows."""
+        for num_rows in (1, 2, 16):
+            logits = torch.zeros(num_rows, self._vocab_size, device=self._device)
+            mask = torch.full((num_rows, self._num_words), -1, dtype=torch.int32, device=self._device)
+            self.apply(logits, torch.arange(num_rows, device=self._device), mask)
 
     def drawn(
         self, slots: Sequence[int], tokens: torch.Tensor, places: Sequence[int], wait: Callable[[], None]

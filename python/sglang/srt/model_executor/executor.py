@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -306,6 +307,8 @@ class ModelExecutor:
                 self._layer_stream is not None,
             )
         )
+        if self._grammars is not None and find_spec("xgrammar") is not None:
+            self._run_to_end(self._grammars.warm_up)
 
     def capture_graphs(self) -> None:
         """Capture the graphs before the first launch, if decodes are CUDA graphs. Returns when that is done."""
@@ -584,10 +587,10 @@ class ModelExecutor:
         )
 
     @staticmethod
-    def _embeddings(hidden: torch.Tensor | None, rows: tuple[int, ...]) -> torch.Tensor:
-        """(len(rows), hidden_size) float32, of length 1 each; on its way to the host."""
+    def _embeddings(hidden: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
+        """rows: (n,) int64 on the device. (n, hidden_size) float32, of length 1 each; on its way to the host."""
         assert hidden is not None, "the model has left no hidden states"
-        found = torch.nn.functional.normalize(hidden[list(rows)].float(), dim=-1)
+        found = torch.nn.functional.normalize(hidden.index_select(0, rows).float(), dim=-1)
         return found.to("cpu", non_blocking=True)
 
     def _to_device(self, arrays: list[np.ndarray]) -> list[torch.Tensor]:
@@ -637,10 +640,10 @@ class ModelExecutor:
         num_samples = len(plan.specs)
         positions = (launch.starts + launch.lens)[launch.samples]
         shaped = plan.shape(logits[:num_samples], slots, positions, self._penalties)
-        if mask is not None:
+        if mask is not None and plan.grammar_index is not None:
             # Log-probabilities are those of the model's own logits.
             shaped = shaped.clone() if shaped.data_ptr() == logits.data_ptr() else shaped
-            GrammarRows.apply(shaped, plan.grammar_rows, mask)
+            GrammarRows.apply(shaped, plan.grammar_index, mask)
         next_tokens = self.sampler(shaped, batch.sampling)
         self._last_tokens.index_copy_(0, slots, next_tokens)
         plan.count(self._penalties, slots, next_tokens)
@@ -665,7 +668,7 @@ class ModelExecutor:
             None if asked is None else _PendingLogprobs.of(asked),
             prompt,
             plan.embedding_rows,
-            self._embeddings(batch.hidden, plan.embedding_rows) if plan.embedding_rows else None,
+            self._embeddings(batch.hidden, plan.embedding_index) if plan.embedding_index is not None else None,
             failed_rows,
             torch.isfinite(logits).all().to("cpu", non_blocking=True) if self.check_finite else None,
         )

@@ -26,18 +26,21 @@ class SamplingPlan:
         self.specs = specs
         self.device = device
         params = [spec.params for spec in specs]
+        # Without positions: `info` gives them.
         self._info = SamplingBatchInfo.from_params(
-            params, vocab_size, to_device(np.zeros(len(specs), np.int64), device), device
+            params, vocab_size, torch.empty(0, dtype=torch.int64, device=device), device
         )
         penalised = [i for i, p in enumerate(params) if p.has_penalties]
-        self._penalised = to_device(np.array(penalised, np.int64), device) if penalised else None
-        self._penalties = [
-            to_device(np.array([getattr(params[i], name) for i in penalised], np.float32), device)
-            for name in ("frequency_penalty", "presence_penalty", "repetition_penalty")
-        ]
+        self._penalised = _rows(penalised, device)
+        if penalised:
+            self._penalties = [
+                to_device(np.array([getattr(params[i], name) for i in penalised], np.float32), device)
+                for name in ("frequency_penalty", "presence_penalty", "repetition_penalty")
+            ]
         biases = [(row, token, bias) for row, p in enumerate(params) for token, bias in p.logit_bias.items()]
         self._biased = _Places([place[:2] for place in biases], device) if biases else None
-        self._biases = to_device(np.array([bias for *_, bias in biases], np.float32), device)
+        if biases:
+            self._biases = to_device(np.array([bias for *_, bias in biases], np.float32), device)
         at_least = [i for i, s in enumerate(specs) if s.params.min_new_tokens and s.stop_ids]
         self._at_least = np.array(at_least, np.int64)
         self._may_stop_from = np.array([specs[i].num_prompt + params[i].min_new_tokens for i in at_least], np.int64)
@@ -47,8 +50,11 @@ class SamplingPlan:
         # Whose tokens a grammar restricts.
         self.grammar_rows = tuple(i for i, p in enumerate(params) if p.grammar is not None)
         self.logprob_rows = tuple(i for i, s in enumerate(specs) if s.logprobs is not None)
+        # The same rows on the device; None for none.
+        self.embedding_index = _rows(self.embedding_rows, device)
+        self.grammar_index = _rows(self.grammar_rows, device)
+        self._logprob_index = _rows(self.logprob_rows, device)
         if self.logprob_rows:
-            self._logprob_rows = to_device(np.array(self.logprob_rows, np.int64), device)
             self._logprob_query = LogprobQuery([s.logprobs for s in specs if s.logprobs is not None], device)
 
     def info(self, positions: torch.Tensor) -> SamplingBatchInfo:
@@ -83,9 +89,8 @@ class SamplingPlan:
     def begin_logprobs(self, logits: torch.Tensor, tokens: torch.Tensor) -> LogprobTensors | None:
         """logits: (n, vocab_size) float32, the model's own. tokens: (n,) int64, drawn. None where no row asks, else
         of `logprob_rows`."""
-        if not self.logprob_rows:
+        if (rows := self._logprob_index) is None:
             return None
-        rows = self._logprob_rows
         return self._logprob_query.begin(logits.index_select(0, rows), tokens.index_select(0, rows))
 
     def _stop_places(self, positions: np.ndarray) -> _Places | None:
@@ -97,6 +102,11 @@ class SamplingPlan:
             places = [(row, token) for row in rows for token in self.specs[row].stop_ids]
             self._may_not_stop = (rows, _Places(places, self.device) if places else None)
         return self._may_not_stop[1]
+
+
+def _rows(rows: Sequence[int], device: torch.device) -> torch.Tensor | None:
+    """(n,) int64 on the device; None for none, which is not worth a copy."""
+    return to_device(np.array(rows, np.int64), device) if rows else None
 
 
 class _Places:
