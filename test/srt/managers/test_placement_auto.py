@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.node import Node
 from sglang.srt.mem_cache.placement import CONVENIENT, FIRST_COPYING_RATIO, LAST, MAX_COPYING_RATIO, SPARE
 from sglang.srt.mem_cache.transfer import D2H, D2P, LINKS, P2H, Ticket, Tier
+from sglang.srt.utils.time_units import Seconds
 
 # Device pages of which a bound on copies in flight leaves room for some letters.
 LARGE = 8 * 64
@@ -106,6 +107,26 @@ def test_a_little_is_written_ahead_where_it_is_not_worth_it_which_shows_when_it_
     assert rig.begun() == [(D2H, most)]
     rig.give_up(most + 1)
     assert rig.begun() == [], "one copy at a time, and none of what leaves"
+
+
+@pytest.mark.parametrize("is_worth", [False, True])
+def test_a_link_that_fails_gets_nothing(is_worth: bool):
+    rig = AutoRig(spare=200, host=400)
+    rig.controller.links.is_worth_copying = lambda tier, start, end: is_worth
+    failing = rig.controller.links.failing
+    for _ in range(3):
+        failing.note_ended(D2H, is_ok=False)
+    failing.update(Seconds(0.0))
+    most = bound(FIRST_COPYING_RATIO)
+    node = rig.computed("".join(chr(1000 + i) for i in range(3 * most)))
+    rig.at(10).write_ahead(200)
+    assert rig.controller.back_up([node], HOST) is None
+    rig.give_up(most)
+    assert rig.begun() == []
+    failing.update(Seconds(2.0))
+    rig.controller.num_looked_at.clear()
+    rig.at(10).write_ahead(200)
+    assert rig.begun()[0][0] == D2H
 
 
 def test_without_other_tiers_nothing_is_copied():

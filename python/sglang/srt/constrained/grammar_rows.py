@@ -300,15 +300,16 @@ class GrammarRows:
 
     @staticmethod
     def apply(logits: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor) -> None:
-        """Set the logits of tokens that are not allowed to -inf, in place. logits: (n, vocab_size) float32. rows: (m,)
-        int64 on the same device, the rows of it that the rows of the mask are for."""
+        """Set the logits of tokens that are not allowed to -inf, in place. logits: (n, vocab_size) float32. rows:
+        (m,) int64 on the same device, the rows of it that the rows of the mask are for."""
         import xgrammar
 
         full = mask
         if len(rows) != len(logits):
             full = mask.new_full((len(logits), mask.shape[1]), -1)
             full.index_copy_(0, rows, mask)
-        xgrammar.apply_token_bitmask_inplace(logits, full, indices=rows)
+        # A list of rows would be copied to a GPU, for which the host would wait.
+        xgrammar.apply_token_bitmask_inplace(logits, full, indices=rows)  # type: ignore[arg-type]
 
     def warm_up(self) -> None:
         """Compile xgrammar's kernel on a GPU: for one row, for multiples of 16 and for other numbers of rows."""

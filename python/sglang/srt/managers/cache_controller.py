@@ -626,8 +626,8 @@ class HiCacheController:
         return any(self.tree.order.class_of(node, tier) >= LAST for node in self.tree.victims(tier, lacking))
 
     def _is_probe(self, tier: Tier, planned: list[Node]) -> bool:
-        """Whether nothing else is on its way to a tier."""
-        return not planned and self.links.is_idle(tier)
+        """Whether nothing else is on its way to a tier, which takes copies."""
+        return not planned and self.links.is_idle(tier) and self.links.num_allowed(tier) > 0
 
     def _gives_up_retired(self, tier: Tier) -> bool:
         """Whether what a tier would give up next is of no use to any request."""
