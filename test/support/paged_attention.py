@@ -20,6 +20,7 @@ class PagedAttention:
     def __init__(self, captures_extends: bool = False) -> None:
         self.capturing = False
         self.captures_extends = captures_extends
+        self.long_extend_len = None
         # On the device, of the segments of graphs.
         self._q_lens: dict[PagedSegments, torch.Tensor] = {}
         self.replayed = 0

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
+from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.sampler import Sampler
+from sglang.srt.mem_cache.kv_view import KVSegment, PagedSegments
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.page_layout import PageLayout
@@ -16,8 +20,8 @@ from sglang.srt.model_executor.kernel_warm_up import warm_up_kernels, warm_up_tr
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.peer.memory.cuda_slabs import SlabsConfig, reserve_slabs
 from sglang.srt.peer.memory.elastic_pool import ElasticPool
-from sglang.srt.utils.device import CPU
 from support.tiny_model import tiny_llama
+from support.triton_runs import needs_triton
 
 
 class WatchedAttention(TorchNativeAttnBackend):
@@ -45,10 +49,53 @@ def test_each_kind_of_batch_runs_and_only_the_scratch_page_is_written(tmp_path, 
     layout = PageLayout.kv(page_size, 3, 2, 8, torch.float32)
     pool = MHATokenToKVPool(5, layout, has_scratch=True)
     pool.poison(torch.arange(5))
-    warm_up_kernels(model, pool, 0.25, 97, Sampler(), CPU, is_streaming)
+    warm_up_kernels(model, pool, 0.25, 97, Sampler(), attention, is_streaming)
     assert {(4,), (4, 1, 4, 1), (1, 1), (1,)} <= attention.forwards
     assert attention.partials == ({(1, False), (4, False), (4, True)} if is_streaming else set())
     assert all(math.isnan(x) for x in pool.pages(torch.arange(5)).flatten().tolist())
+
+
+@needs_triton
+def test_no_attention_kernel_is_left_for_a_request(tmp_path, monkeypatch):
+    """Prompts of any length, behind keys that are divided or not, and streamed, launch what was launched before."""
+    from sglang.srt.layers.attention import triton_backend
+    from sglang.srt.layers.attention.triton_backend import HOPPER_SHARED_BYTES, Tiles, TritonAttnBackend
+
+    launched: set[tuple[object, ...]] = set()
+
+    def launch(kernel, grid, *args, **options):
+        launched.add((kernel, tuple(arg is None for arg in args), *sorted(options.items())))
+
+    class Recording:
+        def __init__(self, *given):
+            self.launch = launch
+
+        def end(self):
+            pass
+
+        def repeat(self, *given):
+            pass
+
+    monkeypatch.setattr(triton_backend, "launch", launch)
+    monkeypatch.setattr(triton_backend, "Recording", Recording)
+    attention = TritonAttnBackend(Tiles.of(8, torch.bfloat16, 1, HOPPER_SHARED_BYTES), num_sms=132)
+    config = replace(tiny_llama(tmp_path), dtype=torch.bfloat16)
+    model = load_model(config, "auto", attention)
+    pool = MHATokenToKVPool(5, PageLayout.kv(1, 3, 2, 8, torch.bfloat16), has_scratch=True)
+    warm_up_kernels(model, pool, 0.25, 97, Sampler(), attention, True)
+    before = len(launched)
+    q = torch.zeros(4096, 4, 8, dtype=torch.bfloat16)
+    for num in (1, 4, 1000, 4096):
+        for kv_len in (num, num + 9000):
+            pages = torch.zeros(kv_len, dtype=torch.int32)
+            numbers = [np.array([0]), np.array([kv_len]), np.array([num])]
+            on_device = [torch.zeros(1, dtype=torch.int64), torch.tensor([kv_len])]
+            attention.forward(
+                q[:num], pool.view(0), PagedSegments(pages, 1, *numbers, *on_device), AttentionMetadata((num,), 0.25)
+            )
+        for own in (KVSegment(pages, 9000), KVSegment(pages, num, num > 1)):
+            attention.partial(q[:num], pool.view(0), own, 0.25)
+    assert len(launched) == before
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -60,7 +107,7 @@ def test_in_slabs_nothing_but_the_scratch_page_is_written(tmp_path, page_size: i
     pool = ElasticPool(slabs, layout)
     for slab in (0, 1):
         slabs.slab(slab)[:] = 7
-    warm_up_kernels(load_model(config, "auto", WatchedAttention()), pool, 0.25, 97, Sampler(), CPU, False)
+    warm_up_kernels(load_model(config, "auto", WatchedAttention()), pool, 0.25, 97, Sampler(), None, False)
     warm_up_transfers(pool, MHATokenToKVPoolHost(pool, 7).kv_pages, "auto")
     assert all((slabs.slab(slab) == 7).all() for slab in (0, 1))
     assert pool.pages(torch.tensor([pool.num_pages])).any()

@@ -419,4 +419,5 @@ def test_a_trained_model_keeps_its_measured_quality(exact_pages: list[Scored], n
     ratio, same_greedy = perplexity(given) / perplexity(wanted), sum(same) / len(same)
     print(f"{name}: perplexity {ratio:.4f} times, {same_greedy:.3f} of {len(same)} greedy tokens the same")
     wanted_ratio, wanted_same = MEASURED[name]
-    assert abs(ratio - wanted_ratio) < 0.003 and abs(same_greedy - wanted_same) < 0.01
+    # The further from exact, the more another machine's roundings change.
+    assert abs(ratio - wanted_ratio) < 0.002 + 0.1 * (wanted_ratio - 1) and abs(same_greedy - wanted_same) < 0.01

@@ -240,6 +240,7 @@ class ModelExecutor:
         self.check_finite = options.check_finite
         self.lockstep = options.lockstep
         self._device = device
+        self._attention = options.attention
         self._layer_stream = layer_stream
         # The prefixes that were streamed last, cut into pieces. They are the same in most launches.
         self._pieces: deque[tuple[tuple[tuple[Tier, np.ndarray], ...], list[Piece]]] = deque(maxlen=_KEPT_PREFIXES)
@@ -303,7 +304,7 @@ class ModelExecutor:
                 self.scale,
                 self.vocab_size,
                 self.sampler,
-                self._device,
+                self._attention,
                 self._layer_stream is not None,
             )
         )

@@ -20,7 +20,7 @@ from sgl_kernel.kvcacheio import (
     transfer_kv_all_layer_pf_lf,
 )
 from sgl_kernel.quantized import MOST_ROWS
-from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionMetadata
 from sglang.srt.layers.linear import Weight
 from sglang.srt.mem_cache.kv_view import KVSegment, PagedSegments
 from sglang.srt.mem_cache.link import LAYERS_AT_ONCE, index_device, layer_groups
@@ -57,26 +57,36 @@ def warm_up_kernels(
     scale: float,
     vocab_size: int,
     sampler: Callable[[torch.Tensor, SamplingBatchInfo], torch.Tensor],
-    device: torch.device,
+    attention: AttentionBackend | None,
     is_streaming: bool,
 ) -> None:
     """Computes on the current stream. All keys are read from the page of the pool's scratch slot, which it must have,
-    and all are written to it. is_streaming: prefixes may come through a layer stream cache."""
-    began = time.monotonic()
+    and all are written to it. attention: the model's; None where no kernels of it depend on how many queries there
+    are. is_streaming: prefixes may come through a layer stream cache."""
+    began, device = time.monotonic(), pool.kv_pages.device
+
+    def compute(reqs: Sequence[tuple[int, int]]) -> None:
+        batch = _batch(reqs, pool, scale, device)
+        state = model.embed(batch)
+        for layer in range(model.num_layers):
+            state = model.forward_layer(layer, state, batch, pool)
+        logits = model.logits(state, batch)
+        for params in _SAMPLINGS:
+            rows = [params] * len(reqs)
+            sampler(logits, SamplingBatchInfo.from_params(rows, vocab_size, batch.sample_rows, device))
+
     with torch.inference_mode():
         inner = model.model if isinstance(model, PrefillGraphs) else model
         modules = inner.modules() if isinstance(inner, nn.Module) else ()
         is_quantized = any(isinstance(each, Weight) and each.quantized is not None for each in modules)
         for reqs in (*_BATCHES, *(_BATCHES_OF_QUANTIZED if is_quantized else ())):
-            batch = _batch(reqs, pool, scale, device)
-            state = model.embed(batch)
-            for layer in range(model.num_layers):
-                state = model.forward_layer(layer, state, batch, pool)
-            logits = model.logits(state, batch)
-            for params in _SAMPLINGS:
-                rows = [params] * len(reqs)
-                sampler(logits, SamplingBatchInfo.from_params(rows, vocab_size, batch.sample_rows, device))
-        for q_len in (1, 4) if is_streaming else ():
+            compute(reqs)
+        q_lens = [1, 4]
+        if attention is not None and (long := attention.long_extend_len) is not None:
+            # One request is so long that its keys are divided, too.
+            compute(((_LONG, 4), (long, long)))
+            q_lens.append(long)
+        for q_len in q_lens if is_streaming else ():
             _stream(model, pool, _batch(((0, q_len),), pool, scale, device), q_len, device)
     logger.info("warmed kernels up in %.1f s", time.monotonic() - began)
 

@@ -192,6 +192,23 @@ def test_a_gpu_with_less_shared_memory_and_wide_heads_get_other_tiles():
 
 
 @needs_triton
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4, 8, 32])
+@pytest.mark.parametrize("group", [1, 3, 4, 7, 8])
+def test_from_how_many_queries_on_a_request_has_the_large_tile(num_kv_heads: int, group: int):
+    from sglang.srt.layers.attention.triton_backend import SHORT_TILE, Heads, Tiles, split_extends
+
+    tiles, heads, sms = Tiles(short=SHORT_TILE), Heads(num_kv_heads, group), 132
+    long = tiles.fewest_queries(heads, sms)
+    assert long is not None and Tiles().fewest_queries(heads, sms) is None
+    picked = [tiles.pick(np.array([n]), heads, sms) for n in (long - 1, long, 4 * long)]
+    assert picked == [SHORT_TILE, tiles.extend, tiles.extend]
+    # What compiles kernels: its longest request is split, so that parts are merged.
+    q_lens, kv_lens = np.array([4, long]), np.array([8192, long])
+    assert tiles.pick(q_lens, heads, sms) == tiles.extend
+    assert len(split_extends(q_lens, kv_lens, kv_lens - q_lens, heads, tiles.extend, sms).merges[0])
+
+
+@needs_triton
 def test_splits_of_extends_cover_each_key_once():
     from sglang.srt.layers.attention.triton_backend import ExtendRoom, ExtendTile, Heads, split_extends
 

@@ -53,10 +53,14 @@ class AttentionBackend(Protocol):
     first. While it is set, the work of `forward` with a `PagedSegments` of one query each depends on the batch's size
     only. It may be captured if it has run once before with the same object: then memory is allocated, kernels are
     compiled and plans are made. captures_extends: whether that holds for any numbers of queries, too, with as many
-    rows as q has; the last request then has none."""
+    rows as q has; the last request then has none. long_extend_len: known behind a batch with extends, the fewest
+    queries of a request for which other kernels are compiled than for a few; None where there are no others."""
 
     capturing: bool
     captures_extends: bool
+
+    @property
+    def long_extend_len(self) -> int | None: ...
 
     def forward(
         self, q: torch.Tensor, view: KVView, segments: Sequence[list[KVSegment]], meta: AttentionMetadata

@@ -163,6 +163,7 @@ class FlashInferAttnBackend:
     """
 
     captures_extends = False
+    long_extend_len = None
 
     def __init__(
         self, flashinfer: Any = None, workspace_bytes: int = _WORKSPACE_BYTES, extend_kernels: str = "auto"

@@ -107,6 +107,13 @@ class Tiles:
         is_short = 2 * self.extend.num_blocks(q_lens, heads) <= self.extend.at_once(heads, num_sms)
         return self.short if self.short is not None and is_short else self.extend
 
+    def fewest_queries(self, heads: Heads, num_sms: int) -> int | None:
+        """Of a request for which `pick` does not choose the short tile; None where there is none."""
+        if self.short is None:
+            return None
+        num_blocks = self.extend.at_once(heads, num_sms) // 2 + 1
+        return (num_blocks - 1) * self.extend.queries // heads.group + 1
+
     def decode_warps(self, rows: int, block_d: int, dtype: torch.dtype) -> int:
         """rows: query heads of a program. Two warps have registers for 16 rows of 128 values of 16 bits."""
         return 2 if rows * block_d * dtype.itemsize <= 16 * 128 * 2 else 4
@@ -212,10 +219,18 @@ class TritonAttnBackend:
         self.capturing = False
         self._tiles = tiles
         self._num_sms = num_sms
+        # Of the last plan with extends.
+        self._heads: Heads | None = None
         self._batch: _Batch | None = None
         # By q_len, length and whether it is causal. A plan does not depend on the pages.
         self._partials: OrderedDict[tuple[int, int, bool], _Plan] = OrderedDict()
         self._captured: WeakKeyDictionary[PagedSegments, _CapturedExtends] = WeakKeyDictionary()
+
+    @property
+    def long_extend_len(self) -> int | None:
+        if self._tiles is None or self._heads is None or self._num_sms is None:
+            return None
+        return self._tiles.fewest_queries(self._heads, self._num_sms)
 
     def forward(
         self, q: torch.Tensor, view: KVView, segments: Sequence[list[KVSegment]], meta: AttentionMetadata
@@ -319,6 +334,7 @@ class TritonAttnBackend:
             starts, lens = on_device or to_device_together([np.cumsum(kv_lens) - kv_lens, kv_lens], q.device)
             return _Plan(starts, lens, num_decodes, longest, None)
         heads, sms = _heads_of(q, view), self._sms_of(q.device)
+        self._heads = heads
         tile = self._tiles_for(q, view).pick(q_lens[~is_decode], heads, sms)
         splits = split_extends(q_lens, kv_lens, before, heads, tile, sms)
         columns = [
