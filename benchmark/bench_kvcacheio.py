@@ -337,7 +337,7 @@ def _auto(device: str, direction: str, run_bytes: int) -> str:
     chosen = pick_backend("auto", device, run_bytes, to_host=direction != "load")
     if chosen != "kernel":
         return chosen
-    quota = kvcacheio.LOAD_WARPS if direction == "load" else kvcacheio.BACKUP_WARPS
+    quota = kvcacheio.default_warps(from_gpu=direction != "load", to_gpu=direction == "load")
     return f"{available_kernel(chosen)} {quota}"
 
 

@@ -1,4 +1,4 @@
-"""All benchmarks of a GPU in one run of under nine minutes: JSON in one folder, a short table last.
+"""The main benchmarks of a GPU in one run of under nine minutes: JSON in one folder, a short table last.
 
     python -m benchmark.gpu [--out DIR] [--budget-s 520] [--only kvcacheio,gpu_engine] [--device cpu]
 

@@ -319,3 +319,11 @@ def test_what_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch):
     installed["triton"] = False
     for requested in ("auto", "kernel"):
         assert "CuPy (pip install cupy-cuda13x) or Triton" in str(why_not(requested, "cuda"))
+
+
+@pytest.mark.parametrize(
+    ("from_gpu", "to_gpu", "is_few"), [(True, False, True), (False, True, False), (True, True, False)]
+)
+def test_few_warps_write_to_the_host(from_gpu: bool, to_gpu: bool, is_few: bool) -> None:
+    warps = kvcacheio.default_warps(from_gpu, to_gpu)
+    assert warps == (kvcacheio.BACKUP_WARPS if is_few else kvcacheio.LOAD_WARPS)

@@ -270,9 +270,7 @@ class CopyLink:
 
     def _backend(self, io_backend: str, src: KVPages, dst: KVPages) -> str:
         """What `auto` is; the CPU's code chooses for itself."""
-        if self._device.type == "cpu":
-            return io_backend
-        return pick_backend(io_backend, self._device) if self._copier else pick_between(io_backend, src, dst)
+        return io_backend if self._device.type == "cpu" else pick_between(io_backend, src, dst)
 
     def _end(self, operation: _Operation) -> None:
         operation.ended = self.stream.mark()

@@ -15,8 +15,8 @@ Contract of every function here:
 - stream: the `torch.cuda.Stream` to run on, by default the current one; on the CPU the copy is done on return. Until
   the stream has passed the copy, the source pages must not be written and the destination pages must not be touched.
   Other pages are neither read nor written.
-- num_warps: the number of warps that `kernel` may use, in blocks of eight. Strata 4.2 has 2 blocks of 1,024 threads
-  for loads, which are 64 warps, and 1 for backups. `bulk` has a warp in the place of 32.
+- num_warps: the number of warps that `kernel` may use, in blocks of eight; None for `default_warps`. `bulk` has one
+  warp in the place of 32.
 - Bad arguments raise `KVLayoutError` (a ValueError) before a byte has moved.
 """
 
@@ -50,6 +50,7 @@ __all__ = [
     "LayerFlags",
     "LayerFlagsError",
     "copy_pages",
+    "default_warps",
     "load_layers",
     "page_size_for_dma",
     "pick_backend",
@@ -75,7 +76,7 @@ def copy_pages(
     dst_pages: torch.Tensor,
     *,
     backend: str = "auto",
-    num_warps: int = LOAD_WARPS,
+    num_warps: int | None = None,
     stream: Any = None,
 ) -> None:
     """dst[layer, dst_pages[i]] = src[layer, src_pages[i]] for all layers and components of src and dst.
@@ -87,6 +88,7 @@ def copy_pages(
     if not len(src_pages) or not src.num_layers:
         return
     device = dst.device if dst.is_cuda else src.device
+    num_warps = default_warps(src.is_cuda, dst.is_cuda) if num_warps is None else num_warps
     chosen = pick_between(backend, src, dst)
     if chosen in HOST_BACKENDS and device.type != "cpu":
         raise KVLayoutError(f"the {chosen} backend copies in host memory only; use auto, kernel, dma or direct")
@@ -109,6 +111,12 @@ def copy_pages(
         from sgl_kernel.kvcacheio import triton_kernels
 
         triton_kernels.copy_pages(src, dst, src_pages, dst_pages, num_warps=num_warps, stream=stream)
+
+
+def default_warps(from_gpu: bool, to_gpu: bool) -> int:
+    """Few for what leaves a GPU for host memory: a backup, or what only a peer has and gives up. Strata 4.2 has 2
+    blocks of 1,024 threads for loads, which are 64 warps, and 1 for backups."""
+    return BACKUP_WARPS if from_gpu and not to_gpu else LOAD_WARPS
 
 
 def load_layers(
@@ -135,7 +143,7 @@ class CopyOptions(TypedDict, total=False):
     """See `copy_pages`."""
 
     backend: str
-    num_warps: int
+    num_warps: int | None
     stream: Any
 
 
@@ -176,7 +184,6 @@ def transfer_kv_all_layer_lf_pf(
 
     src: the device pool. host: pinned for a GPU; other layouts than page-first will do.
     """
-    options.setdefault("num_warps", LOAD_WARPS if host.is_cuda else BACKUP_WARPS)
     copy_pages(src, host, src_pages, dst_pages, **options)
 
 

@@ -192,6 +192,18 @@ def test_a_gpu_with_less_shared_memory_and_wide_heads_get_other_tiles():
 
 
 @needs_triton
+def test_pools_of_several_page_sizes_have_tiles_of_their_own():
+    from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+
+    backend, q = TritonAttnBackend(num_sms=132), torch.zeros(1, 4, 128, dtype=torch.bfloat16)
+    keys = []
+    for page_size in (1, 64, 1):
+        view = make_view("layer_first", 2, page_size, 2, 128, torch.bfloat16)
+        keys.append(backend._tiles_for(q, view).extend.keys_of_pages)
+    assert keys == [128, 64, 128]
+
+
+@needs_triton
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4, 8, 32])
 @pytest.mark.parametrize("group", [1, 3, 4, 7, 8])
 def test_from_how_many_queries_on_a_request_has_the_large_tile(num_kv_heads: int, group: int):

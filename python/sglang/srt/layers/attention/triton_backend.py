@@ -209,18 +209,20 @@ class TritonAttnBackend:
     zero. A replay therefore needs nothing from the host. Without `capturing`, short batches have no splits. Of
     prefills the host divides rows and keys again before a replay, for as many programs as there may be.
 
-    tiles, num_sms (the number of programs that run at once): None to derive them from the first queries, pages and
-    their GPU.
+    tiles, num_sms (the number of programs that run at once): None to derive them from the first queries of each page
+    size and their GPU.
     """
 
     captures_extends = True
 
     def __init__(self, tiles: Tiles | None = None, num_sms: int | None = None) -> None:
         self.capturing = False
-        self._tiles = tiles
+        self._given_tiles = tiles
+        # By page size.
+        self._tiles: dict[int, Tiles] = {}
         self._num_sms = num_sms
         # Of the last plan with extends.
-        self._heads: Heads | None = None
+        self._last_extends: tuple[Tiles, Heads] | None = None
         self._batch: _Batch | None = None
         # By q_len, length and whether it is causal. A plan does not depend on the pages.
         self._partials: OrderedDict[tuple[int, int, bool], _Plan] = OrderedDict()
@@ -228,9 +230,10 @@ class TritonAttnBackend:
 
     @property
     def long_extend_len(self) -> int | None:
-        if self._tiles is None or self._heads is None or self._num_sms is None:
+        if self._last_extends is None or self._num_sms is None:
             return None
-        return self._tiles.fewest_queries(self._heads, self._num_sms)
+        tiles, heads = self._last_extends
+        return tiles.fewest_queries(heads, self._num_sms)
 
     def forward(
         self, q: torch.Tensor, view: KVView, segments: Sequence[list[KVSegment]], meta: AttentionMetadata
@@ -334,8 +337,9 @@ class TritonAttnBackend:
             starts, lens = on_device or to_device_together([np.cumsum(kv_lens) - kv_lens, kv_lens], q.device)
             return _Plan(starts, lens, num_decodes, longest, None)
         heads, sms = _heads_of(q, view), self._sms_of(q.device)
-        self._heads = heads
-        tile = self._tiles_for(q, view).pick(q_lens[~is_decode], heads, sms)
+        tiles = self._tiles_for(q, view)
+        self._last_extends = tiles, heads
+        tile = tiles.pick(q_lens[~is_decode], heads, sms)
         splits = split_extends(q_lens, kv_lens, before, heads, tile, sms)
         columns = [
             *splits.blocks,
@@ -476,13 +480,14 @@ class TritonAttnBackend:
                 )
 
     def _tiles_for(self, q: torch.Tensor, view: KVView) -> Tiles:
-        if self._tiles is None:
+        found = self._given_tiles or self._tiles.get(view.page_size)
+        if found is None:
             shared_bytes = HOPPER_SHARED_BYTES
             if q.is_cuda:
                 properties = triton.runtime.driver.active.utils.get_device_properties(q.device.index)
                 shared_bytes = properties["max_shared_mem"]
-            self._tiles = Tiles.of(q.shape[2], q.dtype, view.page_size, shared_bytes)
-        return self._tiles
+            found = self._tiles[view.page_size] = Tiles.of(q.shape[2], q.dtype, view.page_size, shared_bytes)
+        return found
 
     def _sms_of(self, device: torch.device) -> int:
         if self._num_sms is None:
