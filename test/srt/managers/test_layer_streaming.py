@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,15 +13,16 @@ import pytest
 from test_equality import MODELS, Model, check_memory, greedy, prompts
 
 from sglang.srt.managers import kv_cache
-from sglang.srt.managers.schedule_batch import ReqHold
-from sglang.srt.managers.scheduler_config import LayerStreamConfig
+from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
+from sglang.srt.managers.schedule_batch import BatchDecision, ReqHold
+from sglang.srt.managers.scheduler_config import LayerStreamConfig, PriorityConfig
 from sglang.srt.managers.streamed_request import StreamedRequest
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.transfer import P2D, Tier
 from sglang.srt.model_executor.launch import Launch, LaunchMode, StreamedPrefix
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.time_units import LaunchSeq
-from support.local_engine import LocalEngine
+from support.local_engine import Generation, LocalEngine
 from support.storage_rig import DEVICE, HOST, StorageRig, tokens
 from support.two_ranks import TwoRanks
 
@@ -447,3 +449,77 @@ def test_what_cannot_stream_is_said_at_the_start(model: Model):
         streaming(model, num_host_pages=0)
     with pytest.raises(ValueError, match="--chunked-prefill-size"):
         streaming(model, tokens=36)
+
+
+class Arrivals:
+    """Requests that come one by one, in order, each when another one begins; who began, in order."""
+
+    def __init__(self, engine: LocalEngine) -> None:
+        self.engine, self.began, self.names = engine, [], []
+
+    def add(self, name: str, prompt: np.ndarray, params: SamplingParams, priority: int = 0) -> None:
+        self.engine._answers[name] = Generation()
+        self.names.append(name)
+        message = TokenizedGenerateReqInput(
+            rid=name, input_ids=ids_to_bytes(prompt), sampling_params=params, stream=True, priority=priority
+        )
+        self.engine._turn(0.0, [message], [], self._look)
+
+    def run(self, until: Callable[[], bool]) -> None:
+        while not until():
+            self.engine._turn(0.0, [], [], self._look)
+
+    def is_over(self, name: str) -> bool:
+        return bool(self.engine._answers[name].finish_reason)
+
+    def _look(self, decision: BatchDecision) -> None:
+        active = [req.rid for req in self.engine.scheduler.queues.active()]
+        self.began += [rid for rid in active if rid not in self.began]
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("schedule_policy", ["fcfs", "lpm"])
+def test_a_steady_flow_of_requests_that_stream_keeps_no_longer_one_waiting(model: Model, schedule_policy: str):
+    """The flow's requests have room beside each other and not beside the long one, which comes third."""
+    engine = streaming(model, tokens=160, num_host_pages=80, schedule_policy=schedule_policy)
+    flow = prompts(51, [164 + i for i in range(8)])
+    (long,) = prompts(52, [420])
+    arrivals = Arrivals(engine)
+    for i, prompt in enumerate(flow):
+        arrivals.add(f"flow {i}", prompt, greedy(6))
+        if i == 1:
+            arrivals.run(lambda: len(arrivals.began) == 2)
+            assert len(engine.scheduler.streaming.reqs) == 2
+            arrivals.add("long", long, greedy(6))
+    (short,) = prompts(53, [20])
+    arrivals.add("short", short, greedy(4))
+    arrivals.run(lambda: all(map(arrivals.is_over, arrivals.names)))
+    assert arrivals.began.index("long") <= 3 and "short" in arrivals.began[:3], arrivals.began
+    assert arrivals.began[-6:] == [f"flow {i}" for i in range(2, 8)]
+    for name, prompt, n in (("long", long, 6), ("flow 7", flow[7], 6), ("short", short, 4)):
+        model.check(prompt, engine._answers[name], n)
+    check_memory(model, engine)
+
+
+@pytest.mark.parametrize("threshold", [None, 10])
+@pytest.mark.parametrize("num_prompt", [420, 20])
+def test_a_higher_priority_takes_the_place_of_what_streams(model: Model, threshold: int | None, num_prompt: int):
+    """Of its memory if it must stream, too; of its slot if it is short, for which pages are given up anyway."""
+    slots = {} if num_prompt > 100 else {"max_running_requests": 1}
+    engine = streaming(
+        model, tokens=160, num_host_pages=80, priorities=PriorityConfig(preemption_threshold=threshold), **slots
+    )
+    first, high = *prompts(54, [200]), *prompts(55, [num_prompt])
+    arrivals = Arrivals(engine)
+    arrivals.add("first", first, greedy(60))
+    arrivals.run(lambda: len(engine._answers["first"].tokens) > 3)
+    assert engine.scheduler.streaming.reqs
+    arrivals.add("high", high, greedy(4), priority=20)
+    arrivals.run(lambda: arrivals.is_over("high"))
+    assert arrivals.is_over("first") == (threshold is None)
+    arrivals.run(lambda: arrivals.is_over("first"))
+    assert counters(engine).get("preempted_reqs", 0) == (threshold is not None)
+    model.check(first, engine._answers["first"], 60)
+    model.check(high, engine._answers["high"], 4)
+    engine.settle()
+    check_memory(model, engine)

@@ -144,7 +144,7 @@ class Admission:
         ready = self._storage.startable(self._queues.waiting)
         if any([r.delay_end for r in ready]):
             ready = self._after_delay_hits(ready)
-        ready = self._streaming.admissible(ready)
+        ready = self._streaming.admissible(ready, self.turn_of)
         if not ready:
             return
         rank = QUEUE_POLICIES[self._policies.schedule_policy]
@@ -171,18 +171,36 @@ class Admission:
         return self._priority_rank(req), req.order
 
     def preemptible_for(self, req: Req) -> list[Req]:
-        """Running requests whose memory a waiting one may take, in the order in which they lose it."""
+        """Running requests whose memory a waiting one may take, in the order in which they lose it. Those that stream
+        give up pages without that, but no slot."""
+        streams, others = self._lower_than(req)
+        return others or (streams if not self._queues.has_free_slot else [])
+
+    def preemptible_streams(self) -> list[Req]:
+        """Requests that stream, and without which a waiting one of higher priority can."""
+        waiting = self._storage.startable(self._queues.waiting)
+        req = min((r for r in waiting if self._streaming.lacks_only_room(r)), key=self.turn_of, default=None)
+        streams, _ = self._lower_than(req) if req is not None else ([], [])
+        for num in range(1, len(streams) + 1):
+            if req is not None and self._streaming.may_begin(req, without=streams[:num]):
+                return streams[:num]
+        return []
+
+    def _lower_than(self, req: Req) -> tuple[list[Req], list[Req]]:
+        """Running requests that stream, and others, whose memory a waiting one may take; the last in line first."""
         assert self._priorities is not None
         threshold = self._priorities.preemption_threshold
         if threshold is None:
-            return []
+            return [], []
         least = self._priority_rank(req) + threshold
-        active = [r for r in self._queues.active() if not (self._streaming.is_streaming(r) or r.is_check)]
-        return sorted((r for r in active if self._priority_rank(r) > least), key=self.turn_of, reverse=True)
+        lower = [r for r in self._queues.active() if self._priority_rank(r) > least and not r.is_check]
+        lower.sort(key=self.turn_of, reverse=True)
+        streams = [r for r in lower if self._streaming.is_streaming(r)]
+        return streams, [r for r in lower if r not in streams]
 
     def first_in_line(self) -> Req | None:
         """The waiting request that starts next, whether there is room for it or not."""
-        ready = self._streaming.admissible(self._storage.startable(self._queues.waiting))
+        ready = self._streaming.admissible(self._storage.startable(self._queues.waiting), self.turn_of)
         return min((r for r in ready if not self._streaming.must_stream(r)), key=self.turn_of, default=None)
 
     def lacks_room(self, req: Req) -> bool:

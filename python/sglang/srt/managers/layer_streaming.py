@@ -10,6 +10,7 @@ that is borrowed now. A request starts to stream only if everything that streams
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Collection
 
 import numpy as np
 
@@ -106,8 +107,8 @@ class NoLayerStreaming:
         """Whether the device may have no room for it before its end."""
         return False
 
-    def may_begin(self, req: Req) -> bool:
-        """Whether a request that must stream has room beside those that do."""
+    def may_begin(self, req: Req, without: Collection[Req] = ()) -> bool:
+        """Whether a request that must stream has room beside those that do. without: such as end for it."""
         return True
 
     def is_streaming(self, req: Req) -> bool:
@@ -122,8 +123,13 @@ class NoLayerStreaming:
         longest needs."""
         return False, 0
 
-    def admissible(self, ready: list[Req]) -> list[Req]:
-        """Those of the waiting requests that may start beside the requests that stream."""
+    def lacks_only_room(self, req: Req) -> bool:
+        """Whether a request must stream, and would have room if no other did."""
+        return False
+
+    def admissible(self, ready: list[Req], turn_of: Callable[[Req], tuple[int, int]]) -> list[Req]:
+        """Those of the waiting requests that may start beside the requests that stream. turn_of: the least is the
+        first that room is kept for."""
         return ready
 
     def refusal(self, num_prompt: int) -> str:
@@ -245,10 +251,11 @@ class LayerStreaming(NoLayerStreaming):
     def may_stream(self, req: Req) -> bool:
         return req.max_len > self.max_resident_len
 
-    def may_begin(self, req: Req) -> bool:
-        if not self._streams:
+    def may_begin(self, req: Req, without: Collection[Req] = ()) -> bool:
+        streaming = [each for each in self.reqs if each not in without]
+        if not streaming:
             return req.num_known < self.max_total_len
-        reqs = [*self.reqs, req]
+        reqs = [*streaming, req]
         num_pages = sum(pages_for(r.max_len, self._page) + pages_without_context(self.chunk_pages) for r in reqs)
         most = pages_of_all_tiers(self.config, self._cache.num_borrowed_pages)
         return num_pages <= most and len(reqs) * self.headroom <= self.config.num_usable_pages
@@ -259,9 +266,18 @@ class LayerStreaming(NoLayerStreaming):
     def future_len(self, req: Req) -> int:
         return 0 if self.is_streaming(req) or self.must_stream(req) else super().future_len(req)
 
-    def admissible(self, ready: list[Req]) -> list[Req]:
-        # What has no room now lets the younger ones pass.
-        return [r for r in ready if not self.must_stream(r) or self.may_begin(r)]
+    def lacks_only_room(self, req: Req) -> bool:
+        return self.must_stream(req) and req.num_known < self.max_total_len and not self.may_begin(req)
+
+    def admissible(self, ready: list[Req], turn_of: Callable[[Req], tuple[int, int]]) -> list[Req]:
+        # What has no room now lets shorter ones pass. No other begins to stream before it: while some always do, it
+        # would never have room.
+        first = min((turn_of(r) for r in ready if self.lacks_only_room(r)), default=None)
+        return [
+            r
+            for r in ready
+            if not self.must_stream(r) or (self.may_begin(r) and (first is None or turn_of(r) < first))
+        ]
 
     def awaited(self) -> tuple[bool, int]:
         reqs = [*self.reqs, *(r for r in self._queues.waiting if self.must_stream(r))]

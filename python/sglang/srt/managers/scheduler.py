@@ -643,6 +643,9 @@ class Scheduler:
 
     def _preempt(self) -> None:
         """Retract running requests for a waiting one of higher priority that has no room."""
+        for victim in self.admission.preemptible_streams():
+            self._retract(victim)
+            self._counters["preempted_reqs"] += 1
         req = self.admission.first_in_line()
         victims = self.admission.preemptible_for(req) if req is not None else []
         prompt = self.queues.prefilling
