@@ -58,6 +58,8 @@ def ask(
         ("quotas", {"cache_salt": "s", "tokens": {"device": -1}}, "a quota is 0 to"),
         ("policies", {"hicache_deferral_threshold": 10**30}, "must be a number from 0 to"),
         ("policies", {"hicache_load_ratio": 1e300}, "must be a number from 0 to"),
+        ("policies", {"hicache_bubble_filling": "decode"}, "start the server with decode"),
+        ("policies", {"hicache_load_or_recompute": "perhaps"}, "hicache_load_or_recompute"),
         ("policies", {"hicache_load_ratio": 10**400}, "hicache_load_ratio"),
         ("policies", {"hicache_load_ratio": -1}, "must be a number from 0 to"),
         ("retention/n", {"text": "a", "ttl_s": 0}, "send DELETE"),
@@ -114,6 +116,13 @@ def test_a_line_break_is_no_way_around_the_key() -> None:
         reply, changes = ask("POST", "/flush_cache" + end, key="")
         assert (reply.status_code, changes) == (status, [])
     assert ask("POST", "/flush_cache")[1] == [("flush",)]
+
+
+def test_switches_have_the_values_of_their_flags() -> None:
+    for value, is_on in (("on", True), ("off", False), (True, True), (False, False)):
+        names = ("hicache_bubble_filling", "hicache_load_or_recompute")
+        reply, changes = ask("PUT", "/hicache/policies", dict.fromkeys(names, value))
+        assert reply.status_code == 200 and changes == [(dict.fromkeys(names, is_on),)]
 
 
 def test_the_largest_numbers_are_passed_on() -> None:

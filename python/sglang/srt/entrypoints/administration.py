@@ -54,8 +54,8 @@ class PoliciesRequest(msgspec.Struct, frozen=True, kw_only=True):
     hicache_storage_prefetch_policy: str | None = None
     hicache_load_ratio: float | Literal["auto"] | None = None
     hicache_deferral_threshold: int | None = None
-    hicache_bubble_filling: bool | None = None
-    hicache_load_or_recompute: bool | None = None
+    hicache_bubble_filling: bool | Literal["on", "off", "decode"] | None = None
+    hicache_load_or_recompute: bool | Literal["on", "off"] | None = None
 
 
 class Prefix(msgspec.Struct, frozen=True, kw_only=True):
@@ -192,6 +192,11 @@ def _add_policies(app: FastAPI, args: ServerArgs, manager: TokenizerManager) -> 
         for name in ("hicache_load_ratio", "hicache_deferral_threshold"):
             if isinstance(value := wanted.get(name), int | float) and not 0 <= value <= MAX_TOKENS:
                 raise RequestError(f"{name} must be a number from 0 to {MAX_TOKENS}", param=name)
+        for name in ("hicache_bubble_filling", "hicache_load_or_recompute"):
+            if isinstance(value := wanted.get(name), str):
+                if value == "decode":
+                    raise RequestError(f"{name} is on or off here: start the server with decode", param=name)
+                wanted[name] = value == "on"
         request.state.audit = ", ".join(f"{name} {value}" for name, value in wanted.items())
         result = await manager.control.set_policies(wanted)
         return JSONResponse(await policies()) if result.success else _done(result, "")

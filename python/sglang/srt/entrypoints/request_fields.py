@@ -167,7 +167,7 @@ def decode_body(body: bytes) -> dict[str, Any]:
     except RecursionError:
         raise RequestError("the body is not valid JSON: it is nested too deeply") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        # msgspec says of some that they are cut off.
+        # msgspec takes some for cut off.
         why = "it has half of a surrogate pair, which is no character" if _HALF_A_PAIR.search(body) else str(error)
         raise RequestError(f"the body is not valid JSON: {why}") from None
     if not isinstance(value, dict):

@@ -70,3 +70,21 @@ def test_buffers_that_leave_the_device_nothing_are_refused(tmp_path: Path) -> No
     assert build(2048) == 1024
     with pytest.raises(StartupError, match="take all 1024 tokens of the device: lower --layer-stream"):
         build(1024)
+
+
+def test_buffers_and_swap_files_have_room_for_a_page(tmp_path: Path) -> None:
+    def build(**options: object) -> None:
+        args = ServerArgs(
+            model_path="embedded",
+            enable_hierarchical_cache=True,
+            hicache_size=0.1,
+            max_total_tokens=2048,
+            **{"layer_stream": 2, "layer_stream_tokens": 64, **options},  # type: ignore[arg-type]
+        )
+        build_config(args, tiny_llama(tmp_path), SINGLE_RANK)
+
+    build()
+    with pytest.raises(StartupError, match="take all 2048 tokens of the device: lower --layer-stream"):
+        build(layer_stream=100_000)
+    with pytest.raises(StartupError, match="--layer-stream-disk-size 1e-08 GB has no room for one page"):
+        build(layer_stream_disk_size=1e-8, layer_stream_disk_path=str(tmp_path))

@@ -88,12 +88,18 @@ def build_config(
     layer_stream = None
     if args.layer_stream:
         layer_stream, num_left = layer_stream_sizes_for(args, num_pages, num_host_pages, model.num_layers, device)
-        if num_left < 1:
+        if layer_stream.buffer_pages < 1 or num_left < 1:
             raise StartupError(
                 f"the buffers of --layer-stream take all {num_pages * args.page_size} tokens of the device: lower "
                 "--layer-stream or --layer-stream-tokens, or raise --max-total-tokens"
             )
         num_pages = num_left
+    num_swap_pages = int(args.layer_stream_disk_size * 1e9 / group.size) // page_bytes
+    if args.layer_stream_disk_size and not num_swap_pages:
+        raise StartupError(
+            f"--layer-stream-disk-size {args.layer_stream_disk_size:g} GB has no room for one page of {page_bytes} "
+            f"bytes on each of {group.size} ranks: raise it"
+        )
     chunk = args.chunked_prefill_size if args.chunked_prefill_size > 0 else model.context_length
     return SchedulerConfig(
         page_size=args.page_size,
@@ -122,7 +128,7 @@ def build_config(
         insert_at=args.hicache_publish_at,
         deferral_threshold=args.hicache_deferral_threshold,
         layer_stream=layer_stream,
-        num_swap_pages=int(args.layer_stream_disk_size * 1e9 / group.size) // page_bytes,
+        num_swap_pages=num_swap_pages,
         canary_rate=args.hicache_canary,
     )
 
