@@ -178,11 +178,16 @@ class Admission:
 
     def preemptible_streams(self) -> list[Req]:
         """Requests that stream, and without which a waiting one of higher priority can."""
-        waiting = self._storage.startable(self._queues.waiting)
-        req = min((r for r in waiting if self._streaming.lacks_only_room(r)), key=self.turn_of, default=None)
-        streams, _ = self._lower_than(req) if req is not None else ([], [])
+        if not self._streaming.reqs:
+            return []
+        ready = self._storage.startable(self._queues.waiting)
+        waiting = [r for r in ready if self._streaming.lacks_only_room(r)]
+        if not waiting:
+            return []
+        first = min(waiting, key=self.turn_of)
+        streams, _ = self._lower_than(first)
         for num in range(1, len(streams) + 1):
-            if req is not None and self._streaming.may_begin(req, without=streams[:num]):
+            if self._streaming.may_begin(first, without=streams[:num]):
                 return streams[:num]
         return []
 
