@@ -168,11 +168,11 @@ def test_every_request_ends_though_a_backup_hangs_for_ever(since: float, size: i
 
 def test_a_backup_that_fails_for_a_while_costs_hits_but_no_request() -> None:
     sim = simulation({D2H: LinkHealth(failing=((0.0, 4.0),))})
-    times = sim.run(arrivals(3, 16), after_step=lambda decision: sim.core.scheduler.check_invariants())
+    times = sim.run(arrivals(3, 20), after_step=lambda decision: sim.core.scheduler.check_invariants())
     assert {each.finish_reason for each in times.values()} == {"length"}
     assert sim.core.scheduler.counters["failed_ops"] > 0
     healthy = simulation({})
-    healthy.run(arrivals(3, 16))
+    healthy.run(arrivals(3, 20))
     hits: Any = [each.core.scheduler.counters["hit_tokens_host"] for each in (sim, healthy)]
     assert 0 < hits[0] < hits[1]
 

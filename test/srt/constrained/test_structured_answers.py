@@ -188,11 +188,11 @@ def test_an_abort_in_the_middle_leaves_the_slot_to_others(model: Model):
 
 def test_on_a_device_the_host_waits_for_drawn_tokens_alone(model: Model):
     """One request with a grammar beside a free one, then requests with grammars only."""
-    batch, of = prompts(41, [30, 50, 20]), [language(41), None, language(42)]
+    batch, of = prompts(41, [30, 50, 20]), [language(41, 6), None, language(42, 6)]
     with emulated_device(5) as device:
         engine = model.engine(device="cuda", debug=False, chunked_prefill_size=32)
         device.syncs.clear()
-        found = engine.generate(batch, [params(each) for each in of])
+        found = engine.generate(batch, [params(each, max_new_tokens=12) for each in of])
         found += engine.generate([batch[0], batch[2]], [params(of[0]), params(of[2])])
         engine.close()
         assert not device.syncs
@@ -201,5 +201,5 @@ def test_on_a_device_the_host_waits_for_drawn_tokens_alone(model: Model):
         assert grammar is not None
         model.check(batch[at], answer, grammar)
     engine = model.engine(chunked_prefill_size=32)
-    assert found[1].tokens == engine.generate([batch[1]], params(None))[0].tokens
+    assert found[1].tokens == engine.generate([batch[1]], params(None, max_new_tokens=12))[0].tokens
     engine.close()

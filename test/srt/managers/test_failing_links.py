@@ -46,8 +46,17 @@ def test_it_is_tried_again_after_a_pause(is_ok: bool) -> None:
 
 def test_pauses_do_not_grow_for_ever() -> None:
     link = Link()
-    link.end(*[False] * 5000)
-    assert link.is_failing_after(63) and not link.is_failing_after(2)
+    for _ in range(5000):
+        link.end(False)
+        link.now += 8.0
+    link.end(False)
+    assert link.is_failing_after(7) and not link.is_failing_after(2)
+
+
+def test_copies_that_began_before_a_pause_make_it_no_longer() -> None:
+    link = Link()
+    assert link.end(*[False] * 20)
+    assert link.is_failing_after(0.9) and not link.is_failing_after(0.2)
 
 
 def test_a_link_is_judged_by_the_time_of_the_step_that_learns_of_it() -> None:

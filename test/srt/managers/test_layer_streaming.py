@@ -501,7 +501,7 @@ def test_a_steady_flow_of_requests_that_stream_keeps_no_longer_one_waiting(model
     check_memory(model, engine)
 
 
-@pytest.mark.parametrize("threshold", [None, 10])
+@pytest.mark.parametrize("threshold", [pytest.param(None, marks=pytest.mark.slow), 10])
 @pytest.mark.parametrize("num_prompt", [420, 20])
 def test_a_higher_priority_takes_the_place_of_what_streams(model: Model, threshold: int | None, num_prompt: int):
     """Of its memory if it must stream, too; of its slot if it is short, for which pages are given up anyway."""

@@ -1,7 +1,7 @@
 """`FailingLinks`: which links from the device fail again and again.
 
 Owns, per link, how many copies failed in a row, and until when nothing more is copied by it. After that it is tried
-again; each further failure doubles the pause.
+again; where that fails, too, the pause is twice as long.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import Counter
 from sglang.srt.utils.time_units import Seconds
 
 _FAILED_IN_A_ROW = 3
-_FIRST_PAUSE_S, _NUM_DOUBLED = 1.0, 6
+_FIRST_PAUSE_S, _NUM_DOUBLED = 1.0, 3
 
 
 class FailingLinks:
@@ -22,20 +22,23 @@ class FailingLinks:
         # Those that failed since the last update.
         self._failed: set[str] = set()
         self._until: dict[str, Seconds] = {}
+        self._num_pauses: Counter[str] = Counter()
 
     def note_ended(self, link: str, is_ok: bool) -> None:
         """A copy is over."""
         if is_ok:
-            self._num_failed.pop(link, None)
-            self._until.pop(link, None)
             self._failed.discard(link)
+            for known in (self._num_failed, self._until, self._num_pauses):
+                known.pop(link, None)
         else:
             self._num_failed[link] += 1
             self._failed.add(link)
 
     def update(self, now: Seconds) -> None:
         for link in self._failed:
-            if (num_doubled := self._num_failed[link] - _FAILED_IN_A_ROW) >= 0:
-                self._until[link] = Seconds(now + _FIRST_PAUSE_S * 2 ** min(num_doubled, _NUM_DOUBLED))
+            # What fails in a pause began before it.
+            if self._num_failed[link] >= _FAILED_IN_A_ROW and self._until.get(link, now) <= now:
+                self._until[link] = Seconds(now + _FIRST_PAUSE_S * 2 ** min(self._num_pauses[link], _NUM_DOUBLED))
+                self._num_pauses[link] += 1
         self._failed.clear()
         self.links = frozenset(link for link, until in self._until.items() if until > now)
