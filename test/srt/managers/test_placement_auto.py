@@ -118,9 +118,8 @@ def test_a_link_that_fails_gets_nothing(is_worth: bool):
         failing.note_ended(D2H, is_ok=False)
     failing.update(Seconds(0.0))
     most = bound(FIRST_COPYING_RATIO)
-    node = rig.computed("".join(chr(1000 + i) for i in range(3 * most)))
+    rig.computed("".join(chr(1000 + i) for i in range(3 * most)))
     rig.at(10).write_ahead(200)
-    assert rig.controller.back_up([node], HOST) is None
     rig.give_up(most)
     assert rig.begun() == []
     failing.update(Seconds(2.0))

@@ -259,11 +259,11 @@ def test_what_can_never_be_moved_down_ends_a_request(model: Model, link: str) ->
     long, short = prompts(8, [180, 30])
     (answer,) = rig.engine.generate([long], greedy(24))
     assert answer.finish_reason == "abort" and not answer.tokens
-    assert rig.counters["failed_ops"] == 3
+    assert 30 <= rig.counters["failed_ops"] < 40
     (answer,) = rig.engine.generate([short], greedy(8))
     model.check(short, answer, 8)
     broken._fail_rate = 0.0
-    now = 2.0
+    now = 10.0
     (answer,) = rig.engine.generate([long], greedy(24))
     model.check(long, answer, 24)
     check_memory(model, rig.engine)

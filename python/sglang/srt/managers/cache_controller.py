@@ -164,9 +164,7 @@ class HiCacheController:
 
     def back_up(self, nodes: list[Node], tier: Tier, kept: Sequence[Node] = ()) -> Ticket | None:
         """Copy nodes that are ready on the device to a tier that lacks them, by one operation. None if the tier has
-        no room, may have no more of theirs, or fails. kept: nodes whose copies are not given up for it."""
-        if BACKUP_LINKS[tier] in self.links.failing.links:
-            return None
+        no room, or may have no more of theirs. kept: nodes whose copies are not given up for it."""
         if not (nodes := [node for node in nodes if not self.is_over_quota(node, tier)]):
             return None
         if tier == Tier.HOST and self.feeds_storage:
@@ -294,19 +292,18 @@ class HiCacheController:
     def tiers_below(self) -> list[Tier]:
         """The tiers below the device that take what a request streams, the fastest first. The host is one even where
         its link is slow, or writing is turned off, as the request could not go on without it."""
-        failing = self.links.failing.links
         return [
             tier
             for tier in self.tree.order.load_order
-            if (tier == Tier.HOST and BACKUP_LINKS[tier] not in failing)
+            if (tier == Tier.HOST and BACKUP_LINKS[tier] not in self.links.failing.broken)
             or (tier in self.tables and tier not in self.unwritten and self.links.works(tier))
         ]
 
     def begin_swap(self, src: np.ndarray, fence: LaunchSeq) -> TransferOp | None:
         """Write pages src of the device, a request's own, to the swap file; None if that has no room for them all, or
-        fails."""
+        is broken."""
         swap = self.ledger.pools.swap
-        if swap is None or D2S in self.links.failing.links:
+        if swap is None or D2S in self.links.failing.broken:
             return None
         swap.reap(self.clock.done)
         dst = swap.allocate(len(src), self.ledger.next_owner(D2S))
@@ -513,7 +510,7 @@ class HiCacheController:
         if self.write_policy == "auto":
             return self._copy_before_eviction(victims, is_ahead=False)
         for tier in (Tier.PEER, Tier.HOST) if self.write_policy == "write_back" else (Tier.PEER,):
-            if tier not in self.tables or tier in self.unwritten:
+            if tier not in self.tables or tier in self.unwritten or BACKUP_LINKS[tier] in self.links.failing.links:
                 continue
             lacking = [node for node in reversed(victims) if node.frames[tier] is None]
             fitting = self._fitting(lacking, tier, kept=victims)

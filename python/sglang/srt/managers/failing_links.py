@@ -11,13 +11,16 @@ from collections import Counter
 from sglang.srt.utils.time_units import Seconds
 
 _FAILED_IN_A_ROW = 3
+# What has no other way goes on until so many have failed.
+_BROKEN_FROM = 30
 _FIRST_PAUSE_S, _NUM_DOUBLED = 1.0, 3
 
 
 class FailingLinks:
     def __init__(self) -> None:
-        # Those that get no copies now.
+        # Those that get no copies now, and those of them that get none from requests without another tier either.
         self.links: frozenset[str] = frozenset()
+        self.broken: frozenset[str] = frozenset()
         self._num_failed: Counter[str] = Counter()
         # Those that failed since the last update.
         self._failed: set[str] = set()
@@ -42,3 +45,4 @@ class FailingLinks:
                 self._num_pauses[link] += 1
         self._failed.clear()
         self.links = frozenset(link for link, until in self._until.items() if until > now)
+        self.broken = frozenset(link for link in self.links if self._num_failed[link] >= _BROKEN_FROM)

@@ -485,9 +485,9 @@ class KVCache:
             self.controller.give_up_late_copies()
 
     @property
-    def failing_links(self) -> frozenset[str]:
-        """Links from the device by which nothing is copied now, as copies failed."""
-        return self.controller.links.failing.links
+    def broken_links(self) -> frozenset[str]:
+        """Links from the device by which nothing at all is copied now, as copies failed."""
+        return self.controller.links.failing.broken
 
     def num_done(self, link: str) -> int:
         """Operations of a link that are over."""

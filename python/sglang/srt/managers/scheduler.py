@@ -538,7 +538,7 @@ class Scheduler:
 
     def _end_too_long(self, req: Req) -> None:
         """No tier has any more room for the only request: it ends, or starts again."""
-        if message := self._too_long.note_no_room(req, self.cache.failing_links):
+        if message := self._too_long.note_no_room(req, self.cache.broken_links):
             self.end_hold(req, EndReason.ABORT)
             self._end(req, end_without_room(req, message))
         else:

@@ -78,9 +78,9 @@ class TooLongRequests:
             ended.append((req, message))
         return ended
 
-    def note_no_room(self, req: Req, failing_links: Collection[str]) -> str:
+    def note_no_room(self, req: Req, broken_links: Collection[str]) -> str:
         """No tier has any more room for the only request. Returns why it ends; "" if it starts again: it waits for
-        what peers may lend, or should have room. failing_links: those that are not tried now."""
+        what peers may lend, or should have room. broken_links: those that are not tried now."""
         limit = self._streaming.max_total_len
         if self._borrower is not None and limit <= req.num_known < self.accepted_len:
             return ""
@@ -88,10 +88,10 @@ class TooLongRequests:
         # What others left, or peers took back, is still to be dropped or moved.
         if req.num_known < limit and req.num_failures < FAILURE_LIMIT:
             return ""
-        if failing_links:
+        if broken_links:
             return (
                 f"after {req.num_known} tokens the device has no more room, and copies to the tiers below it fail "
-                f"({', '.join(sorted(failing_links))}): see the server's log"
+                f"({', '.join(sorted(broken_links))}): see the server's log"
             )
         return (
             f"after {req.num_known} tokens neither the device nor a tier below it has room for more; see "
