@@ -340,17 +340,18 @@ class LocalEngine:
         abort_after: dict[int, int] | None = None,
         after_step: Callable[[BatchDecision], None] = lambda decision: None,
         extra_key: str = "",
-        logprobs: LogprobSpec | None = None,
+        logprobs: LogprobSpec | Sequence[LogprobSpec | None] | None = None,
         cache: str = "",
         is_embedding: bool = False,
     ) -> list[Generation]:
         """Submit all prompts at once and run until all have ended. abort_after: prompt -> abort it once it has given
         this many tokens."""
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        specs = [logprobs] * len(prompts) if logprobs is None or isinstance(logprobs, LogprobSpec) else logprobs
         rids = []
         requests = []
         names = self.scheduler.cache.tree.names.keys
-        for prompt, sampling in zip(prompts, each):
+        for prompt, sampling, spec in zip(prompts, each, specs, strict=True):
             rid = f"local-{self._next_rid}"
             self._next_rid += 1
             rids.append(rid)
@@ -363,7 +364,7 @@ class LocalEngine:
                     extra_key=extra_key,
                     cache=cache,
                     stream=True,
-                    logprobs=logprobs,
+                    logprobs=spec,
                     is_embedding=is_embedding,
                     prompt_keys=PromptKeys.make(names, extra_key, np.asarray(prompt)) if names is not None else None,
                 )

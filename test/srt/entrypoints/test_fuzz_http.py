@@ -21,6 +21,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from sglang.srt.constrained.grammar_checker import LANES
 from sglang.srt.entrypoints.anthropic.protocol import PATHS as ANTHROPIC_PATHS
 from sglang.srt.entrypoints.http_limits import KEEP_ALIVE_S
 from support import chat_bodies, http_bodies
@@ -73,9 +74,9 @@ TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant{{ '\\n' }}
 {%- if enable_thinking is false %}<think></think>{% endif %}{% endif %}"""
-# What the server may have more at the end than after its first requests: threads of its pools and a second process
-# that checks grammars, which start when they are needed.
-MAX_MORE_CHILDREN, MAX_MORE_THREADS, MAX_MORE_FDS = 1, 16, 16
+# What the server may have more at the end than after its first requests: threads of its pools and a process for each
+# slower lane of grammars, which start when they are needed.
+MAX_MORE_CHILDREN, MAX_MORE_THREADS, MAX_MORE_FDS = len(LANES) - 1, 16, 16
 # Caches of the fuzz's own texts, grammars and pages are bounded. A leak of a kilobyte for each request is not.
 MAX_MORE_BYTES = 256 << 20
 

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.model_executor.launch import LaunchMode
 from sglang.srt.sampling.logprob_types import LogprobSpec
 from sglang.srt.sampling.sampling_params import SamplingParams
 from support.local_engine import Generation, LocalEngine
@@ -189,6 +190,28 @@ def test_logprobs(model: Model, spec: LogprobSpec, page_size: int) -> None:
         answers = engine.generate(batch, params(max_new_tokens=9), logprobs=spec)
         for prompt, answer in zip(batch, answers):
             check_logprobs(model, prompt, answer, spec)
+    engine.close()
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_a_launch_holds_few_logits_of_prompts(model: Model, page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However large a launch may be: prompts are cut into chunks where their log-probabilities begin."""
+    monkeypatch.setattr("sglang.srt.managers.batch_builder.MAX_PROMPT_LOGPROBS", 7)
+    engine = LocalEngine(
+        model.config, num_device_pages=400 // page_size, page_size=page_size, chunked_prefill_size=120
+    )
+    launches, issue = [], engine.core.executor.launch
+    monkeypatch.setattr(engine.core.executor, "launch", lambda launch: (launches.append(launch), issue(launch)))
+    specs = [LogprobSpec(prompt_from=0), LogprobSpec(prompt_from=30), LogprobSpec(), None]
+    batch = prompts(7, [40, 52, 8, 9])
+    answers = engine.generate(batch, params(max_new_tokens=4), logprobs=specs)
+    for prompt, answer, spec in zip(batch, answers, specs):
+        if spec is not None:
+            check_logprobs(model, prompt, answer, spec)
+    rows = [sum(len(each.targets) for each in launch.prompt_logprobs) for launch in launches]
+    assert sum(rows) == 39 + 22 and max(rows) <= max(7, page_size)
+    # What nobody asked about is not cut.
+    assert any(launch.mode == LaunchMode.EXTEND and max(launch.lens) >= 24 for launch in launches)
     engine.close()
 
 

@@ -27,7 +27,6 @@ from sglang.srt.managers.schedule_policy import (
     QUEUE_POLICIES,
     AdmissionNeed,
     balanced_order,
-    chunk_of,
     decode_reserve,
     first_come_first_served,
     pages_for,
@@ -351,7 +350,7 @@ class Admission:
         streams = self._streaming.must_stream(req)
         if streams:
             match = self._streaming.make_streamable(req, match)
-        chunk = chunk_of(req.num_known - match.total_len, min(budget, req.chunk_limit), page)
+        chunk = self._builder.chunk_from(batch, req, match.total_len, budget)
         if chunk == 0:
             return 0
         receipt = cache.lock(match)

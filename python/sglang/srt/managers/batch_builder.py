@@ -16,10 +16,14 @@ from sglang.srt.managers.launch_batches import DecodeBatch, ExtendBatch, LaunchR
 from sglang.srt.managers.layer_streaming import NoLayerStreaming
 from sglang.srt.managers.request_queues import RequestQueues
 from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.managers.schedule_policy import pages_for
+from sglang.srt.managers.schedule_policy import chunk_of, pages_for
 from sglang.srt.managers.scheduler_config import SchedulerConfig
 from sglang.srt.mem_cache.transfer import Tier
 from sglang.srt.model_executor.launch import Launch, LaunchMode, PageRun, PromptRows, StreamedPrefix
+
+# Tokens of prompts in one launch whose log-probabilities are asked for. Each holds the logits of the whole vocabulary
+# two and a half times over: 3 GB in all for 152,000 tokens.
+MAX_PROMPT_LOGPROBS = 2048
 
 
 class BatchBuilder:
@@ -73,6 +77,14 @@ class BatchBuilder:
     def discard(self, batch: ExtendBatch) -> None:
         """Nothing was added to it."""
         self._page_runs = batch.page_runs + self._page_runs
+
+    def chunk_from(self, batch: ExtendBatch, req: Req, start: int, budget: int) -> int:
+        """How many tokens of a prompt from `start` on go into this launch, at most `budget`; 0 if not even a page."""
+        page, budget = self.page_size, min(budget, req.chunk_limit)
+        if req.prompt_logprobs_asked < req.num_prompt:
+            left = max(MAX_PROMPT_LOGPROBS, page) - sum(len(rows.targets) for rows in batch.prompt_logprobs)
+            budget = min(budget, max(0, req.prompt_logprobs_asked - 1 - start) + left)
+        return chunk_of(req.num_known - start, budget, page)
 
     def extend(self, batch: ExtendBatch, req: Req, chunk: int, frames: np.ndarray) -> None:
         """Compute the next `chunk` tokens of a prompt in this launch. frames: the pages that it lacks for them."""

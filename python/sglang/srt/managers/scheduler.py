@@ -45,7 +45,7 @@ from sglang.srt.managers.lost_hits import REASONS
 from sglang.srt.managers.request_queues import RequestQueues
 from sglang.srt.managers.request_times import RequestTimes
 from sglang.srt.managers.schedule_batch import FAILURE_LIMIT, BatchDecision, ControlReply, EndReason, Req, StepInputs
-from sglang.srt.managers.schedule_policy import choose_victim, chunk_of, decode_reserve, pages_for
+from sglang.srt.managers.schedule_policy import choose_victim, decode_reserve, pages_for
 from sglang.srt.managers.scheduler_config import SchedulerConfig
 from sglang.srt.managers.slab_exchange import SlabBorrower, SlabLender
 from sglang.srt.managers.storage_admin import StorageAdmin
@@ -684,7 +684,7 @@ class Scheduler:
     def _next_chunk(self, batch: ExtendBatch, req: Req, budget: int) -> int:
         """Add the next chunk of the prompt that is being computed. Returns its tokens, 0 if there is no room yet."""
         cache = self.cache
-        chunk = chunk_of(req.num_known - req.computed, min(budget, req.chunk_limit), self.page_size)
+        chunk = self.builder.chunk_from(batch, req, req.computed, budget)
         num_pages = self.builder.pages_to(req, req.computed + chunk)
         frames = cache.allocate(num_pages, req.slot)
         if frames is None and self.admission.cancel_preloads(self.queues.waiting):
