@@ -95,7 +95,7 @@ test-clients: $(CLIENTS)/.setup-done
 
 $(CLIENTS)/.setup-done: $(STAMP)
 	$(PYTHON) -m venv $(CLIENTS)
-	$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+	$(PY) -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > \
 		"$$($(CLIENTS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
 	$(CLIENTS)/bin/python -m pip install --quiet --constraint constraints.txt anthropic openai-agents 'lm-eval[api]' \
 		sglang-router smg
@@ -122,7 +122,7 @@ memcheck-gpu: gpu-site
 bench-gpu: gpu-site
 	$(GPU_PY) -m benchmark.gpu $(if $(BUDGET_S),--budget-s $(BUDGET_S))
 
-# What a machine with a GPU and without a network lacks, 38 MB: make wheels GPU_PYTHON_VERSION=3.12
+# What a machine with a GPU and without a network lacks, 40 MB: make wheels GPU_PYTHON_VERSION=3.12
 wheels: $(STAMP)
 	$(PY) -m pip download --quiet --dest wheels --no-deps --only-binary=:all: --python-version $(GPU_PYTHON_VERSION) \
 		$(addprefix --platform ,manylinux_2_17_x86_64 manylinux_2_28_x86_64 manylinux2014_x86_64) \
