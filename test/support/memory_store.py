@@ -88,8 +88,9 @@ class MemoryStore:
         self.limits[tenant, tier] = num_blocks
         return True
 
-    def clear(self) -> None:
+    def clear(self) -> bool:
         self.blocks.clear()
+        return True
 
     def close(self) -> None:
         self.is_open = False
@@ -153,9 +154,9 @@ class OverlappingMemoryStore(MemoryStore):
             self._stream.enqueue(self._go_on)
         return read.give_up
 
-    def clear(self) -> None:
+    def clear(self) -> bool:
         assert not self.under_way, "the store is emptied while it is read"
-        super().clear()
+        return super().clear()
 
     def close(self) -> None:
         assert not self.under_way, "the store is closed while it is read"

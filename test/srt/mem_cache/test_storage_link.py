@@ -45,8 +45,9 @@ class Store:
         self._called("set", keys, frames.tolist())
         return len(keys)
 
-    def clear(self) -> None:
+    def clear(self) -> bool:
         self._called("clear")
+        return True
 
     def close(self) -> None:
         self._called("close")

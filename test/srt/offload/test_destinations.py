@@ -288,9 +288,9 @@ def test_an_engine_has_one_session_and_the_newest_counts(rig: ProxyRig):
     store, lost = one.store, threading.Event()
     places = [storage_place(one) for _ in range(2)]
     with pytest.raises(StoreError, match="has begun a newer session"):
-        ProxyClient(places[0].connect(), msgspec.structs.replace(store._hello, epoch=0), store._fd, lambda: None)
+        ProxyClient(places[0].connect(), msgspec.structs.replace(store._hello, epoch=0), store._fd, lambda: None, "")
     newer = msgspec.structs.replace(store._hello, epoch=store._hello.epoch + 1)
-    ProxyClient(places[1].connect(), newer, store._fd, lost.set)
+    ProxyClient(places[1].connect(), newer, store._fd, lost.set, "")
     until(lambda: store.stats()["proxy_sessions"] == 2)
     assert lost.wait(120), "the next one of the engine ended it"
     until(lambda: one.get(SOME) == 4)

@@ -81,7 +81,7 @@ def test_what_was_stored_comes_back(remote, config):
     assert one.put(SOME) == 4
     assert one.store.exists(one.keys(range(6))) == 4
     assert one.get(range(6)) == 4 and one.came(SOME)
-    one.store.clear()
+    assert one.store.clear()
     assert one.store.exists(one.keys(SOME)) == 0
 
 
@@ -291,6 +291,7 @@ def test_a_store_that_stalls_costs_its_timeout(remote):
     try:
         assert one.get(SOME) == 0
         assert one.store.exists(one.keys(SOME)) == 0
+        assert not one.store.clear()
     finally:
         os.kill(one.embedded.pid, signal.SIGCONT)
     until(lambda: one.store.exists(one.keys(SOME)) == 4)

@@ -146,7 +146,7 @@ def _add_tiers(app: FastAPI, args: ServerArgs, manager: TokenizerManager) -> Non
     @app.post("/hicache/storage-backend/clear")
     async def clear_hicache_storage_backend() -> Response:
         require_a_key(args)
-        return _done(await manager.control.clear_hicache_storage(), "HiCache storage backend cleared.")
+        return _done(await manager.control.clear_hicache_storage(), "HiCache storage backend cleared.", 409)
 
     @app.get("/hicache/storage-backend")
     async def hicache_storage_backend() -> dict[str, Any]:

@@ -47,8 +47,9 @@ class BlockStore(Protocol):
         stored before are included. tenant: whose they are, see `TenantStore`."""
         ...
 
-    def clear(self) -> None:
-        """Forget every block of this store's namespace."""
+    def clear(self) -> bool:
+        """Forget every block of this store's namespace. False: not all are gone, or they come back when the store is
+        opened again; the log has the reason."""
         ...
 
     def close(self) -> None:

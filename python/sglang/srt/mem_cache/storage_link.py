@@ -222,8 +222,7 @@ class StorageLink:
             except ExistsFailed:
                 return 0, 0
         if op.action == StorageAction.CLEAR:
-            store.clear()
-            return 1, 0
+            return int(store.clear()), 0
         if op.action == StorageAction.DETACH:
             self.slot.detach()
             return 1, 0

@@ -25,9 +25,12 @@ logger = logging.getLogger(__name__)
 
 
 class ProxyClient:
-    """on_lost: called once, from the reading thread, when the session has ended without `shut`."""
+    """on_lost: called once, from the reading thread, when the session has ended without `shut`. place: where the
+    proxy is, for messages."""
 
-    def __init__(self, sock: socket.socket, hello: wire.Hello, fd: int, on_lost: Callable[[], None]) -> None:
+    def __init__(
+        self, sock: socket.socket, hello: wire.Hello, fd: int, on_lost: Callable[[], None], place: str
+    ) -> None:
         """Raises StoreError if the proxy refuses the session, or if the other side is no proxy."""
         self.last_heard = time.monotonic()
         self.stats: dict[str, int] = {}
@@ -50,7 +53,7 @@ class ProxyClient:
             sock.settimeout(None)
         except wire.WireError as error:
             sock.close()
-            raise StoreError(f"the offload proxy does not answer: {error}") from error
+            raise StoreError(f"{place} does not answer: {error}") from error
         if isinstance(answer, wire.Refused):
             sock.close()
             raise StoreError(f"no session with the offload proxy: {answer.reason}")

@@ -18,17 +18,24 @@ from sglang.srt.offload.proxy.settings import ProxySettings
 from sglang.srt.offload.proxy_process import MIN_TOKEN_CHARS, OtherProxy, ProxyElsewhere, parse_tcp
 from sglang.srt.offload.remote_store import OwnProxySettings, RemoteSettings, open_remote_store
 from sglang.srt.offload.store.address import StoreAddress
-from sglang.srt.utils.registry import BOOLEAN, NUMBER, OBJECT, STRING, Kind, Option
+from sglang.srt.utils.registry import BOOLEAN, OBJECT, STRING, Kind, Option, is_number
 
 # `check_codec` checks its settings, and the proxy what depends on the model's shape, as it makes the codec.
 _CODEC = Kind("the name of a codec or a JSON object", lambda value: isinstance(value, str | dict))
+
+
+# A proxy is asked every half second.
+_SILENCE = Kind("a number from 2 up to 1e9", lambda value: is_number(value) and 2 <= value < 1e9)
+_STORE_GB = Kind(
+    "0, or a number from 0.01 up to 1e9", lambda value: is_number(value) and (value == 0 or 0.01 <= value < 1e9)
+)
 _SHARED_OPTIONS = (
     Option("codec", _CODEC, "lossless", "a codec's name, or an object with its settings, as below"),
     Option(
         "hang_timeout_s",
-        NUMBER,
+        _SILENCE,
         10.0,
-        "seconds without a word from the proxy, after which a started one is replaced and another is reported",
+        "seconds of silence after which a started proxy is replaced and another is reported",
     ),
     Option("synchronous", BOOLEAN, False, "wait for each read, as a baseline for measurements"),
 )
@@ -71,7 +78,7 @@ class RemoteBackend(_ProxyBackend):
         Option("url", STRING, "", "where the store is", "none, so that the server starts a store"),
         Option(
             "limit_gb",
-            NUMBER,
+            _STORE_GB,
             0.0,
             "memory in GB (1e9 bytes) of a store that the server starts, over all ranks",
             "a quarter of the free memory",

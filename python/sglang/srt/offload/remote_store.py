@@ -166,9 +166,11 @@ class RemoteStore:
         if (client := self._client) is not None:
             client.ask(partial(wire.Limit, tenant=tenant, num_blocks=num_blocks), lambda _: None)
 
-    def clear(self) -> None:
-        if not self._wait(wire.Clear):
-            logger.warning("the remote store was not emptied: it does not answer")
+    def clear(self) -> bool:
+        is_cleared = bool(self._wait(wire.Clear))
+        if not is_cleared:
+            logger.warning("the remote store was not emptied: it does not answer, or refuses")
+        return is_cleared
 
     def close(self) -> None:
         self._closed.set()
@@ -269,7 +271,7 @@ class RemoteStore:
     def _connect(self) -> ProxyClient:
         # Also after an attempt that failed, of which the proxy may know more.
         self._hello = msgspec.structs.replace(self._hello, epoch=self._hello.epoch + 1)
-        client = ProxyClient(self._place.connect(), self._hello, self._fd, self._lost)
+        client = ProxyClient(self._place.connect(), self._hello, self._fd, self._lost, str(self._place))
         self._since = self._clock()
         self._counters["proxy_sessions"] += 1
         if not self._hello.is_first:

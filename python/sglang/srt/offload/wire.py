@@ -185,6 +185,8 @@ def receive(sock: socket.socket, kind: Any, max_fds: int = 0) -> tuple[Any, list
         if length > MAX_FRAME_BYTES:
             raise WireError(f"a message of {length} bytes is no message")
         return decode(_exactly(sock, length), kind), fds
+    except TimeoutError:
+        raise WireError(f"it is silent for {sock.gettimeout():g} s: if it hangs, stop it and start it anew") from None
     except OSError as error:
         raise WireError(f"the other side has gone ({error})") from error
 

@@ -330,13 +330,13 @@ def test_what_it_missed_counts_as_lost_once_it_is_used_again(rig: Rig):
 def test_clear(rig: Rig, caplog: pytest.LogCaptureFixture):
     rig.both.set(KEYS, FRAMES)
     gate = rig.hang()
-    rig.both.clear()
+    assert not rig.both.clear()
     assert not rig.near.blocks and rig.far.blocks and "was not emptied" in caplog.text
     gate.open.set()
     wait_until(lambda: rig.guarded._asking is None)
     rig.pass_s(1.1)
     wait_until(lambda: not rig.is_left_alone)
-    rig.both.clear()
+    assert rig.both.clear()
     assert not rig.far.blocks and rig.both.exists(KEYS) == 0
 
 

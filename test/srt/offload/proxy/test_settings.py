@@ -40,6 +40,7 @@ def test_the_profile_of_the_paper():
         ({"rates_gbps": {"receive": 0}}, "above 0"),
         ({"profile": ["host"]}, "none of host"),
         ({"cores": {"receive": "a"}}, "lists of core numbers"),
+        ({"cores": {"receive": [1024]}}, "core numbers below 1024"),
         ({"cores": {"receive": []}}, "lists of core numbers"),
         ({"rates_gbps": {"receive": "fast"}}, "numbers by stage"),
         ({"window": 0}, "at least 1"),

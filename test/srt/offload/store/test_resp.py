@@ -221,6 +221,32 @@ def test_hostile_replies_to_a_call(fake, reply):
         connect(fake(answering(reply))).call("LIST")
 
 
+@pytest.mark.parametrize("use", [lambda c: c.hand_over(), lambda c: c.call("PING")], ids=["hand over", "call"])
+def test_a_reply_that_nobody_asked_for_loses_one_connection(fake, use):
+    def serve(connection):
+        connection.read()
+        connection.send(PONG + (b"+OK\r\n" if server.num_connections == 1 else b""))
+        while connection.read():
+            connection.send(PONG)
+
+    server = fake(serve)
+    connection = connect(server)
+    with pytest.raises(StoreLost, match="more than was asked for"):
+        use(connection)
+    use(connection)
+    assert server.num_connections == 2
+    connection.close()
+
+
+def test_a_server_that_takes_no_more_clients_is_quoted(fake):
+    def serve(connection):
+        connection.send(b"-ERR max number of clients reached\r\n")
+
+    connection = RespConnection(fake(serve).address, 5.0, name="sglang")
+    with pytest.raises(StoreLost, match=r"closed the connection after its reply: ERR max number of clients"):
+        connection.call("PING")
+
+
 def test_a_peer_that_is_no_redis_server(fake):
     def web(connection):
         connection.socket.recv(1000)

@@ -201,7 +201,7 @@ def test_sentinels_without_an_answer(fake, redis):
     unknown = fake(names(lambda: None))
     assert "StoreRefused" in refused(unknown) and "correct the master's name" in refused(unknown, unknown)
     assert "StoreRefused" in refused(redis.port) and "is no sentinel" in refused(redis.port)
-    odd = fake(lambda connection: [connection.send(PONG + b"*1\r\n:7\r\n"), connection.hold()])
+    odd = fake(lambda c: [c.handshake(), c.read(), c.send(b"*1\r\n:7\r\n"), c.hold()])
     assert "StoreLost" in refused(odd) and "not understood" in refused(odd)
     gone = free_port()
     # A sentinel that may know the master is not there: this may pass.

@@ -170,14 +170,14 @@ class GuardedStore:
     def has_room(self) -> bool:
         return has_room(self.store)
 
-    def clear(self) -> None:
+    def clear(self) -> bool:
         with self._changed:
             self._known_key, is_used = None, not self.reason
             self._missed.clear()
         if is_used:
-            self.store.clear()
-        else:
-            logger.warning("the %s store was not emptied: it is left alone, as %s", self.name, self.reason)
+            return self.store.clear()
+        logger.warning("the %s store was not emptied: it is left alone, as %s", self.name, self.reason)
+        return False
 
     def close(self) -> None:
         """Waits for a limited time where the store hangs."""

@@ -96,9 +96,9 @@ class TieredStore:
                     count = min(count, store.touch(keys))
         return count
 
-    def clear(self) -> None:
-        self.near.clear()
-        self.far.clear()
+    def clear(self) -> bool:
+        are_cleared = [store.clear() for store in (self.near, self.far)]
+        return all(are_cleared)
 
     def close(self) -> None:
         self.near.close()
@@ -132,8 +132,8 @@ class _NoBlocks:
     def set(self, keys: Sequence[bytes], frames: np.ndarray, tenant: bytes = b"") -> int:
         return 0
 
-    def clear(self) -> None:
-        pass
+    def clear(self) -> bool:
+        return True
 
     def close(self) -> None:
         pass

@@ -19,6 +19,8 @@ MAX_BLOCK_BYTES = 1 << 30
 _MAX_TTL_S = 10 * 365 * 24 * 3600
 _MAX_TIMEOUT_S = 24 * 3600
 _MAX_THREADS = 256
+# What Linux' masks of cores hold.
+_MAX_CORES = 1024
 _MAX_BUFFER_BYTES = 1 << 40
 
 
@@ -81,9 +83,12 @@ class ProxySettings:
         if self.data_plane not in DATA_PLANES:
             raise StoreError(f"proxy: data_plane {self.data_plane!r} is none of {', '.join(DATA_PLANES)}")
         if not all(
-            isinstance(c, list) and c and all(type(i) is int and i >= 0 for i in c) for c in self.cores.values()
+            isinstance(c, list) and c and all(type(i) is int and 0 <= i < _MAX_CORES for i in c)
+            for c in self.cores.values()
         ):
-            raise StoreError('proxy: cores are lists of core numbers by stage, like {"receive": [0, 1]}')
+            raise StoreError(
+                f'proxy: cores are lists of core numbers below {_MAX_CORES} by stage, like {{"receive": [0, 1]}}'
+            )
         if not all(type(rate) in (int, float) for rate in self.rates_gbps.values()):
             raise StoreError('proxy: rates_gbps are numbers by stage, like {"receive": 20.6}')
         if unknown := set(self.cores) - {*STAGES, "write"}:

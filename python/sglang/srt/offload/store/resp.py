@@ -189,7 +189,7 @@ class RespConnection:
         assert not self.pending
         with self._operation() as deadline:
             self._connect_if_needed(deadline)
-        assert self._transport is not None and self._start == self._end
+        assert self._transport is not None
         transport, self._transport = self._transport, None
         return transport.as_plain_socket()
 
@@ -255,13 +255,17 @@ class RespConnection:
             return StoreTimeout(f"{self._where} did not answer in full within {self.timeout_s:g} s")
         if isinstance(error, ssl.SSLError):
             return explain(error, self._where, self._address)
-        return StoreLost(f"{self._where}: {error.strerror or error}")
+        advice = ""
+        if isinstance(error, ConnectionRefusedError | FileNotFoundError | socket.gaierror):
+            advice = ": start it, or correct the store's URL"
+        return StoreLost(f"{self._where}: {error.strerror or error}{advice}")
 
     def _connect_if_needed(self, deadline: float) -> None:
-        if self._transport is not None:
-            return
-        self._transport = self._open(deadline)
-        self._greet(deadline)
+        if self._transport is None:
+            self._transport = self._open(deadline)
+            self._greet(deadline)
+        if not self.pending and self._start != self._end:
+            raise StoreLost(f"{self._where} has sent more than was asked for: {self._sample()!r}")
 
     def _greet(self, deadline: float) -> None:
         """Log in, and check that this is the server that is meant."""
@@ -293,8 +297,13 @@ class RespConnection:
                 raise
             raise StoreLost(f"{self._where} closed the connection before its first reply: {self._remedy()}") from None
         yield first
-        for _ in hello[1:]:
-            yield self._parse(deadline, 0, [0])
+        try:
+            for _ in hello[1:]:
+                yield self._parse(deadline, 0, [0])
+        except (StoreLost, ConnectionError):
+            if not isinstance(first, ErrorReply):
+                raise
+            raise StoreLost(f"{self._where} closed the connection after its reply: {first}") from None
 
     def _remedy(self) -> str:
         """For a server that closes the connection without a word."""

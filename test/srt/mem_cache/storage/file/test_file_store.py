@@ -429,7 +429,7 @@ def test_two_namespaces_share_nothing(disk: Disk):
     assert b.exists(keys_of(1)) == disk.get(b, keys_of(1)) == 0
     disk.set(b, keys_of(3))
     assert a.exists(keys_of(3)) == 0
-    b.clear()
+    assert b.clear()
     assert disk.get(a, keys_of(1, 2)) == 2
 
 
@@ -573,6 +573,23 @@ def test_a_disk_that_turns_read_only_counts_errors(disk: Disk, monkeypatch: pyte
     assert disk.set(store, keys_of(0, 1, 2)) == 2
     assert store.stats()["write_errors"] == 1
     assert disk.get(store, keys_of(0, 1, 2)) == 2
+
+
+def test_clearing_a_folder_whose_files_stay_is_no_success(disk: Disk, monkeypatch: pytest.MonkeyPatch):
+    store = disk.open()
+    disk.set(store, keys_of(0, 1))
+
+    def unlink(path: object, **options: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    with monkeypatch.context() as changed:
+        changed.setattr(os, "unlink", unlink)
+        assert not store.clear()
+    assert store.exists(keys_of(0, 1)) == 0 and store.stats()["write_errors"] >= 1
+    store.close()
+    again = disk.open()
+    assert disk.get(again, keys_of(0, 1)) == 2
+    assert again.clear() and disk.segments() == []
 
 
 def test_folders_that_cannot_be_used_are_refused_with_what_to_do(disk: Disk, monkeypatch: pytest.MonkeyPatch):

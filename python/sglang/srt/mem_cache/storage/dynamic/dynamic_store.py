@@ -141,7 +141,7 @@ class PluginStore:
         rows = frames.reshape(len(keys), self._frames_per_block)
         return _in_batches(self._batch_blocks, len(keys), lambda part: self._set_batch(keys[part], rows[part]))
 
-    def clear(self) -> None:
+    def clear(self) -> bool:
         """Forget every block. The plugin's `clear` knows no namespaces and may drop those of other engines too. Where
         it does nothing, which upstream allows, all blocks get other names until a restart."""
         known = self._known
@@ -151,10 +151,15 @@ class PluginStore:
             self._rewrites.clear()
             self._troubles.clear()
             self._counters["stored"] = 0
-        if not cleared or (known is not None and self._count_existing([known]) > 0):
-            with self._lock:
-                self._generation += 1
-                self._known = None
+        if cleared and (known is None or not self._count_existing([known])):
+            return True
+        with self._lock:
+            self._generation += 1
+            self._known = None
+        logger.warning(
+            "storage plugin %s has not cleared: its blocks are not used until a restart", self._plugin_name
+        )
+        return False
 
     def close(self) -> None:
         close = getattr(self._plugin, "close", None)

@@ -228,12 +228,13 @@ class HiCacheFile:
         assert tier == Tier.DISK
         return self._tenants.limit(tenant, num_blocks)
 
-    def clear(self) -> None:
+    def clear(self) -> bool:
         """See BlockStore. Where the folder cannot be written, the blocks are back when it is opened again."""
         try:
-            self._writer.clear()
+            return self._writer.clear()
         except OSError as error:
             self._log.write_failed(error)
+            return False
 
     def close(self) -> None:
         """See BlockStore. Keeps the order of use for the next start, as times of the files."""

@@ -624,15 +624,18 @@ class SegmentWriter:
             self._sync.index.note_shared_use(segment, used_ns)
         return True
 
-    def delete(self, segments: list[Segment]) -> None:
-        """With the folder's lock: forget segments, and delete their files."""
+    def delete(self, segments: list[Segment]) -> bool:
+        """With the folder's lock: forget segments, and delete their files. Whether all files are gone."""
+        are_gone = True
         for segment in segments:
             self._sync.drop(segment)
-            self.unlink(segment.path)
+            are_gone &= self.unlink(segment.path)
         with contextlib.suppress(OSError):
             self._sync.ring_folder()
+        return are_gone
 
-    def unlink(self, path: str) -> None:
+    def unlink(self, path: str) -> bool:
+        """Whether the file is gone."""
         try:
             os.unlink(path)
         except FileNotFoundError:
@@ -640,20 +643,23 @@ class SegmentWriter:
         except OSError as error:
             self.pause()
             self._sync.log.write_failed(error)
+            return False
+        return True
 
-    def clear(self) -> None:
+    def clear(self) -> bool:
         """Delete every segment, those too to which others write: they find that out at their next write. Without the
-        lock, where another process hangs: it finds its files gone."""
+        lock, where another process hangs: it finds its files gone. Whether all files are gone."""
         self.close()
         sync = self._sync
         is_locked = self.lock_folder() if sync.folder.writable else False
         try:
             sync.refresh()
-            self.delete(list(sync.index.segments.values()))
+            are_gone = self.delete(list(sync.index.segments.values()))
         finally:
             if is_locked:
                 self.unlock_folder()
         self._is_full = False
+        return are_gone
 
     def delete_unusable(self, paths: list[str]) -> None:
         """At the start: files that are no segments, unless another process has just begun one of them. Raises
