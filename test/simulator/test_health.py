@@ -88,7 +88,9 @@ def test_a_failed_storage_operation_counts_nothing_and_stores_nothing() -> None:
     assert [key[0] for key in storage.blocks] == [2]
 
 
-def simulation(health: dict[str, LinkHealth], storage: bool = False, chunk: int = 512) -> Simulation:
+def simulation(
+    health: dict[str, LinkHealth], storage: bool = False, chunk: int = 512, load_or_recompute: bool = False
+) -> Simulation:
     setup = StorageSetup(
         backend="simulated",
         setup="",
@@ -104,7 +106,7 @@ def simulation(health: dict[str, LinkHealth], storage: bool = False, chunk: int 
         num_host_pages=100,
         page_bytes=4000,
         context_len=190,
-        load_or_recompute=False,
+        load_or_recompute=load_or_recompute,
         chunked_prefill_size=chunk,
         new_token_ratio=0.1,
         storage=setup if storage else None,
@@ -175,6 +177,16 @@ def test_a_backup_that_fails_for_a_while_costs_hits_but_no_request() -> None:
     healthy.run(arrivals(3, 20))
     hits: Any = [each.core.scheduler.counters["hit_tokens_host"] for each in (sim, healthy)]
     assert 0 < hits[0] < hits[1]
+
+
+def test_while_loads_fail_few_are_tried() -> None:
+    """For eight seconds. What they lose is computed, and copied to the host again."""
+    sim = simulation({H2D: LinkHealth(failing=((2.0, 10.0),))}, load_or_recompute=True)
+    times = sim.run(arrivals(12, 400, apart_s=0.03, size=24))
+    assert {each.finish_reason for each in times.values()} == {"length"}
+    assert 0 < sim.core.scheduler.counters["failed_ops"] <= 8 / 0.25 + 1
+    # To compute a prompt takes 26 ms. They come every 30.
+    assert max(each.ttft for each in times.values()) < 0.1
 
 
 @pytest.mark.parametrize("link", [PROBE, FETCH])

@@ -134,3 +134,8 @@ def test_after_an_operation_that_took_too_long_one_at_a_time_is_tried() -> None:
     forecast.note(0.02, 0.01, now=400.0)
     forecast.begin(5, 0.01, now=400.0)
     assert not forecast.is_doubtful(400.0)
+    forecast.complete(6, now=500.0)
+    forecast.note_failed(now=500.0)
+    assert forecast.is_doubtful(500.24) and not forecast.is_doubtful(500.26)
+    forecast.begin(6, 0.01, now=501.0)
+    assert forecast.is_doubtful(501.0)

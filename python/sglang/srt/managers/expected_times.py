@@ -38,7 +38,7 @@ class Forecast:
         self.free_at = 0.0
         self._overdue_times = overdue_times
         self._issued: dict[int, _Issued] = {}
-        # Whether the last operation that was measured took too long, and until when nothing else should begin.
+        # Whether the last operation that was measured took too long, or failed; until when nothing else should begin.
         self._is_doubted = False
         self._doubted_until = 0.0
 
@@ -68,9 +68,13 @@ class Forecast:
         self._is_doubted = seconds > expected_s + self._patience_s(expected_s)
         self._doubted_until = now + min(_DOUBT_S, _DOUBT_TIMES * seconds) if self._is_doubted else 0.0
 
+    def note_failed(self, now: Seconds) -> None:
+        """An operation failed."""
+        self._is_doubted, self._doubted_until = True, now + _DOUBT_S
+
     def is_doubtful(self, now: Seconds) -> bool:
-        """Whether another operation should not begin: one takes far longer than expected, or the last one did. Then
-        one at a time is tried, each after a while."""
+        """Whether another operation should not begin: one takes far longer than expected, or the last one did, or
+        failed. Then one at a time is tried, each after a while."""
         return self.is_overdue(now) or now < self._doubted_until or (self._is_doubted and bool(self._issued))
 
     def _patience_s(self, expected_s: float) -> float:
@@ -162,6 +166,9 @@ class ExpectedTimes:
         """What a load took, before it changes what is expected."""
         if (expected_s := self.costs.load_seconds(num_bytes, link)) is not None:
             self.loads[link].note(seconds, expected_s, self.now)
+
+    def note_failed_load(self, link: str) -> None:
+        self.loads[link].note_failed(self.now)
 
     def begin_load(self, ticket: Ticket, num_tokens: int) -> None:
         link, seq = ticket

@@ -148,6 +148,9 @@ class LoadPlanner:
         """What launches, loads and fetches took, as far as they succeeded."""
         self._take_launch_costs(inputs, launches)
         costs, in_flight = self.expected.costs, self._cache.in_flight
+        for link in self.expected.loads:
+            if inputs.failed.get(link) is not None:
+                self.expected.note_failed_load(link)
         for link in MEASURED_LINKS:
             for seq, seconds in inputs.cost.get(link, {}).items():
                 if seq != inputs.failed.get(link) and seq < inputs.done[link]:
