@@ -370,33 +370,97 @@ def test_a_path_that_ends_with_a_line_break_is_none() -> None:
     run(test)
 
 
-def test_a_busy_machine_may_be_late_now_and_then_and_a_busy_scheduler_for_long(
-    monkeypatch: pytest.MonkeyPatch,
+def make_late(monkeypatch: pytest.MonkeyPatch, router: Router) -> set[tuple[int, str]]:
+    """Looks that run out of time: the number of the server, and the path. No other look is taken than the test's."""
+    monkeypatch.setattr(router_module, "CHECK_INTERVAL_S", 1e9)
+    ask, late = router._ask, set[tuple[int, str]]()
+
+    async def sometimes(backend: router_module.Backend, path: str) -> httpx.Response:
+        if (router.backends.index(backend), path) in late:
+            raise httpx.ReadTimeout("late")
+        return await ask(backend, path)
+
+    monkeypatch.setattr(router, "_ask", sometimes)
+    return late
+
+
+@pytest.mark.parametrize("path", ["/health", "/hicache/state"])
+def test_a_server_that_is_late_three_times_in_a_row_is_left_out_until_it_answers(
+    path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A process of it may hang: its scheduler answers its state, and no other page that is looked at."""
+
     async def test() -> None:
         (fake,) = await started(Fake("a", tokens=7))
         router = Router([fake.url])
         (backend,) = router.backends
         await router.check(backend)
         assert (backend.problem, backend.demand) == (None, 7)
-        ask, late = router._ask, {"/hicache/state"}
-
-        async def sometimes(backend: router_module.Backend, path: str) -> httpx.Response:
-            if path in late:
-                raise httpx.ReadTimeout("late")
-            return await ask(backend, path)
-
-        monkeypatch.setattr(router, "_ask", sometimes)
-        for _ in range(2 * router_module.MAX_MISSES):
+        late = make_late(monkeypatch, router)
+        for _ in range(2):
+            late.add((0, path))
+            for _ in range(router_module.MAX_MISSES - 1):
+                await router.check(backend)
+                assert backend.problem is None
+            late.clear()
             await router.check(backend)
-            assert (backend.problem, backend.demand) == (None, 7)
-        late.add("/health")
-        for _ in range(router_module.MAX_MISSES - 1):
+            assert (backend.problem, backend.misses) == (None, 0)
+        late.add((0, path))
+        for _ in range(router_module.MAX_MISSES):
             await router.check(backend)
-            assert backend.problem is None
+        who = "it" if path == "/health" else "its scheduler or detokenizer"
+        assert backend.problem == f"{who} has not answered within 5 s, 3 times in a row"
+        late.clear()
         await router.check(backend)
-        assert backend.problem is not None and "has not answered" in backend.problem
+        assert (backend.problem, backend.demand) == (None, 7)
         await fake.stop()
+
+    run(test)
+
+
+def test_a_server_with_a_late_scheduler_gets_what_no_other_takes_and_in_the_end_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its step may be long, or it hangs."""
+    monkeypatch.setattr(router_module, "CHECK_INTERVAL_S", 1e9)
+
+    async def test() -> None:
+        a, b = await started(Fake("m"), Fake("m", tokens=900))
+        async with running(a, b) as (client, router):
+            late = make_late(monkeypatch, router)
+
+            async def look() -> None:
+                for backend in router.backends:
+                    await router.check(backend)
+
+            async def ask(status: int = 200) -> None:
+                assert (await client.post(CHAT, json=body("m"))).status_code == status
+
+            await ask()
+            assert (len(a.requests), len(b.requests)) == (1, 0)
+            late.add((0, "/hicache/state"))
+            await look()
+            assert router.backends[0].problem is None
+            await ask()
+            assert (len(a.requests), len(b.requests)) == (1, 1), "the busier one has answered"
+            for _ in range(router_module.MAX_MISSES):
+                await look()
+            await ask()
+            assert (len(a.requests), len(b.requests)) == (1, 2)
+            assert [each["is_healthy"] for each in (await client.get("/workers")).json()["workers"]] == [False, True]
+            await b.stop()
+            await look()
+            await ask()
+            assert len(a.requests) == 2 and (await client.get("/health")).status_code == 200
+            assert (await client.get("/v1/models")).json()["data"]
+            while router.backends[0].misses < router_module.MAX_STEP_MISSES:
+                await look()
+            await ask(503)
+            assert len(a.requests) == 2 and (await client.get("/health")).status_code == 503
+            late.clear()
+            await look()
+            await ask()
+            assert len(a.requests) == 3
 
     run(test)
 

@@ -6,6 +6,9 @@ The router owns its picture of each server. It never changes a byte of a request
     every CHECK_INTERVAL_S: /health, /v1/models, /hicache/state ──► up or not, its models, tokens queued and running
     a request ──► the servers of its model that are up, least demand first ──► the first that takes it ──► relayed
 
+A server's HTTP process answers /health by itself. /hicache/state goes through the scheduler and the detokenizer, and
+is late where one of them hangs.
+
 A server that refuses the connection, or answers 503 because it drains or its queue is full, has not begun the
 request. The next server is asked. Any other failure is passed on to the client, because the request may have been
 carried out.
@@ -19,7 +22,7 @@ import logging
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager, suppress
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +48,8 @@ CHECK_INTERVAL_S = 1.0
 CHECK_TIMEOUT_S = 5.0
 # A busy machine may be late now and then.
 MAX_MISSES = 3
+# A scheduler answers between two steps, and no step takes this many looks, some two minutes.
+MAX_STEP_MISSES = 20
 _FORWARDED = (
     *("/v1/chat/completions", "/v1/completions", "/generate"),
     *("/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize"),
@@ -79,8 +84,10 @@ class Backend:
     num_requests: int = 0
     # Why the server gets no requests; None while it is up.
     problem: str | None = "it has not answered yet"
-    # Health checks in a row that ran out of time.
+    # Looks in a row that ran out of time.
     misses: int = 0
+    # Whether the last of them reached the server, but not its scheduler.
+    is_silent: bool = False
 
     @property
     def demand(self) -> int:
@@ -98,11 +105,27 @@ class Backend:
 
     def set_problem(self, problem: str | None) -> None:
         if problem is not None and self.problem is None:
-            logger.warning("%s is not used any more: %s", self.url, problem)
+            logger.warning("%s is left out: %s", self.url, problem)
         elif problem is None and self.problem is not None:
             logger.info("%s is up and serves %s", self.url, ", ".join(self.cards))
         self.problem = problem
         self.misses = 0
+        self.is_silent = False
+
+    def note_miss(self, what: str, is_silent: bool) -> None:
+        misses = self.misses + 1
+        if misses >= MAX_MISSES:
+            self.set_problem(f"{what}, {misses} times in a row")
+        self.misses, self.is_silent = misses, is_silent
+
+    @property
+    def may_be_busy(self) -> bool:
+        """Whether it may be in a long step, and not hang. Then it gets the requests that no other server takes."""
+        return self.is_silent and self.misses < MAX_STEP_MISSES
+
+    @property
+    def is_usable(self) -> bool:
+        return self.problem is None or self.may_be_busy
 
     def shown(self) -> dict[str, Any]:
         return {
@@ -161,6 +184,7 @@ class Router:
 
     async def check(self, backend: Backend) -> None:
         """Ask a server for its health, models and demand."""
+        reached = False
         try:
             health = await self._ask(backend, "/health")
             if health.status_code != 200:
@@ -169,26 +193,28 @@ class Router:
             if models.status_code == 401:
                 return backend.set_problem("it wants its key: start the router with --api-key")
             backend.cards = {card["id"]: card for card in models.json()["data"]}
+            reached = True
+            state = await self._ask(backend, "/hicache/state")
         except httpx.TimeoutException:
-            backend.misses += 1
-            if backend.misses >= MAX_MISSES:
-                backend.set_problem(f"it has not answered within {CHECK_TIMEOUT_S:g} s, {backend.misses} times")
+            who = "its scheduler or detokenizer" if reached else "it"
+            backend.note_miss(f"{who} has not answered within {CHECK_TIMEOUT_S:g} s", is_silent=reached)
         except httpx.HTTPError as error:
             backend.set_problem(_unreachable(error))
         except (ValueError, KeyError, TypeError):
             backend.set_problem("its /v1/models does not answer as an OpenAI-compatible server does")
         else:
+            if state.status_code == 503:
+                return backend.note_miss("/hicache/state answers with status 503", is_silent=True)
+            backend.queued_tokens = _queued_tokens(state)
             backend.set_problem(None)
-            # The server's scheduler answers after its step, which may take long under load.
-            with suppress(httpx.HTTPError):
-                backend.queued_tokens = _queued_tokens(await self._ask(backend, "/hicache/state"))
 
     async def _ask(self, backend: Backend, path: str) -> httpx.Response:
         headers = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
         return await self._client.get(backend.url + path, headers=headers, timeout=CHECK_TIMEOUT_S)
 
     def _usable_servers(self, model: str | None) -> list[Backend]:
-        """Servers of the model that are up, the one with the least demand first. Raises RequestError."""
+        """Servers of the model that are up, the one with the least demand first, those that are late with an answer
+        last. Where none is up, those that may be busy. Raises RequestError."""
         models = sorted({name for backend in self.backends for name in backend.cards})
         names = ", ".join(models)
         serving = self.backends
@@ -201,10 +227,10 @@ class Router:
                 )
         elif len(models) > 1:
             raise RequestError(f"name a model; the models here are: {names}", param="model")
-        found = sorted((b for b in serving if b.problem is None), key=lambda b: b.demand)
+        found = [b for b in serving if b.problem is None] or [b for b in serving if b.may_be_busy]
         if not found:
             raise _none_usable(model, [f"{backend.url}: {backend.problem}" for backend in serving])
-        return found
+        return sorted(found, key=lambda b: (b.misses > 0, b.demand))
 
     # -- routes -------------------------------------------------------------------------------------------------
 
@@ -243,7 +269,7 @@ class Router:
 
     async def _models(self, request: Request) -> Response:
         require(request, self._api_key)
-        up = [backend for backend in reversed(self.backends) if backend.problem is None]
+        up = [backend for backend in reversed(self.backends) if backend.is_usable]
         cards = {name: card for backend in up for name, card in backend.cards.items()}
         return JSONResponse({"object": "list", "data": [cards[name] for name in sorted(cards)]})
 
@@ -252,7 +278,7 @@ class Router:
         return JSONResponse({"workers": [backend.shown() for backend in self.backends]})
 
     async def _health(self) -> Response:
-        return Response(status_code=200 if any(backend.problem is None for backend in self.backends) else 503)
+        return Response(status_code=200 if any(backend.is_usable for backend in self.backends) else 503)
 
 
 class _Relay(Response):
