@@ -250,7 +250,7 @@ def test_a_request_names_one_of_the_models() -> None:
             assert unknown.status_code == 404 and unknown.json()["message"].endswith("the models here are: a, b")
             assert none.status_code == 400 and none.json()["param"] == "model"
             assert wrong.status_code == 400 and (await client.post(CHAT, content=b"[]")).status_code == 400
-            assert (await client.post("/flush_cache")).status_code == 404 and not a.requests + b.requests
+            assert not a.requests + b.requests
         (only,) = await started(Fake("a"))
         async with running(only) as (client, _):
             assert (await client.post(CHAT, json=body())).status_code == 200
@@ -307,6 +307,109 @@ def test_who_has_not_begun_is_followed_by_the_next() -> None:
             await until(lambda: router.backends[2].problem)
             got = await client.post(CHAT, json=body("m"))
             assert (got.status_code, got.content) == (503, b"full"), "the only one's own word"
+
+    run(test)
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings"])
+def test_each_endpoint_with_a_model_is_routed_by_it(path: str) -> None:
+    async def test() -> None:
+        a, b = await started(Fake("a"), Fake("b"))
+        async with running(a, b) as (client, _):
+            sent = b'{"model": "b", "input": "x", "previous_response_id": "resp_1"}'
+            got = await client.post(path, content=sent)
+            assert (got.status_code, got.content) == (200, sent) and not a.requests
+            assert [(seen, content) for seen, _, content in b.requests] == [(path, sent)]
+            error = (await client.post(path, json=body("z"))).json()
+            is_anthropic = path.startswith("/v1/messages")
+            assert "the models here are: a, b" in (error["error"] if is_anthropic else error)["message"]
+
+    run(test)
+
+
+def test_paths_that_are_not_passed_on_get_a_sentence_in_the_shape_of_their_api() -> None:
+    async def test() -> None:
+        (fake,) = await started(Fake("a"))
+        async with running(fake) as (client, _):
+            for method, path, sentence in (
+                (
+                    "POST",
+                    "/flush_cache",
+                    "the router does not pass on /flush_cache: ask a server, /workers lists them",
+                ),
+                ("GET", "/v1/responses/resp_1", "responses are not kept: send the whole conversation"),
+                ("DELETE", "/v1/responses/resp_1", "responses are not kept: send the whole conversation"),
+                ("POST", "/v1/responses/resp_1/cancel", "close the connection to cancel"),
+            ):
+                got = await client.request(method, path)
+                assert got.status_code == 404 and sentence in got.json()["message"], path
+            got = await client.post("/v1/messages/batches")
+            error = got.json()["error"]
+            assert (got.status_code, error["type"]) == (404, "not_found_error") and "does not pass on" in error[
+                "message"
+            ]
+            assert not fake.requests
+
+    run(test)
+
+
+def test_an_abort_reaches_each_server_even_one_that_is_left_out() -> None:
+    async def test() -> None:
+        a, b, gone = await started(Fake("a"), Fake("b"), Fake("b"))
+
+        async def refuse(write: Write) -> None:
+            await write(reply(b'{"message": "no"}', "400 Bad Request"))
+
+        async def take(write: Write) -> None:
+            await write(reply(b""))
+
+        async with running(a, b, gone) as (client, router):
+            await gone.stop()
+            router.backends[0].set_problem("left out")
+            a.answer, b.answer = refuse, take
+            got = await client.post("/abort_request", json={"rid": "r"}, headers={"Authorization": "Bearer mine"})
+            assert got.status_code == 200
+            for fake in (a, b):
+                ((path, headers, content),) = fake.requests
+                assert (path, json.loads(content)) == ("/abort_request", {"rid": "r"})
+                assert headers["authorization"] == "bearer mine"
+            b.answer = refuse
+            got = await client.post("/abort_request", json={})
+            assert (got.status_code, got.content) == (400, b'{"message": "no"}')
+
+            async def break_off(write: Write) -> None:
+                pass
+
+            a.answer, b.answer = break_off, take
+            got = await client.post("/abort_request", json={"rid": "r"})
+            assert got.status_code == 502 and f"{a.url} did not answer" in got.json()["message"]
+            await a.stop()
+            await b.stop()
+            got = await client.post("/abort_request", json={"rid": "r"})
+            assert got.status_code == 503 and a.url in got.json()["message"]
+
+    run(test)
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+def test_a_stream_that_breaks_off_ends_with_an_error_of_its_api(path: str) -> None:
+    async def test() -> None:
+        (fake,) = await started(Fake("m"))
+
+        async def break_off(write: Write) -> None:
+            await write(STREAM_HEAD + chunk(b'event: ping\ndata: {"type": "ping"}\n\n'))
+
+        fake.answer = break_off
+        async with running(fake) as (client, _):
+            lines = [line for line in (await client.post(path, json=body("m"))).text.split("\n") if line]
+            assert lines[:3] == ["event: ping", 'data: {"type": "ping"}', "event: error"] and len(lines) == 4
+            error = json.loads(lines[3].removeprefix("data: "))
+            assert error["type"] == "error"
+            if path == "/v1/messages":
+                assert error["error"]["type"] == "api_error"
+            else:
+                assert error["code"] == "server_error"
+            assert "has broken off" in (error["error"] if path == "/v1/messages" else error)["message"]
 
     run(test)
 

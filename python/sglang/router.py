@@ -5,6 +5,7 @@ The router owns its picture of each server. It never changes a byte of a request
 
     every CHECK_INTERVAL_S: /health, /v1/models, /hicache/state ──► up or not, its models, tokens queued and running
     a request ──► the servers of its model that are up, least demand first ──► the first that takes it ──► relayed
+    an abort  ──► all servers ──► one reply
 
 A server's HTTP process answers /health by itself. /hicache/state goes through the scheduler and the detokenizer, and
 is late where one of them hangs.
@@ -33,13 +34,16 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from sglang.srt.entrypoints.anthropic.serving import ANTHROPIC_STREAM
 from sglang.srt.entrypoints.auth import require
 from sglang.srt.entrypoints.http_limits import KEEP_ALIVE_S, Front, LimitedProtocol
 from sglang.srt.entrypoints.http_routes import PrintablePaths, add_errors
 from sglang.srt.entrypoints.http_server import DRAIN_TIMEOUT_S, HttpServer, allow_connections, bind, listen, url
+from sglang.srt.entrypoints.missing_endpoints import missing_endpoint
+from sglang.srt.entrypoints.openai.serving_responses import RESPONSES_STREAM
 from sglang.srt.entrypoints.request_fields import decode_body
 from sglang.srt.entrypoints.request_scope import REQUEST_ID_HEADER, RequestScope
-from sglang.srt.entrypoints.streams import DONE, encode_event, unless_disconnected
+from sglang.srt.entrypoints.streams import OPENAI_STREAM, unless_disconnected
 from sglang.srt.utils.child_process import StartupError
 from sglang.srt.utils.errors import RequestError
 from sglang.srt.utils.log import REQUEST_ID, configure_logging
@@ -51,9 +55,11 @@ MAX_MISSES = 3
 # A scheduler answers between two steps, and no step takes this many looks, some two minutes.
 MAX_STEP_MISSES = 20
 _FORWARDED = (
-    *("/v1/chat/completions", "/v1/completions", "/generate"),
-    *("/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize"),
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
+    *("/v1/embeddings", "/generate", "/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize"),
 )
+# How an error ends a stream; OPENAI_STREAM for other paths.
+_STREAM_FORMS = {"/v1/responses": RESPONSES_STREAM, "/v1/messages": ANTHROPIC_STREAM}
 # Estimates the length of a prompt that is not tokenized yet.
 _BYTES_PER_TOKEN = 4
 # Headers of one connection, not of a message (RFC 9110, section 7.6.1).
@@ -159,10 +165,11 @@ class Router:
         for path in _FORWARDED:
             self.app.add_api_route(path, self._forward, methods=["POST"])
         self.app.add_api_route("/generate", self._forward, methods=["PUT"])
+        self.app.add_api_route("/abort_request", self._abort, methods=["POST"])
         self.app.add_api_route("/v1/models", self._models)
         self.app.add_api_route("/workers", self._workers)
         self.app.add_api_route("/health", self._health)
-        add_errors(self.app)
+        add_errors(self.app, self._missing)
 
     async def __aenter__(self) -> Router:
         await asyncio.gather(*(self.check(backend) for backend in self.backends))
@@ -242,12 +249,7 @@ class Router:
         target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
         candidates, refusals = self._usable_servers(model), []
         for backend in candidates:
-            asked = httpx.Request(
-                request.method,
-                backend.url + target,
-                headers=[*_passed_on(request.headers.raw, _SET_ANEW), (_ID, REQUEST_ID.get().encode())],
-                content=body,
-            )
+            asked = _copy(request, backend.url + target, body)
             async with AsyncExitStack() as stack:
                 stack.enter_context(backend.counted(1 + len(body) // _BYTES_PER_TOKEN))
                 try:
@@ -266,6 +268,39 @@ class Router:
                     continue
                 return _Relay(reply, stack.pop_all())
         raise _none_usable(model, refusals)
+
+    async def _abort(self, request: Request) -> Response:
+        """Ask all servers, because the router does not know which one has the request. Those that are left out may
+        have it still."""
+        body = await request.body()
+
+        async def ask(backend: Backend) -> httpx.Response | httpx.HTTPError:
+            asked = _copy(request, backend.url + request.url.path, body)
+            asked.extensions["timeout"] = httpx.Timeout(CHECK_TIMEOUT_S).as_dict()
+            try:
+                return await self._client.send(asked)
+            except httpx.HTTPError as error:
+                return error
+
+        found = await asyncio.gather(*map(ask, self.backends))
+        # Where the connection is refused, no server runs.
+        unknown = [
+            backend.url
+            for backend, reply in zip(self.backends, found)
+            if isinstance(reply, httpx.HTTPError) and not isinstance(reply, httpx.ConnectError)
+        ]
+        if unknown:
+            where = ", ".join(unknown)
+            raise RequestError(f"{where} did not answer: the request may go on there; try again later", 502)
+        replies = [reply for reply in found if isinstance(reply, httpx.Response)]
+        if not replies:
+            raise _none_usable(None, [f"{backend.url}: it cannot be reached" for backend in self.backends])
+        # Servers may have different keys: what one has done counts.
+        best = min(replies, key=lambda reply: reply.status_code)
+        return Response(best.content, best.status_code, media_type=best.headers.get("content-type"))
+
+    def _missing(self, path: str) -> str:
+        return missing_endpoint(path) or f"the router does not pass on {path}: ask a server, /workers lists them"
 
     async def _models(self, request: Request) -> Response:
         require(request, self._api_key)
@@ -305,9 +340,10 @@ class _Relay(Response):
             logger.warning("%s broke off a reply: %r", reply.request.url, error)
             if not reply.headers.get("content-type", "").startswith("text/event-stream"):
                 return  # not ended: the connection is closed, and the client sees that something is missing
-            broken = encode_event({"error": RequestError("the server that answered has broken off", 502).body()})
+            form = _STREAM_FORMS.get(reply.request.url.path, OPENAI_STREAM)
+            broken = form.encode(form.error(RequestError("the server that answered has broken off", 502)))
             # In an event, perhaps.
-            await send({"type": "http.response.body", "body": b"\n\n" + broken + DONE, "more_body": True})
+            await send({"type": "http.response.body", "body": b"\n\n" + broken + form.end, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
 
@@ -318,6 +354,12 @@ def _unreachable(error: httpx.HTTPError) -> str:
 def _none_usable(model: str | None, problems: Sequence[str]) -> RequestError:
     what = f"no server of the model {model!r}" if model else "no server"
     return RequestError(f"{what} can be used ({'; '.join(problems)}): start a server, or try again later", 503)
+
+
+def _copy(request: Request, url: str, body: bytes) -> httpx.Request:
+    """The request as a server gets it."""
+    headers = [*_passed_on(request.headers.raw, _SET_ANEW), (_ID, REQUEST_ID.get().encode())]
+    return httpx.Request(request.method, url, headers=headers, content=body)
 
 
 def _passed_on(headers: Headers, also_dropped: set[bytes]) -> Headers:

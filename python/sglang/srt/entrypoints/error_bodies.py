@@ -9,4 +9,5 @@ from sglang.srt.utils.errors import RequestError
 
 
 def error_body(path: str, error: RequestError) -> dict[str, Any]:
-    return anthropic.error_body(error) if path in anthropic.PATHS else error.body()
+    is_anthropic = path in anthropic.PATHS or path.startswith("/v1/messages/")
+    return anthropic.error_body(error) if is_anthropic else error.body()

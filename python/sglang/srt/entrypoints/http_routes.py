@@ -360,7 +360,9 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def add_errors(app: FastAPI) -> None:
+def add_errors(app: FastAPI, missing: Callable[[str], str | None] = missing_endpoint) -> None:
+    """missing: the sentence for a path that is not here."""
+
     @app.exception_handler(RequestError)
     async def request_error(request: Request, error: RequestError) -> Response:
         body = error_body(request.url.path, error)
@@ -368,8 +370,8 @@ def add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
-        missing = missing_endpoint(request.url.path) if error.status_code == 404 else None
-        body = error_body(request.url.path, RequestError(missing or str(error.detail), error.status_code))
+        sentence = missing(request.url.path) if error.status_code == 404 else None
+        body = error_body(request.url.path, RequestError(sentence or str(error.detail), error.status_code))
         return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 
     @app.exception_handler(Exception)
