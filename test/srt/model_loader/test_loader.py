@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.model_families import TRANSFORMERS
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.model_loader.loader import ModelLoadError, load_model
 from support.thread_group import thread_groups
@@ -147,6 +149,31 @@ def test_names_a_wrong_shape(tmp_path):
     rewrite(tmp_path, lambda tensors: tensors.update({"model.embed_tokens.weight": torch.zeros(16)}))
     with pytest.raises(ModelLoadError, match=r"embed_tokens.weight' has the shape \(16,\).*\(50, 16\)"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("impl", ["auto", TRANSFORMERS])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_names_what_is_not_finite(tmp_path, value, impl):
+    name = "model.layers.1.mlp.up_proj.weight"
+    save(tmp_path, shard="5KB")
+    file = next(path for path in tmp_path.glob("model-*.safetensors") if name in load_file(path))
+    tensors = load_file(file)
+    tensors[name][5, 3] = value
+    save_file(tensors, file, metadata={"format": "pt"})
+    config = ModelConfig.from_pretrained(str(tmp_path), dtype="bfloat16", model_impl=impl)
+    where = tmp_path.name if impl == TRANSFORMERS else file.name
+    with pytest.raises(
+        ModelLoadError, match=f"^{where} holds NaN or infinite numbers, read as bfloat16: .*{name}; fetch"
+    ):
+        load_model(config, "auto", TorchNativeAttnBackend())
+
+
+def test_numbers_that_a_type_cannot_hold_are_named(tmp_path):
+    save(tmp_path)
+    rewrite(tmp_path, lambda tensors: tensors["model.norm.weight"].fill_(1e6))
+    load(tmp_path, dtype="bfloat16")
+    with pytest.raises(ModelLoadError, match=r"as float16: model\.norm\.weight; .*or choose another --dtype"):
+        load(tmp_path, dtype="float16")
 
 
 def test_refuses_files_that_are_not_there_or_broken(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_loader import LlamaConfig, load, save
 
-from sgl_kernel.quantized import FOUR_BITS, MatrixFormat
+from sgl_kernel.quantized import FOUR_BITS, MatrixFormat, QuantizedMatrix
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.model_families import TRANSFORMERS
 from sglang.srt.configs.model_files import GGUF_TENSORS, ModelConfigError
@@ -361,6 +362,17 @@ def quantized(tmp_path, change: Callable[[Tensors], None] = lambda tensors: None
     return tmp_path
 
 
+def scale_of(value: float) -> Callable[[Tensors], None]:
+    return lambda tensors: tensors.update({f"{Q}.weight_scale": torch.tensor([value])})
+
+
+def nan_of_8_bits(byte: int) -> Callable[[Tensors], None]:
+    return lambda tensors: tensors[f"{Q}.weight"].view(torch.uint8)[3, 5].fill_(byte)
+
+
+SCALE_IS = f"'{Q}.weight_scale' in model.safetensors holds {{}}, and scales of weights are finite "
+
+
 @pytest.mark.parametrize(
     ("way", "change", "message"),
     [
@@ -395,11 +407,51 @@ def quantized(tmp_path, change: Callable[[Tensors], None] = lambda tensors: None
         ),
         ("fp8, blocks", lambda t: t.update({f"{Q}.weight": torch.ones(()).to(FP8)}), f"'{Q}.weight' has a scale"),
         ("fp8, blocks", lambda t: t.update({"more.weight": torch.ones(2, 2)}), "unexpected: more.weight"),
+        ("fp8, one scale", scale_of(math.nan), SCALE_IS.format("nan")),
+        ("fp8, one scale", scale_of(math.inf), SCALE_IS.format("inf")),
+        ("fp8, one scale", scale_of(0.0), SCALE_IS.format("0") + "floats from 0, not all of them 0"),
+        ("fp8, one scale", scale_of(-0.5), SCALE_IS.format("-0.5")),
+        ("fp8, one scale", scale_of(1), SCALE_IS.format("int64")),
+        ("compressed, int8 by channel", lambda t: t[f"{Q}.weight_scale"][3].fill_(-1), SCALE_IS.format("-1")),
+        (
+            "fp8, blocks",
+            lambda t: t[f"{Q}.weight_scale_inv"][1, 2].fill_(math.nan),
+            "weight_scale_inv' in .* holds nan",
+        ),
+        ("awq", lambda t: t[f"{Q}.scales"][0, 2].fill_(math.inf), f"'{Q}.scales' in model.safetensors holds inf"),
+        ("fp8, one scale", nan_of_8_bits(0x7F), f"NaN or infinite numbers, read as float32: {Q}.weight;"),
+        ("fp8, one scale", nan_of_8_bits(0xFF), f"NaN or infinite numbers, read as float32: {Q}.weight;"),
     ],
 )
 def test_what_does_not_fit_is_named(tmp_path, way, change, message):
     with pytest.raises(ModelLoadError, match=message):
         load(quantized(tmp_path, change, way))
+
+
+def test_some_scales_of_0_are_loaded(tmp_path):
+    model = load(quantized(tmp_path, lambda t: t[f"{Q}.weight_scale"][3].fill_(0), "compressed, int8 by channel"))
+    assert not bool(model.weight_targets()[f"{Q}.weight"].tensor[3].any())
+
+
+def is_finite(target: QuantizedTarget) -> bool:
+    return all(math.isfinite(each) for each in target.extremes())
+
+
+@pytest.mark.parametrize("dtype", [FP8, INT8])
+def test_a_matrix_that_stays_quantized_shows_what_is_not_finite(dtype):
+    matrix = QuantizedMatrix.empty(MatrixFormat(dtype), 4, 16)
+    target = QuantizedTarget.of(matrix, (4, 16), 0, 0)
+    weight = torch.arange(-32.0, 32.0).reshape(4, 16)
+    target.fill(weight)
+    assert is_finite(target)
+    if dtype is FP8:
+        for byte in range(256):
+            matrix.values.view(torch.uint8)[1, 2] = byte
+            assert is_finite(target) == (byte & 0x7F != 0x7F), byte
+    for value in (math.nan, math.inf, -math.inf):
+        weight[2, 3] = value
+        target.fill(weight)
+        assert not is_finite(target), value
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,8 @@ class Sampler:
         cdf = probs.cumsum(dim=-1, dtype=torch.float64)
         drawn = random_uniform(info.seeds, info.positions).unsqueeze(1) * cdf[:, -1:]
         # The first token whose sum exceeds the random number; its probability is above zero. It exists, because (1 -
-        # 2**-53) * total is below total in float64 too. The clamp is for rows of NaN, which the executor reports.
+        # 2**-53) * total is below total in float64 too. The clamp is for rows of NaN, whose sums exceed nothing. The
+        # executor reports them if `check_finite` is set.
         tokens = torch.searchsorted(cdf, drawn, right=True).squeeze(1).clamp_(max=logits.shape[1] - 1)
         return torch.where(is_greedy, logits.argmax(dim=-1), tokens) if cuts.has_greedy else tokens
 

@@ -62,6 +62,10 @@ class WeightTarget:
             self.tensor.narrow(self.dim, 0, self.num_read).copy_(source[self.index(offset)])
         self.tensor.narrow(self.dim, self.num_read, self.tensor.shape[self.dim] - self.num_read).zero_()
 
+    def extremes(self) -> list[torch.Tensor]:
+        """As the function, of all that the target holds."""
+        return extremes(self.tensor)
+
 
 @dataclass(frozen=True)
 class QuantizedTarget(WeightTarget):
@@ -88,3 +92,16 @@ class QuantizedTarget(WeightTarget):
             self.matrix.take(*source.parts(index, self.matrix.group))
         else:
             self.matrix.quantize(source[index].to(self.matrix.scales.device))
+
+    def extremes(self) -> list[torch.Tensor]:
+        found, values = extremes(self.matrix.scales), self.matrix.values
+        if values.dtype == torch.float8_e4m3fn and values.numel():
+            # NaN has the bytes 0x7f and 0xff, each the largest in one of two readings.
+            has_nan = (values.view(torch.int8).amax() == 0x7F) | (values.view(torch.uint8).amax() == 0xFF)
+            found.append(torch.where(has_nan, torch.nan, 0.0))
+        return found
+
+
+def extremes(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The least and the largest number, or NaN if there is one: on the tensor's device, which is not waited for."""
+    return list(torch.aminmax(tensor)) if tensor.numel() else []

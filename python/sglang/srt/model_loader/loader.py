@@ -30,6 +30,7 @@ from sglang.srt.distributed.parallel_state import SINGLE_RANK, TensorParallelGro
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.weights import WeightTarget
 from sglang.srt.model_loader.gguf_weights import GGUFWeights
+from sglang.srt.model_loader.non_finite import refuse_non_finite
 from sglang.srt.model_loader.quantized_weights import (
     QuantizedWeights,
     format_asked,
@@ -175,13 +176,16 @@ def _load_files(model: Any, config: ModelConfig, load_format: str, progress: Sta
             progress.detail(f"loading weights, file {number} of {len(by_file)}")
             with _open(file) as f:
                 if quantization is not None:
-                    f = QuantizedWeights(f, quantization, partial(_read, stored))
+                    f = QuantizedWeights(f, quantization, stored, partial(_read, stored))
                 held = set(f.keys())
+                numbers: dict[str, list[torch.Tensor]] = {}
                 for name in names:
                     if name not in held:
                         raise _not_held(file, name)
                     _copy(name, f, plan[name], config_name)
+                    numbers[name] = [each for target in plan[name] for each in target.extremes()]
                     bar.update()
+                refuse_non_finite(numbers, gguf_file or file, config.dtype)
 
 
 def _copy(name: str, file: Any, targets: list[WeightTarget], config_name: str) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +26,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.model_families import NATIVE
 from sglang.srt.configs.model_files import ModelConfigError
 from sglang.srt.configs.quantization import UNUSED, WeightQuantization
+from sglang.srt.model_loader.non_finite import check_scales
 from sglang.srt.utils.device import has_e4m3
 
 logger = logging.getLogger(__name__)
@@ -116,14 +118,19 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
 
 
 class QuantizedWeights:
-    """As an open safetensors file. read: a whole tensor of the checkpoint, from whichever file; None if there is
-    none."""
+    """As an open safetensors file. files: the checkpoint's tensors -> where each is. read: a whole one of them; None
+    if there is none."""
 
     def __init__(
-        self, file: Any, quantization: WeightQuantization, read: Callable[[str], torch.Tensor | None]
+        self,
+        file: Any,
+        quantization: WeightQuantization,
+        files: Mapping[str, Path],
+        read: Callable[[str], torch.Tensor | None],
     ) -> None:
         self._file = file
         self._quantization = quantization
+        self._files = files
         self._read = read
         self._held: Mapping[str, str] = plain_names(file.keys())
 
@@ -131,19 +138,22 @@ class QuantizedWeights:
         return list(self._held)
 
     def get_slice(self, name: str) -> Readable:
-        """Raises ModelConfigError if its scales are not there or do not fit."""
+        """Raises ModelConfigError if its scales are not there, do not fit or are no scales."""
         held = self._held[name]
         values = self._file.get_slice(held)
         stem = name.removesuffix(".weight")
         if held.endswith(_PACKED):
             _check_matrix(held, values, torch.int32, "is AWQ's")
             zeros, scales = (self._needed(stem + suffix, held) for suffix in (_ZEROS, _PACKED_SCALES))
+            check_scales(stem + _PACKED_SCALES, self._files[stem + _PACKED_SCALES], scales, may_be_any=True)
             block = self._quantization.block
             return PackedTensor(held, values, zeros, scales, block[1] if block else values.get_shape()[0])
-        scale = next((s for s in map(self._read, (stem + suffix for suffix in _SCALES)) if s is not None), None)
-        if name.endswith(".weight") and scale is not None:
+        scale_name = next((stem + suffix for suffix in _SCALES if stem + suffix in self._files), None)
+        if name.endswith(".weight") and scale_name is not None:
+            scale = self._needed(scale_name, held)
             wanted = torch.int8 if self._quantization.is_int else torch.float8_e4m3fn
             _check_matrix(held, values, wanted, "has a scale beside it")
+            check_scales(scale_name, self._files[scale_name], scale, may_be_any=False)
             return ScaledTensor(held, values, scale, self._quantization.block)
         if values.get_shape() and values[:1].dtype.itemsize == 1:
             raise ModelConfigError(f"{held!r} has 8 bits a value, and there is no {stem + _SCALES[0]!r} beside it.")

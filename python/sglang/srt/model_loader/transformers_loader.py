@@ -16,6 +16,8 @@ from sglang.srt.configs.model_files import ModelConfigError, some
 from sglang.srt.configs.quantization import UNUSED
 from sglang.srt.distributed.parallel_state import TensorParallelGroup
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.weights import extremes
+from sglang.srt.model_loader.non_finite import refuse_non_finite
 from sglang.srt.models.transformers_model import PAGED, TransformersForCausalLM
 
 
@@ -36,6 +38,9 @@ def load_transformers_model(
     else:
         model = TransformersForCausalLM(config, attn_backend, group, _read(config))
     model.to(device).eval()
+    if not is_dummy:
+        numbers = {name: extremes(tensor.detach()) for name, tensor in model.named_parameters()}
+        refuse_non_finite(numbers, config.local_path, config.dtype)
     model.inspect_layers(device)
     return model
 
