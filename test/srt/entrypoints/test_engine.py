@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -185,6 +186,17 @@ def test_the_sockets_directory_is_private(monkeypatch, tmp_path):
     assert path.startswith("/tmp/")
     shutil.rmtree(path)
     os.close(lock)
+
+
+def test_a_directory_without_room_is_named(tmp_path):
+    processes = EngineProcesses(ServerArgs(model_path="m"))
+    processes._directory = str(tmp_path)
+    tokenizer = SimpleNamespace(backend_tokenizer=SimpleNamespace(to_str=lambda pretty: "{}"))
+    assert Path(processes._tokenizer_for_child(tokenizer, "a model")).read_text() == "{}"
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer.json").symlink_to("/dev/full")
+    with pytest.raises(StartupError, match=r"tokenizer.json \(No space left on device\): .* with TMPDIR"):
+        processes._tokenizer_for_child(tokenizer, "a model")
 
 
 def test_upstreams_packages_beside_ours_are_refused(monkeypatch):

@@ -313,8 +313,14 @@ class EngineProcesses:
         """A file with the same tokenizer, which the detokenizer can read without importing transformers."""
         if (backend := getattr(tokenizer, "backend_tokenizer", None)) is None:
             return path
-        backend.save(f"{self._directory}/tokenizer.json", pretty=False)
-        return f"{self._directory}/tokenizer.json"
+        file = Path(f"{self._directory}/tokenizer.json")
+        try:
+            file.write_text(backend.to_str(pretty=False))
+        except OSError as error:
+            raise StartupError(
+                f"cannot write {file} ({error.strerror}): make room there, or name another folder with TMPDIR"
+            ) from None
+        return str(file)
 
     def _first_dead(self) -> Child | None:
         return min((child for child in self._children if child.dead()), key=Child.ended_at, default=None)

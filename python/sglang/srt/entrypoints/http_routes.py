@@ -233,7 +233,7 @@ def _add_tokenization(app: FastAPI, args: ServerArgs, manager: TokenizerManager)
 
 def _add_information(app: FastAPI, args: ServerArgs, manager: TokenizerManager, ready_info: dict[str, Any]) -> None:
     created = int(time.time())
-    started = time.time()
+    started = time.monotonic()
 
     def model_card() -> dict[str, Any]:
         return {
@@ -304,7 +304,7 @@ def _add_information(app: FastAPI, args: ServerArgs, manager: TokenizerManager, 
             **args.shown(),
             **ready_info,
             "version": sglang.__version__,
-            "uptime_seconds": time.time() - started,
+            "uptime_seconds": time.monotonic() - started,
             "internal_states": [state],
         }
         return Response(msgspec.json.encode(info), media_type="application/json")
@@ -324,7 +324,7 @@ def _add_information(app: FastAPI, args: ServerArgs, manager: TokenizerManager, 
 
     @app.get("/hicache/state")
     async def hicache_state() -> Response:
-        about = {"model_name": args.model_name, "uptime_seconds": round(time.time() - started, 1)}
+        about = {"model_name": args.model_name, "uptime_seconds": round(time.monotonic() - started, 1)}
         state = about | await manager.get_internal_state()
         return Response(msgspec.json.encode(state), media_type="application/json")
 

@@ -83,7 +83,7 @@ def allow_connections() -> None:
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     except (OSError, ValueError):  # macOS reports a hard limit that it does not grant
-        logger.warning("no more than %d open files are allowed: further connections will wait", soft)
+        logger.warning("no more than %d open files are allowed: further connections are closed", soft)
 
 
 async def serve(args: ServerArgs, scheduler_command: Sequence[str], drain_timeout_s: float) -> int:

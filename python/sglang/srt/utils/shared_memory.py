@@ -5,6 +5,7 @@ has let go.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -42,7 +43,10 @@ def sealed_memfd(size_bytes: int, name: str) -> int:
     try:
         os.ftruncate(fd, max(size_bytes, 1))
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SIZE_SEALS | fcntl.F_SEAL_SEAL)
-    except OSError:
+    except OSError as error:
         os.close(fd)
+        if error.errno == errno.EFBIG:
+            needed = f"{size_bytes} bytes of shared memory ({name}) are above the limit of a file's size"
+            raise OSError(f"{needed}: raise it with `ulimit -f`") from None
         raise
     return fd
