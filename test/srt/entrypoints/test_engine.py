@@ -195,7 +195,7 @@ def test_a_directory_without_room_is_named(tmp_path):
     assert Path(processes._tokenizer_for_child(tokenizer, "a model")).read_text() == "{}"
     (tmp_path / "tokenizer.json").unlink()
     (tmp_path / "tokenizer.json").symlink_to("/dev/full")
-    with pytest.raises(StartupError, match=r"tokenizer.json \(No space left on device\): .* with TMPDIR"):
+    with pytest.raises(StartupError, match=r"tokenizer.json \(No space left on device\): .* set another TMPDIR"):
         processes._tokenizer_for_child(tokenizer, "a model")
 
 

@@ -146,7 +146,9 @@ def _add_tiers(app: FastAPI, args: ServerArgs, manager: TokenizerManager) -> Non
     @app.post("/hicache/storage-backend/clear")
     async def clear_hicache_storage_backend() -> Response:
         require_a_key(args)
-        return _done(await manager.control.clear_hicache_storage(), "HiCache storage backend cleared.", 409)
+        result = await manager.control.clear_hicache_storage()
+        # A result: there is something, and it was not cleared.
+        return _done(result, "HiCache storage backend cleared.", 409 if result.result else 400)
 
     @app.get("/hicache/storage-backend")
     async def hicache_storage_backend() -> dict[str, Any]:

@@ -318,7 +318,7 @@ class EngineProcesses:
             file.write_text(backend.to_str(pretty=False))
         except OSError as error:
             raise StartupError(
-                f"cannot write {file} ({error.strerror}): make room there, or name another folder with TMPDIR"
+                f"cannot write {file} ({error.strerror}): free space there, set another TMPDIR, or raise `ulimit -f`"
             ) from None
         return str(file)
 

@@ -63,7 +63,8 @@ class StorageAdmin:
         elif success and request.what is not None:
             self.attach(request.what)
         message = "" if success else "the backend did not succeed; the server's log has the reason"
-        self._replies.append(ControlReply(request.id, success, message))
+        result = {} if success or request.action != StorageAction.CLEAR else {"cleared": False}
+        self._replies.append(ControlReply(request.id, success, message, result))
         self.serve()
         return True
 
