@@ -344,8 +344,8 @@ class LocalEngine:
         cache: str = "",
         is_embedding: bool = False,
     ) -> list[Generation]:
-        """Submit all prompts at once and run until all have ended. abort_after: prompt -> abort it once it has given
-        this many tokens."""
+        """Submit all prompts at once and run until all have ended. params, logprobs: of all, or one per prompt.
+        abort_after: prompt -> abort it once it has given this many tokens."""
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         specs = [logprobs] * len(prompts) if logprobs is None or isinstance(logprobs, LogprobSpec) else logprobs
         rids = []

@@ -10,6 +10,7 @@ import json
 import logging
 import socket
 import threading
+import time
 
 import httpx
 import pytest
@@ -402,6 +403,19 @@ def send():
         return asyncio.run(main())
 
     return send
+
+
+@pytest.mark.parametrize("path", ["/server_info", "/hicache/state"])
+def test_the_wall_clock_does_not_change_how_long_the_server_is_up(send, monkeypatch, path):
+    async def no_state(_: OneWord) -> dict:
+        return {}
+
+    monkeypatch.setattr(OneWord, "get_internal_state", no_state, raising=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: 0.0)
+        reply = send("GET", path)
+    assert reply.status_code == 200, reply.text
+    assert reply.json()["uptime_seconds"] >= 0
 
 
 @pytest.mark.parametrize(

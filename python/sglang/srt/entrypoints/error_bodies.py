@@ -9,5 +9,5 @@ from sglang.srt.utils.errors import RequestError
 
 
 def error_body(path: str, error: RequestError) -> dict[str, Any]:
-    is_anthropic = path in anthropic.PATHS or path.startswith("/v1/messages/")
+    is_anthropic = path in anthropic.PATHS or path.startswith("/v1/messages/")  # also what is not served
     return anthropic.error_body(error) if is_anthropic else error.body()

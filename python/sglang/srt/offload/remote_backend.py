@@ -22,8 +22,6 @@ from sglang.srt.utils.registry import BOOLEAN, OBJECT, STRING, Kind, Option, is_
 
 # `check_codec` checks its settings, and the proxy what depends on the model's shape, as it makes the codec.
 _CODEC = Kind("the name of a codec or a JSON object", lambda value: isinstance(value, str | dict))
-
-
 # A proxy is asked every half second.
 _SILENCE = Kind("a number from 2 up to 1e9", lambda value: is_number(value) and 2 <= value < 1e9)
 _STORE_GB = Kind(
