@@ -274,10 +274,12 @@ def test_a_server_that_drips_is_a_timeout_as_one_that_says_nothing(fake):
 
     def in_the_header(connection):
         connection.handshake()
+        connection.read()
         connection.drip(b"$" + b"0" * 20_000, 0.05)
 
     def in_the_value(connection):
         connection.handshake()
+        connection.read()
         connection.send(b"$20000\r\n")
         connection.drip(b"x" * 20_000, 0.05)
 
@@ -286,6 +288,7 @@ def test_a_server_that_drips_is_a_timeout_as_one_that_says_nothing(fake):
 
     def in_a_skipped_value(connection):
         connection.handshake()
+        connection.read()
         connection.send(b"$3000000\r\n")
         connection.drip(b"x" * 20_000, 0.05)
 
