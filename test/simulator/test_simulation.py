@@ -326,7 +326,7 @@ def test_no_request_waits_for_answers_that_are_not_worth_it() -> None:
 
 def test_bypassing_the_local_tiers_the_same_is_fetched_again() -> None:
     text = numbers(0, 105)
-    sim = stored(text, bypass_local=True)
+    sim = stored(text, bypass_local=True, load_or_recompute=False)
     times = sim.run([(float(i), request(f"r{i}", text)) for i in range(4)])
     assert {t.cached_tokens_details["disk"] for t in times.values()} == {100}
     assert [t.ttft for t in times.values()] == pytest.approx([times["r0"].ttft] * 4)
@@ -399,11 +399,11 @@ def test_a_fetch_that_blocks_holds_up_decoding() -> None:
     text, other = numbers(0, 105), numbers(1000, 5)
 
     def longest_gap(blocks: bool) -> float:
-        sim = stored(text, block_s=0.05, fetch_blocks=blocks)
+        sim = stored(text, block_s=0.05, fetch_blocks=blocks, load_or_recompute=False)
         times = sim.run([(0.0, request("b", other, 60)), (0.1, request("a", text))])
         return float(np.diff(times["b"].tokens).max())
 
-    sim = stored(text, block_s=0.05, fetch_blocks=True)
+    sim = stored(text, block_s=0.05, fetch_blocks=True, load_or_recompute=False)
     sim.run([(0.0, request("b", other, 60)), (0.1, request("a", text))])
     assert sim.executor.busy_s + 10 * 0.05 <= sim.now + 1e-9, "they take turns"
     assert longest_gap(False) < 2 * DECODE_S and longest_gap(True) > 3 * DECODE_S
@@ -413,7 +413,8 @@ def test_the_shortest_job_first() -> None:
     """Four long ones come together, then a short one; three of four need not be over before it."""
     texts = [numbers(1000 * i, 105) for i in range(4)] + [numbers(9000, 15)]
     arrivals = [(0.001 * i, request(f"r{i}", text)) for i, text in enumerate(texts)]
-    ttft = {order: stored(*texts, order=order).run(arrivals)["r4"].ttft for order in ("fifo", "sjf")}
+    sims = {order: stored(*texts, order=order, load_or_recompute=False) for order in ("fifo", "sjf")}
+    ttft = {order: sim.run(arrivals)["r4"].ttft for order, sim in sims.items()}
     assert ttft["fifo"] > 0.8 > 0.1 > ttft["sjf"]
 
 
@@ -440,6 +441,18 @@ def test_a_fetch_that_takes_longer_than_computing_is_cut() -> None:
     assert all(waits.times[f"r{i}"].ttft > 1.0 for i in range(6))
 
 
+def test_short_prompts_are_enough_to_know_that_a_fetch_takes_longer() -> None:
+    """A block takes 100 ms. After many short prompts nobody remembers what a long one took; to compute it piece by
+    piece takes 105 ms at most."""
+    known, asked = numbers(0, 105), numbers(1000, 105)
+    sim = stored(known, asked, block_s=0.1)
+    short = [(3.0 + 0.02 * i, request(f"short {i}", numbers(9000 + 10 * i, 5), 1)) for i in range(60)]
+    sim.run([(0.0, request("cold", numbers(90_000, 105))), (1.0, request("known", known)), *short])
+    assert sim.core.scheduler.planner.expected.costs.known_prefill < 105
+    times = sim.run([(10.0, request("asked", asked))])
+    assert times["asked"].ttft == pytest.approx(105 * TOKEN_S + 0.005, rel=0.01)
+
+
 def test_a_queue_on_the_link_is_shared_with_the_device() -> None:
     """Fetching takes half as long as computing; of ten that come at once some are computed meanwhile."""
     texts = [numbers(1000 * i, 105) for i in range(12)]
@@ -462,7 +475,7 @@ def test_all_that_a_fetch_slows_is_booked() -> None:
         LAYERS, launch_seconds, 1e9, 1e9, fetch=lambda: one_by_one(0.02), interference=lambda mode, link: 0.5
     )
     for window in (1, 2, 8):
-        config = stored(window=window).core.scheduler.config
+        config = stored(window=window, load_or_recompute=False).core.scheduler.config
         sim = Simulation(config, slow)
         for text in texts:
             sim.storage.add(NAMES.of_prompt("", np.array(text, np.int32)))

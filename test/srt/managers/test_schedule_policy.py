@@ -483,12 +483,6 @@ def test_what_comes_sooner_is_done(
     assert blocks_to_fetch(10, fetch_s, compute_s, others_s) == wanted
 
 
-def test_what_nobody_has_measured_is_not_computed() -> None:
-    assert blocks_to_fetch(10, lambda n: 100.0 * n, lambda n: None, 0.0) == 10
-    # Up to three blocks are known.
-    assert blocks_to_fetch(10, lambda n: 100.0 * n, lambda n: 1.0 * (10 - n) if n >= 7 else None, 0.0) == 7
-
-
 @pytest.mark.parametrize("seed", range(30))
 def test_no_other_cut_is_much_sooner(seed: int) -> None:
     rng = random.Random(seed)

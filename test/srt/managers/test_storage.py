@@ -366,6 +366,30 @@ def test_slow_storage_gets_everything_if_it_is_written_through(
     engine.close()
 
 
+def test_trials_of_slow_storage_hold_memory_a_fifth_of_the_time(model_config: ModelConfig) -> None:
+    """A block takes two seconds: the next one waits for eight."""
+    setup = dataclasses.replace(SETUP, write_policy="auto")
+    clock = Clock()
+    engine = Engine(model_config, num_device_pages=900, num_host_pages=900, storage=setup, clock=clock)
+    writer = engine.scheduler.cache.storage.writer
+    writer.is_worth_storing = lambda start, end: False
+    gate = Gate(engine.store, "set")
+    engine.generate([prompt(0, 100)], PARAMS)
+    engine.step_until(gate.entered.is_set)
+    clock.now = 2.0
+    gate.open.set()
+    engine.settle()
+    num_stored = {}
+    for seed, clock.now in enumerate((2.1, 5.0, 9.9, 10.1), 1):
+        engine.generate([prompt(seed, 100)], PARAMS)
+        engine.settle()
+        num_stored[clock.now] = len(engine.store.blocks)
+    # Those that end at once make no later one wait.
+    assert num_stored.pop(10.1) > 1 and set(num_stored.values()) == {1}, num_stored
+    engine.assert_nothing_left()
+    engine.close()
+
+
 def test_a_store_that_hangs_does_not_stop_requests_that_need_memory(model_config: ModelConfig) -> None:
     """What is being stored gives the device nothing back: somebody has to be retracted all the same."""
     params = SamplingParams(max_new_tokens=60, temperature=0.0, ignore_eos=True, sampling_seed=0)

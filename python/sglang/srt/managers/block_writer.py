@@ -12,6 +12,7 @@ Blocks are written a few at a time. Lossy KV is never written under a name that 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from itertools import takewhile
@@ -25,11 +26,15 @@ from sglang.srt.managers.storage_setup import StorageLimits
 from sglang.srt.mem_cache.namespaces import is_alone, salt_of
 from sglang.srt.mem_cache.node import Node, survivor_of
 from sglang.srt.mem_cache.transfer import STORE, StorageAction, StorageOp, Ticket, Tier
+from sglang.srt.utils.time_units import Seconds
 
 # Paths that are to be stored when there is room: the most that are remembered, and when those that have left the tree
 # are looked for.
 _MAX_DEFERRED_STORES = 4096
 _TIDY_DEFERRED_STORES = 64
+# While storing is not worth it, a block now and then shows whether it has become faster. It holds host pages meanwhile,
+# so that the next one waits so many times as long as the last one took, and so many seconds at most.
+_TRIAL_PAUSE_TIMES, _MAX_TRIAL_PAUSE_S = 4.0, 32.0
 
 
 class BlockWriter:
@@ -61,6 +66,9 @@ class BlockWriter:
         # Those of them that are soft-pinned.
         self.pinned: dict[int, Node] = {}
         self._tidy_at = _TIDY_DEFERRED_STORES
+        # The write that shows whether storage has become faster, when it began, and when the next one may.
+        self._trial: Ticket | None = None
+        self._trial_began = self._next_trial_at = Seconds(-math.inf)
 
     @property
     def has_room(self) -> bool:
@@ -70,6 +78,7 @@ class BlockWriter:
     def open(self, limits: StorageLimits | None, is_lossy: bool, is_exclusive: bool) -> None:
         """Storage was attached, emptied or detached."""
         self.limits, self.is_lossy, self.is_exclusive = limits, is_lossy, is_exclusive
+        self._next_trial_at = Seconds(-math.inf)
 
     def close(self) -> None:
         """Begin nothing new."""
@@ -104,6 +113,10 @@ class BlockWriter:
         op = self.ledger.end(ticket)
         assert isinstance(op, StorageOp)
         self.storing_pages -= len(op.frames)
+        if ticket == self._trial:
+            now = self.breaker.now
+            pause_s = min(_TRIAL_PAUSE_TIMES * (now - self._trial_began), _MAX_TRIAL_PAUSE_S)
+            self._trial, self._next_trial_at = None, Seconds(now + pause_s)
         self.breaker.end(succeeded=count > 0)
         self.touches.note_stored(count)
         self.tree.pages.stored(ticket, count, op.skips)
@@ -187,9 +200,11 @@ class BlockWriter:
         by_page = np.concatenate([_host_frames(n, page) for n in path[top:]])[(begin - path[top].start) // page :]
         frames = by_page[: len(keys) * (size // page)].reshape(len(keys), size // page)
         lacking = np.flatnonzero(~stored & (frames >= 0).all(axis=1))
-        if self.controller.write_policy != "write_through" and not self.is_worth_storing(begin, end.end):
-            # One block at a time shows when storage has become faster. write_through promises all of it.
-            lacking = lacking[: 0 if self.storing_pages else 1]
+        # write_through promises all of it.
+        is_worth_it = self.controller.write_policy == "write_through" or self.is_worth_storing(begin, end.end)
+        if not is_worth_it:
+            is_trial_due = not self.storing_pages and self.breaker.now >= self._next_trial_at
+            lacking = lacking[: int(is_trial_due)]
         if (room := self._num_storable_blocks()) < len(lacking):
             self._defer_store(end)
             lacking = lacking[: max(0, room)]
@@ -200,6 +215,8 @@ class BlockWriter:
             )
             tree.pages.storing(ticket, path[top:], keys[blocks], begin + blocks * size)
             self.storing_pages += frames[blocks].size
+            if not is_worth_it:
+                self._trial, self._trial_began = ticket, self.breaker.now
         tree.names.mark_stored(path[first:], lacking)
         if len(lacking):
             self.touches.note(end)

@@ -394,9 +394,15 @@ class CostModel:
     def prompt_seconds(self, start: int, end: int, chunk: int) -> float | None:
         """Seconds to compute tokens [start, end) of a prompt, in launches of up to `chunk` tokens. None while such
         launches have not been measured."""
-        new = end - start
-        if not self._prefill.num_samples or min(new, chunk) > self.known_prefill:
+        is_known = min(end - start, chunk) <= self.known_prefill
+        return self.most_prompt_seconds(start, end, chunk) if is_known else None
+
+    def most_prompt_seconds(self, start: int, end: int, chunk: int) -> float | None:
+        """As `prompt_seconds`; where no launches of that length were measured, as many seconds as shorter ones take
+        together, which is more. None while no prefill was measured."""
+        if not self._prefill.num_samples:
             return None
+        new, chunk = end - start, min(chunk, self.known_prefill)
         launches = -(-new // chunk)
         prefix = launches * start + chunk * launches * (launches - 1) // 2
         pairs = new * start + new * (new + 1) / 2

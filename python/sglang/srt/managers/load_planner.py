@@ -274,12 +274,12 @@ class LoadPlanner:
         return is_worth_copying(costs.storage_seconds(end - start), costs.recompute_seconds(start, end))
 
     def _fetch_gain_s(self, start: int, end: int) -> float | None:
-        """How much sooner tokens [start, end) of a prompt are fetched than computed, in seconds; None: not known.
-        While no fetch was measured, it takes no time."""
+        """How much sooner tokens [start, end) of a prompt are fetched than computed, in seconds, at most; None: not
+        known. While no fetch was measured, it takes no time."""
         limits, expected = self._storage.limits, self.expected
         if limits is None:
             return None
-        compute_s = expected.costs.prompt_seconds(start, end, self.config.chunked_prefill_size)
+        compute_s = expected.costs.most_prompt_seconds(start, end, self.config.chunked_prefill_size)
         fetch_s = expected.fetch_seconds(end - start, limits.blocks_per_op * self._cache.block_tokens)
         return None if compute_s is None else compute_s - (fetch_s or 0.0)
 
@@ -346,18 +346,18 @@ class LoadPlanner:
         assert req is not None and limits is not None
         expected, size = self.expected, self._cache.block_tokens
         per_op, chunk = limits.blocks_per_op * size, self.config.chunked_prefill_size
-        if expected.fetch_seconds(size, per_op) is None:
+        if expected.fetch_seconds(size, per_op) is None or expected.costs.recompute_seconds(0, size) is None:
             return num_blocks
         on_link_s = max(0.0, expected.fetches.free_at - expected.now)
 
         def fetch_s(n: int) -> float:
             return on_link_s + (expected.fetch_seconds((ahead + n) * size, per_op) or 0.0)
 
-        def compute_s(n: int) -> float | None:
-            return expected.costs.prompt_seconds((first + n) * size, req.num_known, chunk)
+        def compute_s(n: int) -> float:
+            return expected.costs.most_prompt_seconds((first + n) * size, req.num_known, chunk) or 0.0
 
         # Computed at once, as when no other request is there, it would take this long at least.
-        if (alone_s := compute_s(0)) is None or alone_s >= fetch_s(num_blocks) + (compute_s(num_blocks) or 0.0):
+        if compute_s(0) >= fetch_s(num_blocks) + compute_s(num_blocks):
             return num_blocks
         # Where others take longer than the whole fetch, it does not matter how much longer.
         return blocks_to_fetch(num_blocks, fetch_s, compute_s, self._others_seconds(req, fetch_s(num_blocks)))

@@ -198,7 +198,7 @@ _CUTS = 64
 
 
 def blocks_to_fetch(
-    num_blocks: int, fetch_s: Callable[[int], float], compute_s: Callable[[int], float | None], others_s: float
+    num_blocks: int, fetch_s: Callable[[int], float], compute_s: Callable[[int], float], others_s: float
 ) -> int:
     """Load or recompute, for storage: how many of the leading blocks that it has are worth waiting for. The rest is
     computed, which takes the blocks before it.
@@ -206,18 +206,15 @@ def blocks_to_fetch(
         ready(n) = max(fetch_s(n) if n else 0, others_s) + compute_s(n)        the least, of equals the longest fetch
 
     fetch_s(n): when the first n blocks will have come, in seconds from now, behind what is before them on the link.
-    compute_s(n): computing the prompt from behind them to its end; None where that is not known, and then n is not
-    considered. others_s: when the requests that are ready already will have been computed. The load to the device is
-    left out, as it is small beside both. Later blocks cost more to compute and as much to fetch, so the result is all
-    blocks, none, or as many as come while others are computed; all if others_s is fetch_s(num_blocks) or more.
+    compute_s(n): computing the prompt from behind them to its end. others_s: when the requests that are ready already
+    will have been computed. The load to the device is left out, as it is small beside both. Later blocks cost more to
+    compute and as much to fetch, so the result is all blocks, none, or as many as come while others are computed; all
+    if others_s is fetch_s(num_blocks) or more.
     """
 
     def ready(n: int) -> float:
-        seconds = compute_s(n)
-        return float("inf") if seconds is None else max(fetch_s(n) if n else 0.0, others_s) + seconds
+        return max(fetch_s(n) if n else 0.0, others_s) + compute_s(n)
 
-    if compute_s(num_blocks) is None:
-        return num_blocks
     step = -(-num_blocks // _CUTS)
     return min((num_blocks, *range(num_blocks - step, -1, -step), 0), key=ready)
 
