@@ -151,6 +151,9 @@ def test_a_request_goes_to_a_server_of_its_model_and_comes_back_byte_for_byte() 
             assert seen["host"] == b.url.removeprefix("http://") and seen["accept-encoding"] == "identity"
             models = (await client.get("/v1/models")).json()
             assert [card["id"] for card in models["data"]] == ["a", "b", "c"] and models["object"] == "list"
+            assert (await client.get("/v1/models/c")).json() == {"id": "c", "object": "model"}
+            unknown = await client.get("/v1/models/a/d")
+            assert unknown.status_code == 404 and unknown.json()["message"].endswith("the models here are: a, b, c")
 
     run(test)
 

@@ -57,6 +57,7 @@ MAX_STEP_MISSES = 20
 _FORWARDED = (
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
     *("/v1/embeddings", "/generate", "/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize"),
+    *("/parse_function_call", "/separate_reasoning"),
 )
 # How an error ends a stream; OPENAI_STREAM for other paths.
 _STREAM_FORMS = {"/v1/responses": RESPONSES_STREAM, "/v1/messages": ANTHROPIC_STREAM}
@@ -167,6 +168,7 @@ class Router:
         self.app.add_api_route("/generate", self._forward, methods=["PUT"])
         self.app.add_api_route("/abort_request", self._abort, methods=["POST"])
         self.app.add_api_route("/v1/models", self._models)
+        self.app.add_api_route("/v1/models/{model:path}", self._model)
         self.app.add_api_route("/workers", self._workers)
         self.app.add_api_route("/health", self._health)
         add_errors(self.app, self._missing)
@@ -229,9 +231,7 @@ class Router:
             # A server that has not listed its models yet may serve this one.
             serving = [backend for backend in self.backends if model in backend.cards or not backend.cards]
             if not serving:
-                raise RequestError(
-                    f"the model {model!r} is not served here; the models here are: {names}", 404, param="model"
-                )
+                raise _unknown_model(model, names)
         elif len(models) > 1:
             raise RequestError(f"name a model; the models here are: {names}", param="model")
         found = [b for b in serving if b.problem is None] or [b for b in serving if b.may_be_busy]
@@ -302,11 +302,19 @@ class Router:
     def _missing(self, path: str) -> str:
         return missing_endpoint(path) or f"the router does not pass on {path}: ask a server, /workers lists them"
 
-    async def _models(self, request: Request) -> Response:
+    def _cards(self, request: Request) -> dict[str, dict[str, Any]]:
         require(request, self._api_key)
         up = [backend for backend in reversed(self.backends) if backend.is_usable]
-        cards = {name: card for backend in up for name, card in backend.cards.items()}
-        return JSONResponse({"object": "list", "data": [cards[name] for name in sorted(cards)]})
+        return dict(sorted({name: card for backend in up for name, card in backend.cards.items()}.items()))
+
+    async def _models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": list(self._cards(request).values())})
+
+    async def _model(self, request: Request, model: str) -> Response:
+        cards = self._cards(request)
+        if model not in cards:
+            raise _unknown_model(model, ", ".join(cards))
+        return JSONResponse(cards[model])
 
     async def _workers(self, request: Request) -> Response:
         require(request, self._api_key)
@@ -349,6 +357,10 @@ class _Relay(Response):
 
 def _unreachable(error: httpx.HTTPError) -> str:
     return f"it cannot be reached ({str(error) or type(error).__name__})"
+
+
+def _unknown_model(model: str, names: str) -> RequestError:
+    return RequestError(f"the model {model!r} is not served here; the models here are: {names}", 404, param="model")
 
 
 def _none_usable(model: str | None, problems: Sequence[str]) -> RequestError:

@@ -32,8 +32,8 @@ from sglang.srt.utils.time_units import Seconds
 # are looked for.
 _MAX_DEFERRED_STORES = 4096
 _TIDY_DEFERRED_STORES = 64
-# While storing is not worth it, a block now and then shows whether it has become faster. It holds host pages meanwhile,
-# so that the next one waits so many times as long as the last one took, and so many seconds at most.
+# While storing is not worth it, a block now and then shows whether it has become faster. It holds host pages, so that
+# the next one waits so many times as long as the last one took, and so many seconds at most.
 _TRIAL_PAUSE_TIMES, _MAX_TRIAL_PAUSE_S = 4.0, 32.0
 
 
