@@ -429,7 +429,9 @@ def test_a_server_with_another_page_size_finds_what_is_on_the_disk(places: Place
 # Part -> mutants.
 PART_MUTANTS: dict[str, tuple[Mutant, ...]] = {
     "config": (Mutant(ModelConfig, "fingerprint", "json.dumps(config_json, sort_keys=True).encode()", "b''"),),
-    "weights": (Mutant(ModelConfig, "fingerprint", "_digest_safetensors(path, digest)", "pass"),),
+    "weights": (
+        Mutant(ModelConfig, "fingerprint", "digest.update(digest_weights(self.local_path, load_format))", "pass"),
+    ),
     "dtype": (
         # The file store has the contents of a token in its own names.
         Mutant(StorageOpener, "_namespace", "{pages}", "page {self.pool.page_size}", ("remote",)),

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from sgl_kernel.quantized import MatrixFormat
-from sglang.srt.configs.gguf_model import GGUF_LINK, gguf_file_of, read_tensor_list
+from sglang.srt.configs.gguf_model import gguf_file_of
 from sglang.srt.configs.kv_cache_dtype import KVScales
 from sglang.srt.configs.model_families import NATIVE, TRANSFORMERS, pick_model_impl
 from sglang.srt.configs.model_files import (
@@ -26,7 +26,6 @@ from sglang.srt.configs.model_files import (
     check_activation,
     check_one_rank,
     check_tensor_parallel,
-    is_gguf,
     pick_architecture,
     pick_context_length,
     quantization_of,
@@ -37,6 +36,7 @@ from sglang.srt.configs.model_files import (
 )
 from sglang.srt.configs.quantization import WeightQuantization
 from sglang.srt.configs.transformers_config import check_context, check_transformers_config, max_context, shape_of
+from sglang.srt.configs.weights_digest import digest_weights
 
 _DTYPES = {
     "float32": torch.float32,
@@ -208,8 +208,7 @@ class ModelConfig:
         of the key of cached KV. The KV's dtype is not in it, nor that of weights unless it is another, and of the
         context's length only what it changes in the KV. load_format, seed: as given to `load_model`.
 
-        Of each weights file it takes the header (names, shapes, dtypes) and 4 KiB from the middle of every tensor:
-        hashing whole files would cost a minute per 100 GB, and training changes all of a tensor.
+        All bytes of all tensors are read: a checkpoint in which a few rows were trained has other KV.
         """
         digest = hashlib.sha256()
         config_json = json.loads((self.local_path / "config.json").read_text())
@@ -231,12 +230,8 @@ class ModelConfig:
             digest.update(f"weights in {self.weight_format.dtype}".encode())
         if load_format == "dummy":
             digest.update(f"dummy {seed}".encode())
-        elif is_gguf(self.local_path, load_format):
-            _digest_gguf(self.local_path, digest)
         else:
-            for path in sorted(self.local_path.glob("*.safetensors")):
-                digest.update(path.name.encode())
-                _digest_safetensors(path, digest)
+            digest.update(digest_weights(self.local_path, load_format))
         return digest.hexdigest()[:32]
 
 
@@ -347,26 +342,3 @@ def _use_transformers(config: ModelConfig) -> str:
     if gguf_file_of(config.local_path) is not None:
         return "give the model as a directory in Hugging Face's format and use --model-impl transformers"
     return "use --model-impl transformers"
-
-
-def _digest_safetensors(path: Path, digest: Any) -> None:
-    """Layout of the file: 8 bytes header length (little endian), JSON header, tensors at the header's offsets."""
-    with path.open("rb") as f:
-        header_len = int.from_bytes(f.read(8), "little")
-        header_bytes = f.read(header_len)
-        header = json.loads(header_bytes)
-        # Parsed and sorted, since writers may order and pad the header at will; "__metadata__" is free text.
-        tensors = {name: entry for name, entry in sorted(header.items()) if name != "__metadata__"}
-        for name, entry in tensors.items():
-            begin, end = entry["data_offsets"]
-            digest.update(f"{name} {entry['dtype']} {entry['shape']}".encode())
-            f.seek(8 + header_len + max(begin, (begin + end) // 2 - 2048))
-            digest.update(f.read(min(4096, end - begin)))
-
-
-def _digest_gguf(path: Path, digest: Any) -> None:
-    with (path / GGUF_LINK).open("rb") as f:
-        for name, entry in sorted(read_tensor_list(path).items()):
-            digest.update(f"{name} {entry.type} {entry.shape}".encode())
-            f.seek(entry.offset + max(0, entry.size_bytes // 2 - 2048))
-            digest.update(f.read(min(4096, entry.size_bytes)))

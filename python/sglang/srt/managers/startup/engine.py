@@ -309,8 +309,9 @@ class EngineBuilder:
     def _open_storage(self, host_pool: MHATokenToKVPoolHost) -> Storage:
         """The links to storage, and what is attached from the start."""
         args, rank = self.args, self.rank
+        rank.progress.stage("reading the weights again, to tell them from others")
         opener = StorageOpener(
-            self.model.fingerprint(args.load_format, args.random_seed or 0),
+            self._fingerprint(),
             args.model_name,
             host_pool,
             rank.group.rank,
@@ -334,6 +335,14 @@ class EngineBuilder:
             slot.store = opener.open(setup.setup)
             self.config = replace(self.config, storage=setup)
         return Storage(opener, slot)
+
+    def _fingerprint(self) -> str:
+        """Rank 0 reads the weights for all."""
+        args, group, name = self.args, self.rank.group, bytes(16)
+        if group.rank == 0:
+            name = bytes.fromhex(self.model.fingerprint(args.load_format, args.random_seed or 0))
+        shared = torch.tensor(list(name), dtype=torch.uint8, device=self.rank.device)
+        return bytes(group.broadcast(shared).tolist()).hex()
 
     def _open_record(self, scheduler: Scheduler) -> Recorder | None:
         steps, folder = self.args.record_steps, self.args.crash_dump_folder

@@ -1,0 +1,67 @@
+"""`digest_weights`: what tells one checkpoint's weights from another's."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+
+from sglang.srt.configs.gguf_model import GGUF_LINK, read_tensor_list
+from sglang.srt.configs.model_files import is_gguf
+
+_MAX_THREADS = 8
+
+
+class _Tensor(NamedTuple):
+    """begin, end: of its bytes in the file."""
+
+    described: str
+    begin: int
+    end: int
+
+
+def digest_weights(local_path: Path, load_format: str) -> bytes:
+    """Of the names, types, shapes and bytes of all tensors; not of their order in a file, nor of what a file tells of
+    itself. Reads as fast as memory where loading has left the files there. load_format: as given to `load_model`."""
+    digest = hashlib.sha256()
+    with ThreadPoolExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0))), "digest") as threads:
+        if is_gguf(local_path, load_format):
+            _add(digest, threads, local_path / GGUF_LINK, _gguf_tensors(local_path))
+        else:
+            for path in sorted(local_path.glob("*.safetensors")):
+                digest.update(path.name.encode())
+                _add(digest, threads, path, _safetensors(path))
+    return digest.digest()
+
+
+def _add(digest: hashlib._Hash, threads: ThreadPoolExecutor, path: Path, tensors: Iterator[_Tensor]) -> None:
+    data, listed = np.memmap(path, np.uint8, mode="r"), list(tensors)
+    # No cryptographic hash: who may write the weights may write anything.
+    hashes = threads.map(lambda tensor: xxhash.xxh3_128_digest(data[tensor.begin : tensor.end].data), listed)
+    for tensor, tensor_hash in zip(listed, hashes, strict=True):
+        digest.update(tensor.described.encode() + tensor_hash)
+
+
+def _safetensors(path: Path) -> Iterator[_Tensor]:
+    """Layout of the file: 8 bytes header length (little endian), JSON header, tensors at the header's offsets."""
+    with path.open("rb") as f:
+        header_len = int.from_bytes(f.read(8), "little")
+        header = json.loads(f.read(header_len))
+    # Writers may order and pad the header at will; "__metadata__" is free text.
+    for name, entry in sorted(header.items()):
+        if name != "__metadata__":
+            begin, end = entry["data_offsets"]
+            described = f"{name} {entry['dtype']} {entry['shape']}"
+            yield _Tensor(described, 8 + header_len + begin, 8 + header_len + end)
+
+
+def _gguf_tensors(local_path: Path) -> Iterator[_Tensor]:
+    for name, entry in sorted(read_tensor_list(local_path).items()):
+        yield _Tensor(f"{name} {entry.type} {entry.shape}", entry.offset, entry.offset + entry.size_bytes)
