@@ -100,7 +100,8 @@ class RemoteStore:
         threading.Thread(target=self._watch, name="proxy-watch", daemon=True).start()
 
     def exists(self, keys: Sequence[bytes]) -> int:
-        return self._wait(partial(wire.Exists, keys=b"".join(keys)))
+        """Raises ExistsFailed."""
+        return self._told(partial(wire.Exists, keys=b"".join(keys)))
 
     def get(self, keys: Sequence[bytes], frames: np.ndarray) -> int:
         ended = _Result()
@@ -136,10 +137,8 @@ class RemoteStore:
         # The front last, as `ObjectStore.touch`.
         for begin in reversed(range(0, len(keys), _TOUCHED_AT_ONCE)):
             part = keys[begin : begin + _TOUCHED_AT_ONCE]
-            told = self._wait(partial(wire.Touch, keys=b"".join(part)))
-            if told < 1:
-                raise ExistsFailed("the remote store does not answer")
-            count = told - 1 + (count if told > len(part) else 0)
+            told = self._told(partial(wire.Touch, keys=b"".join(part)))
+            count = told + (count if told == len(part) else 0)
         return count
 
     def erase(self, tenant: bytes, tier: Tier = Tier.REMOTE) -> bool:
@@ -190,6 +189,12 @@ class RemoteStore:
         return {**values, **self._counters}
 
     # -- inside -------------------------------------------------------------------------------------------------
+
+    def _told(self, make: Callable[[int], wire.ToProxy]) -> int:
+        """How many blocks the store has. Raises ExistsFailed."""
+        if (told := self._wait(make)) < 1:
+            raise ExistsFailed("the remote store does not answer")
+        return told - 1
 
     def _wait(self, make: Callable[[int], wire.ToProxy]) -> int:
         ended = _Result()

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-WIRE_VERSION = 5
+WIRE_VERSION = 6
 # A Get of 256 blocks of 256 one-token pages is 270 KB.
 MAX_FRAME_BYTES = 16 << 20
 MAC_KEY_BYTES = 32
@@ -121,8 +121,8 @@ class GetStats(msgspec.Struct, tag=True, frozen=True):
 
 
 class Done(msgspec.Struct, tag=True, frozen=True):
-    """count: how many leading blocks are stored (Exists, Put), or were read whole and verified (Get).
-    Touch: one more than are stored, or 0 if the store did not tell."""
+    """count: how many leading blocks are stored (Put), or were read whole and verified (Get). Exists, Touch: one more
+    than are stored, or 0 if the store did not tell."""
 
     id: int
     count: int

@@ -15,7 +15,14 @@ from sglang.srt.offload.store.address import Endpoint, StoreAddress
 from sglang.srt.offload.store.cluster import NUM_SLOTS, REFRESH_S, NodeConnections, SlotMap, parse_slots, slot_of
 from sglang.srt.offload.store.node_health import NodeHealth
 from sglang.srt.offload.store.object_store import ObjectStore
-from sglang.srt.offload.store.resp import ErrorReply, RespConnection, StoreFailure, StoreLost, StoreTimeout
+from sglang.srt.offload.store.resp import (
+    ErrorReply,
+    RespConnection,
+    StoreFailure,
+    StoreLost,
+    StoreRefused,
+    StoreTimeout,
+)
 from support.children import wait_until
 from support.store_servers import PONG, Clock, FakeConnection, FakeServer, RedisServer, single
 
@@ -176,7 +183,7 @@ def test_a_host_that_is_said_to_be_a_cluster_and_is_none(redis):
     store = open_store(StoreAddress.parse(f"redis+cluster://127.0.0.1:{redis.port}"))
     with pytest.raises(StoreLost, match="use redis:// with one host"):
         store.check()
-    assert store.leading(KEYS) == 0
+    assert store.leading(KEYS) is None
 
 
 def test_a_single_server_is_asked_once_whether_it_is_a_cluster(redis):
@@ -276,6 +283,74 @@ def test_a_slot_that_is_on_its_way(cluster):
             connection.call("CLUSTER", "SETSLOT", slot, "STABLE")
 
 
+@pytest.mark.parametrize("moved", ["all of its keys", "some"])
+@pytest.mark.parametrize("how", ["clear", "erase"])
+def test_what_is_dropped_while_a_slot_is_on_its_way_is_dropped_on_both_nodes(cluster, how, moved):
+    store = open_store(cluster.address)
+    writer = store.writer()
+    assert all(writer.write(key, pieces_of(key), b"tenant") for key in KEYS[:20])
+    key = next(k for k in KEYS if cluster.owner(store.name_of(k, 0)) == 0)
+    slot = slot_of(store.name_of(key, 0))
+    source, target = cluster.nodes[0].connection(), cluster.nodes[1].connection()
+    try:
+        target.call("CLUSTER", "SETSLOT", slot, "IMPORTING", cluster.ids[0])
+        source.call("CLUSTER", "SETSLOT", slot, "MIGRATING", cluster.ids[1])
+        for what in (0, b"m", 1)[: 3 if moved == "all of its keys" else 1]:
+            source.call("MIGRATE", "127.0.0.1", cluster.nodes[1].port, store.name_of(key, what), 0, 1000)
+        assert store.touch([key]) == (1, []), "it is stored, or it is not known that it is not"
+        store.clear() if how == "clear" else store.erase(b"tenant")
+        assert [node.connection().call("DBSIZE") for node in cluster.nodes[:3]] == [0, 0, 0]
+    finally:
+        for connection in (target, source):
+            connection.call("CLUSTER", "SETSLOT", slot, "STABLE")
+
+
+def test_what_moves_all_the_time_may_be_left(cluster, monkeypatch):
+    store = open_store(cluster.address)
+    follow = NodeConnections.every_node
+
+    def every_node(connections: NodeConnections) -> list[RespConnection]:
+        connections.num_redirects += 1
+        return follow(connections)
+
+    monkeypatch.setattr(NodeConnections, "every_node", every_node)
+    with pytest.raises(StoreLost, match="try again when they have moved"):
+        store.clear()
+
+
+def test_a_node_that_has_left_the_cluster_is_not_asked_alone(cluster, fake):
+    alone = fake(single(lambda connection, command: connection.send(PONG), lambda: b"*0\r\n"))
+    both = StoreAddress.parse(f"redis+cluster://127.0.0.1:{port(alone)},127.0.0.1:{cluster.nodes[1].port}")
+    store = open_store(both)
+    store.check()
+    write_all(store, KEYS)
+    check_blocks(store, KEYS)
+    with pytest.raises(StoreLost, match="serves any slot"):
+        open_store(StoreAddress.parse(f"redis+cluster://127.0.0.1:{port(alone)}")).check()
+
+
+def test_a_cluster_that_is_down_is_asked_for_its_map_again(fake):
+    def down(connection: FakeConnection, command: list[bytes]) -> None:
+        connection.send(b"-CLUSTERDOWN Hash slot not served\r\n")
+
+    server = fake(single(down, lambda: b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$0\r\n\r\n:%d\r\n" % port(server)))
+    clock = Clock()
+    store = open_store(server.address, clock=clock)
+    for _ in range(3):
+        assert store.leading(KEYS) is None
+        clock.now += REFRESH_S
+    assert sum(r[0] == b"CLUSTER" for r in server.requests) == 3
+
+
+@pytest.mark.parametrize("scheme", ["redis", "redis+cluster"])
+def test_a_user_that_may_not_ask_for_the_slots(cluster, scheme):
+    """Alone, the node would be taken for the whole store, and the others never emptied."""
+    node = cluster.nodes[0]
+    node.connection().call("ACL", "SETUSER", "me", "on", ">mine", "~*", "+@all", "-cluster")
+    with pytest.raises(StoreRefused, match=r"allow it cluster\|slots"):
+        open_store(StoreAddress.parse(f"{scheme}://me:mine@127.0.0.1:{node.port}")).check()
+
+
 def test_a_node_that_dies_takes_only_its_own_blocks(tmp_path, server_program):
     cluster = Cluster(tmp_path, server_program)
     try:
@@ -288,6 +363,10 @@ def test_a_node_that_dies_takes_only_its_own_blocks(tmp_path, server_program):
         with pytest.raises(StoreFailure):
             reader.request(mine[0][0], 0)
             reader.receive(buffer)
+        assert store.touch(KEYS)[0] == len(KEYS), "what it had may be there when it comes back"
+        assert store.usage()["keys"] == (len(mine[1]) + len(mine[2])) * (NUM_PIECES + 1)
+        other = StoreAddress.parse(f"redis+cluster://127.0.0.1:{cluster.nodes[1].port}")
+        open_store(other).check()
         # The others still serve, also one who has yet to learn the map from them.
         check_blocks(store, mine[1] + mine[2])
         assert not store.writer().write(mine[0][0], pieces_of(mine[0][0]))
@@ -432,7 +511,7 @@ def test_redirects_that_go_round_in_circles_end(fake, host):
 
     server = fake(single(moved, slots))
     store = open_store(server.address)
-    assert store.leading(KEYS[:1]) == 0 and "MOVED" in store.last_failure
+    assert store.leading(KEYS[:1]) is None and "MOVED" in store.last_failure
     reader = store.reader()
     reader.request(KEYS[0], 0)
     with pytest.raises(ErrorReply, match="MOVED"):

@@ -199,7 +199,7 @@ class Session:
         while (question := self._questions.get()) is not None:
             keys = _split(question.keys)
             count = self.store.leading(keys) if isinstance(question, wire.Exists) else self._touch(keys)
-            self._outbox.put(wire.Done(question.id, count))
+            self._outbox.put(wire.Done(question.id, 0 if count is None else 1 + count))
 
     def _do_chores(self) -> None:
         while (chore := self._chores.get()) is not None:
@@ -211,12 +211,12 @@ class Session:
                 # Not once for each that came while a store was slow.
                 self._usage = self.store.usage()
 
-    def _touch(self, keys: list[bytes]) -> int:
-        """As `wire.Done` has it."""
+    def _touch(self, keys: list[bytes]) -> int | None:
+        """As `ObjectStore.touch`."""
         count, incomplete = self.store.touch(keys)
         for key in incomplete:
             self.incomplete(key)
-        return 0 if count is None else 1 + count
+        return count
 
     def _administer(self, chore: wire.Clear | wire.Erase | wire.Limit) -> bool:
         try:

@@ -26,7 +26,15 @@ import msgspec
 
 from sglang.srt.offload.store.address import Endpoint, StoreAddress
 from sglang.srt.offload.store.node_health import NodeHealth
-from sglang.srt.offload.store.resp import Arg, ErrorReply, Reply, RespConnection, StoreFailure, StoreLost
+from sglang.srt.offload.store.resp import (
+    Arg,
+    ErrorReply,
+    Reply,
+    RespConnection,
+    StoreFailure,
+    StoreLost,
+    StoreRefused,
+)
 
 NUM_SLOTS = 16384
 # Seconds between two requests for the map after one has failed.
@@ -76,24 +84,38 @@ class SlotMap:
             failure: StoreFailure | None = None
             for endpoint in dict.fromkeys((*self.nodes, *self.address.endpoints)):
                 try:
-                    reply = connect(endpoint).call("CLUSTER", "SLOTS")
-                except ErrorReply as error:
-                    if self.address.cluster:
-                        failure = StoreLost(
-                            f"{endpoint} is no node of a cluster ({error}): use redis:// with one host"
-                        )
-                        continue
-                    self.is_cluster, self.nodes, self._stale = False, (endpoint,), False
-                    return
+                    connection = connect(endpoint)
+                    try:
+                        reply = connection.call("CLUSTER", "SLOTS")
+                    except ErrorReply as error:
+                        self._check_single(connection, error)
+                        self.is_cluster, self.nodes, self._stale = False, (endpoint,), False
+                        return
+                    nodes, slots = parse_slots(reply, endpoint)
                 except StoreFailure as error:
                     failure = error  # also of a sick node
                     continue
-                self.nodes, self.slots = parse_slots(reply, endpoint)
-                self.is_cluster, self._stale = True, False
+                if not nodes:
+                    # It has left the cluster, of which the other nodes know.
+                    failure = failure or StoreLost(f"no node of {self.address} serves any slot")
+                    continue
+                self.nodes, self.slots, self.is_cluster, self._stale = nodes, slots, True, False
                 return
             assert failure is not None
             if not self.nodes:
                 raise failure
+
+    def _check_single(self, connection: RespConnection, error: ErrorReply) -> None:
+        """A server that does not tell its cluster's slots is used alone. Raises StoreFailure where it must not be."""
+        is_node = self.address.cluster
+        if error.code == "NOPERM" and (is_node or _is_cluster_node(connection)):
+            raise StoreRefused(
+                f"{connection.endpoint} is a node of a cluster, and does not tell this user who serves which slot "
+                f"({error}): allow it cluster|slots"
+            )
+        if is_node:
+            scheme = "redis" if self.address.tls is None else "rediss"
+            raise StoreLost(f"{connection.endpoint} is no node of a cluster ({error}): use {scheme}:// with one host")
 
     def node_of(self, slot: int) -> Endpoint:
         """Raises StoreLost."""
@@ -117,6 +139,15 @@ class SlotMap:
                 self.nodes = (*self.nodes, endpoint)
             if self.slots:
                 self.slots[slot] = self.nodes.index(endpoint)
+
+
+def _is_cluster_node(connection: RespConnection) -> bool:
+    """False where it does not tell."""
+    try:
+        reply = connection.call("INFO", "cluster")
+    except ErrorReply:
+        return False
+    return isinstance(reply, bytes) and b"cluster_enabled:1" in reply
 
 
 def parse_slots(reply: Reply, asked: Endpoint) -> tuple[tuple[Endpoint, ...], array[int]]:
@@ -150,6 +181,8 @@ class NodeConnections:
         self._nodes: dict[Endpoint, RespConnection] = {}
         # For redirected commands and for requests of the map. Nothing stays in flight on these connections.
         self._redirect_connections: dict[Endpoint, RespConnection] = {}
+        # Redirects that were followed.
+        self.num_redirects = 0
 
     def for_key(self, key: bytes) -> RespConnection:
         """Raises StoreFailure."""
@@ -168,6 +201,23 @@ class NodeConnections:
         """A connection to each server that serves slots. Raises StoreFailure."""
         self._refresh()
         return [self._to(endpoint) for endpoint in self._map.nodes]
+
+    def ask_nodes(self, ask: Callable[[RespConnection], _T]) -> tuple[list[_T], list[StoreFailure]]:
+        """What the servers that serve slots answer, and the failures of those that do not answer. Raises StoreFailure
+        if none answers, or if one refuses this client."""
+        answers: list[_T] = []
+        failures: list[StoreFailure] = []
+        self._refresh()
+        for endpoint in self._map.nodes:
+            try:
+                answers.append(ask(self._to(endpoint)))
+            except StoreRefused:
+                raise
+            except StoreFailure as failure:
+                failures.append(failure)
+        if not answers:
+            raise failures[0]
+        return answers, failures
 
     def pipeline(self, commands: Sequence[tuple[bytes, Sequence[Arg]]]) -> list[Reply | StoreFailure]:
         """(key, command) each; one round trip, to all nodes at once. Redirects are followed. Errors are returned as
@@ -214,7 +264,10 @@ class NodeConnections:
             raise failures[0]
         for i, (_, command) in enumerate(commands):
             answer, asked = replies[i], connections[i]
-            if isinstance(answer, ErrorReply) and is_redirect(answer) and asked is not None:
+            if isinstance(answer, ErrorReply) and answer.code == "CLUSTERDOWN":
+                # Its slots may have another node by now.
+                self._map.mark_outdated()
+            elif isinstance(answer, ErrorReply) and is_redirect(answer) and asked is not None:
                 try:
                     replies[i] = self.follow(answer, asked, lambda c, command=command: c.pipeline([command])[0])  # type: ignore[misc]
                 except StoreFailure as failure:
@@ -237,6 +290,7 @@ class NodeConnections:
             if not (isinstance(reply, ErrorReply) and is_redirect(reply)):
                 break
             endpoint, slot = _target(reply, connection.endpoint)
+            self.num_redirects += 1
             if reply.code == "MOVED":
                 self._map.moved(slot, endpoint)
             connection = self._redirect_connection(endpoint)
@@ -273,8 +327,6 @@ class NodeConnections:
             self._map.refresh(self._redirect_connection)
             if not self._map.is_cluster:
                 self._close_redirect_connections()
-            if not self._map.nodes:
-                raise StoreLost(f"no node of {self._map.address} serves any slot")
 
     def _to(self, endpoint: Endpoint) -> RespConnection:
         self._health.check(endpoint)

@@ -27,8 +27,17 @@ import msgspec
 from sglang.srt.offload.store.address import Endpoint, StoreAddress
 from sglang.srt.offload.store.cluster import NodeConnections, SlotMap, is_redirect
 from sglang.srt.offload.store.node_health import NodeHealth
-from sglang.srt.offload.store.resp import Arg, Buffer, ErrorReply, Reply, RespConnection, StoreFailure, ValueTooLarge
-from sglang.srt.offload.store.tenant_limits import INDEX, TenantLimits
+from sglang.srt.offload.store.resp import (
+    Arg,
+    Buffer,
+    ErrorReply,
+    Reply,
+    RespConnection,
+    StoreFailure,
+    StoreLost,
+    ValueTooLarge,
+)
+from sglang.srt.offload.store.tenant_limits import INDEX, TenantLimits, checked
 from sglang.srt.utils.rare_log import RareLog
 
 logger = logging.getLogger(__name__)
@@ -42,6 +51,8 @@ WRITE_PAUSE_S = 10.0
 _PIECES_OUTLIVE_S = 60
 _MANIFEST = b"m"
 _SCAN_COUNT = 1000
+# Over all nodes, while slots move.
+_MAX_PASSES = 5
 _CLIENT_NAME = "sglang-kv"
 _COUNTERS = (
     *("probed_blocks", "found_blocks", "read_pieces", "missing_pieces", "read_bytes"),
@@ -109,28 +120,37 @@ class ObjectStore:
     # -- all blocks -------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Check at the start that the store is up and accepts this client. Raises StoreFailure."""
+        """Check at the start that the store is up and accepts this client. One node of a cluster is enough. Raises
+        StoreFailure."""
         with self._lock:
-            for connection in self._control.every_node():
-                connection.call("PING")
+            _, failures = self._control.ask_nodes(lambda connection: connection.call("PING"))
+        for failure in failures:
+            self.failed("asking whether a node is up", failure)
 
-    def leading(self, keys: Sequence[bytes]) -> int:
-        """How many of the leading blocks have a manifest; 0 if the store fails. One round trip."""
-        return _num_leading(self.stored(keys))
+    def leading(self, keys: Sequence[bytes]) -> int | None:
+        """How many of the leading blocks have a manifest, or None if the store fails. One round trip."""
+        found = self._found(keys)
+        return None if found is None else _num_leading(found)
 
     def stored(self, keys: Sequence[bytes]) -> list[bool]:
         """Which blocks have a manifest; none if the store fails. One round trip."""
+        return self._found(keys) or [False] * len(keys)
+
+    def _found(self, keys: Sequence[bytes]) -> list[bool] | None:
         if not keys:
             return []
         # TOUCH is an EXISTS that counts as a use. A block that is looked up is read soon. Its manifest is never read,
         # and without TOUCH a store would evict it while the block is in use. The front of a prompt is touched last.
         commands = [(name, (b"TOUCH", name)) for name in (self.name_of(key, _MANIFEST) for key in reversed(keys))]
-        replies: list[Reply | StoreFailure] = [None] * len(keys)
         try:
             with self._lock:
                 replies = self._control.pipeline([*commands, *self.limits.use(keys)])[: len(keys)][::-1]
+            if all(isinstance(reply, StoreFailure) for reply in replies):
+                raise replies[0]  # type: ignore[misc]
         except StoreFailure as failure:
             self.failed("looking for blocks", failure)
+            self.count(probed_blocks=len(keys))
+            return None
         found = [reply == 1 for reply in replies]
         count = _num_leading(found)
         if count < len(replies) and isinstance(error := replies[count], StoreFailure):
@@ -142,7 +162,7 @@ class ObjectStore:
         """These blocks are in use, though none is read. keys: of any number of prompts, each in order.
 
         Returns how many of the leading blocks are stored whole, or None if the store fails; and the blocks that have
-        a manifest but lack a piece. One round trip.
+        a manifest but lack a piece. Those of a node that fails, or whose slot moves, count as stored. One round trip.
         """
         commands: list[tuple[bytes, Sequence[Arg]]] = []
         # The front of a prompt last, and of a block the manifest first: without it the pieces are not looked for.
@@ -155,20 +175,25 @@ class ObjectStore:
         try:
             with self._lock:
                 replies = self._control.pipeline([*commands, *self.limits.use(keys)])[: len(commands)][::-1]
-            if (error := next((reply for reply in replies if isinstance(reply, StoreFailure)), None)) is not None:
-                raise error
+            failures = [reply for reply in replies if isinstance(reply, StoreFailure)]
+            if keys and len(failures) == len(replies):
+                raise failures[0]
         except StoreFailure as failure:
             self.failed("marking blocks as used", failure)
             return None, []
+        if failures:
+            self.failed("marking blocks as used", failures[0])
         # Of each block: its pieces, and then its manifest.
         per_block = len(commands) // len(keys) if keys else 1
-        manifests = replies[per_block - 1 :: per_block]
-        pieces_there = [
-            sum(n for n in replies[at : at + per_block - 1] if isinstance(n, int))
-            for at in range(0, len(replies), per_block)
-        ]
-        is_whole = [bool(m) and n == self.num_pieces for m, n in zip(manifests, pieces_there)]
-        incomplete = [key for key, m, whole in zip(keys, manifests, is_whole) if m and not whole]
+        is_whole: list[bool] = []
+        incomplete: list[bytes] = []
+        for key, at in zip(keys, range(0, len(replies), per_block)):
+            *of_pieces, manifest = replies[at : at + per_block]
+            is_unknown = any(isinstance(reply, StoreFailure) for reply in (*of_pieces, manifest))
+            num_pieces = sum(n for n in of_pieces if isinstance(n, int))
+            is_whole.append(is_unknown or (bool(manifest) and num_pieces == self.num_pieces))
+            if manifest and not is_whole[-1]:
+                incomplete.append(key)
         return _num_leading(self._with_given_up(keys, is_whole)), incomplete
 
     def _with_given_up(self, keys: Sequence[bytes], are_stored: Sequence[bool]) -> list[bool]:
@@ -218,9 +243,7 @@ class ObjectStore:
         """Drop the manifest of a block that does not verify, then its pieces, so that it can be stored again."""
         try:
             with self._lock:
-                reply = self._control.pipeline([(self.name_of(key, _MANIFEST), self.unlink_command(key))])[0]
-            if isinstance(reply, ErrorReply):
-                raise reply
+                checked(self._control.pipeline(self.unlink_commands(key)))
         except StoreFailure as failure:
             self.failed("forgetting a block", failure)
 
@@ -228,10 +251,7 @@ class ObjectStore:
         """Drop every block of this namespace, and of no other. Raises StoreFailure."""
         connections = self.connections()
         try:
-            for connection in connections.every_node():
-                for names in _scan(connection, self.prefix + b"*"):
-                    # Deleted one by one, because in a cluster the names of a batch lie in many slots.
-                    _pipeline(connection, [(b"UNLINK", name) for name in names])
+            self._unlink(connections, lambda names: names)
         finally:
             connections.close()
 
@@ -240,16 +260,33 @@ class ObjectStore:
         Raises StoreFailure."""
         whats = [_MANIFEST, *(b"%d" % i for i in range(self.num_pieces))]
         connections = self.connections()
+
+        def of_tenant(names: list[bytes]) -> list[bytes]:
+            mine, parts = self._blocks_of(connections, names, tenant)
+            return [b"%b:%b" % (block, what) for block in (*mine, *parts) for what in whats]
+
         try:
-            for connection in connections.every_node():
-                for mine, parts in self._blocks_of(connection, tenant):
-                    _pipeline(connection, [(b"UNLINK", *(b"%b:%b" % (b, w) for w in whats)) for b in (*mine, *parts)])
+            self._unlink(connections, of_tenant)
             name = self.limits.index_of(tenant)
-            (reply,) = connections.pipeline([(name, (b"UNLINK", name))])
-            if isinstance(reply, StoreFailure):
-                raise reply
+            checked(connections.pipeline([(name, (b"UNLINK", name))]))
         finally:
             connections.close()
+
+    def _unlink(self, connections: NodeConnections, chosen: Callable[[list[bytes]], list[bytes]]) -> None:
+        """Drop what is chosen of this namespace's names, on all nodes. Raises StoreFailure if some may be left."""
+        for number in range(_MAX_PASSES):
+            num_redirects = connections.num_redirects
+            # There may be new nodes.
+            connections.note_failed()
+            for connection in connections.every_node():
+                for names in _scan(connection, self.prefix + b"*"):
+                    # One by one: in a cluster they lie in many slots, and of a slot that moves on two nodes.
+                    checked(connections.pipeline([(name, (b"UNLINK", name)) for name in chosen(names)]))
+            # A slot may move with its keys from a node that is asked later to one that was asked before.
+            is_moving = connections.num_redirects > num_redirects
+            if not self._map.is_cluster or (number and not is_moving):
+                return
+        raise StoreLost(f"slots of {self.address} move: some blocks may be left; try again when they have moved")
 
     def limit(self, tenant: bytes, num_blocks: int) -> None:
         """Keep at most so many blocks of a tenant, below 0 as many as there are. Raises StoreFailure: the limit holds
@@ -268,48 +305,50 @@ class ObjectStore:
         """Count the blocks that the store has. Raises StoreFailure."""
         num_before = len(self.prefix)
         for connection in connections.every_node():
-            for blocks, _ in self._blocks_of(connection, tenant):
+            for names in _scan(connection, self.prefix + b"*"):
+                blocks, _ = self._blocks_of(connections, names, tenant)
                 keys = [bytes.fromhex(block[num_before:-1].decode()) for block in blocks]
                 self.limits.add_found(tenant, dict(zip(keys, blocks.values())), connections.pipeline)
         self.limits.add_found(tenant, {}, connections.pipeline)
 
-    def _blocks_of(self, connection: RespConnection, tenant: bytes) -> Iterable[tuple[dict[bytes, int], list[bytes]]]:
-        """Some at a time of one node's blocks, by their names up to the colon: the tenant's, with the seconds for
-        which each was not used, 0 where the store does not tell; and those without a manifest, or with a damaged one,
-        which can still be read. Raises StoreFailure."""
-        for names in _scan(connection, self.prefix + b"*"):
-            parts = [name.rpartition(b":") for name in names]
-            blocks = list(dict.fromkeys(block for block, _, what in parts if what != INDEX))
-            names_of = [b"%b:%b" % (block, _MANIFEST) for block in blocks]
-            # Before it is read, which is a use. An error tells that the store does not know.
-            idle = dict(zip(blocks, connection.pipeline([(b"OBJECT", b"IDLETIME", name) for name in names_of])))
-            manifests = dict(zip(blocks, _pipeline(connection, [(b"GET", name) for name in names_of])))
-            mine = {
-                block: seconds if isinstance(seconds := idle[block], int) else 0
-                for block, reply in manifests.items()
-                if isinstance(reply, bytes) and _tenant_of(reply) == tenant
-            }
-            lost = [b for b, r in manifests.items() if r is None or (isinstance(r, bytes) and _decoded(r) is None)]
-            yield mine, lost
+    def _blocks_of(
+        self, connections: NodeConnections, names: list[bytes], tenant: bytes
+    ) -> tuple[dict[bytes, int], list[bytes]]:
+        """Of blocks with these names, by their names up to the colon: the tenant's, with the seconds for which each
+        was not used, 0 where the store does not tell; and those without a manifest, or with a damaged one, which can
+        still be read. Raises StoreFailure."""
+        parts = [name.rpartition(b":") for name in names]
+        blocks = list(dict.fromkeys(block for block, _, what in parts if what != INDEX))
+        names_of = [b"%b:%b" % (block, _MANIFEST) for block in blocks]
+        # Before it is read, which is a use. An error tells that the store does not know.
+        idle = connections.pipeline([(name, (b"OBJECT", b"IDLETIME", name)) for name in names_of])
+        manifests = checked(connections.pipeline([(name, (b"GET", name)) for name in names_of]))
+        mine = {
+            block: seconds if isinstance(seconds, int) else 0
+            for block, seconds, reply in zip(blocks, idle, manifests)
+            if isinstance(reply, bytes) and _tenant_of(reply) == tenant
+        }
+        lost = [b for b, r in zip(blocks, manifests) if r is None or (isinstance(r, bytes) and _decoded(r) is None)]
+        return mine, lost
 
     def usage(self) -> dict[str, int]:
         """Of the whole store, all namespaces: size_bytes, limit_bytes (0: no limit, or unknown), keys (num_pieces + 1
-        per block), evicted_keys. They are sums over the nodes of a cluster. Empty if the store fails."""
-        total = dict.fromkeys(("size_bytes", "limit_bytes", "keys", "evicted_keys"), 0)
+        per block), evicted_keys. They are sums over the nodes of a cluster that answer. Empty if the store fails."""
+        asked = [(b"INFO", b"memory"), (b"INFO", b"stats"), (b"DBSIZE",)]
         try:
             with self._usage_lock:
-                for connection in self._usage_connections.every_node():
-                    memory, stats, keys = connection.pipeline(
-                        [(b"INFO", b"memory"), (b"INFO", b"stats"), (b"DBSIZE",)]
-                    )
-                    total["size_bytes"] += _info(memory, b"used_memory")
-                    total["limit_bytes"] += _info(memory, b"maxmemory")
-                    total["evicted_keys"] += _info(stats, b"evicted_keys")
-                    total["keys"] += keys if isinstance(keys, int) else 0
+                answers, failures = self._usage_connections.ask_nodes(lambda connection: connection.pipeline(asked))
         except StoreFailure as failure:
             self.failed("asking for the usage", failure)
             return {}
-        return total
+        for each in failures:
+            self.failed("asking for the usage", each)
+        return {
+            "size_bytes": sum(_info(memory, b"used_memory") for memory, _, _ in answers),
+            "limit_bytes": sum(_info(memory, b"maxmemory") for memory, _, _ in answers),
+            "keys": sum(keys for _, _, keys in answers if isinstance(keys, int)),
+            "evicted_keys": sum(_info(stats, b"evicted_keys") for _, stats, _ in answers),
+        }
 
     def stats(self) -> dict[str, int]:
         """Counters since the start, for metrics; from any thread."""
@@ -344,8 +383,9 @@ class ObjectStore:
         key would have a meaning for the store."""
         return b"%b%b}:%b" % (self.prefix, key.hex().encode(), what if isinstance(what, bytes) else b"%d" % what)
 
-    def unlink_command(self, key: bytes) -> list[bytes]:
-        return [b"UNLINK", *self._names_of(key)]
+    def unlink_commands(self, key: bytes) -> list[tuple[bytes, Sequence[Arg]]]:
+        """One by one: while the block's slot moves, some of its keys are on another node. The manifest first."""
+        return [(name, (b"UNLINK", name)) for name in self._names_of(key)]
 
     def _names_of(self, key: bytes) -> list[bytes]:
         """Of the manifest and of every piece."""
@@ -366,8 +406,10 @@ class ObjectStore:
         with self._stats_lock:
             self._counters["failures"] += 1
             self._last_failure = f"{what}: {failure}"
+        # What is left out of the log has the same reason.
+        reason = failure.code if isinstance(failure, ErrorReply) else type(failure).__name__
         self._log.warn(
-            what,
+            f"{what}: {reason}",
             "the store %s failed in %s: %s%s; requests go on without it",
             self.address,
             what,
@@ -538,19 +580,10 @@ class BlockWriter:
 
     def _remove_block(self, key: bytes) -> None:
         """Remove what was written of a block. It would only fill the store."""
-        command = self._store.unlink_command(key)
         try:
-            self._connections.pipeline([(command[1], command)])
+            self._connections.pipeline(self._store.unlink_commands(key))
         except StoreFailure:
             pass  # The store evicts it in time.
-
-
-def _pipeline(connection: RespConnection, commands: Sequence[Sequence[Arg]]) -> list[Reply]:
-    """To one node; what another node has is answered with a redirect. Raises StoreFailure."""
-    replies = connection.pipeline(commands)
-    if (error := next((r for r in replies if isinstance(r, ErrorReply) and not is_redirect(r)), None)) is not None:
-        raise error
-    return replies
 
 
 def _decoded(manifest: bytes) -> Manifest | None:

@@ -165,26 +165,26 @@ class TenantLimits:
 
     def _count(self, index: bytes, before: Sequence[Sequence[Arg]], ask: Ask) -> int:
         """before: commands that are carried out first."""
-        count = _checked(ask([(index, command) for command in (*before, (b"ZCARD", index))]))[-1]
+        count = checked(ask([(index, command) for command in (*before, (b"ZCARD", index))]))[-1]
         assert isinstance(count, int)
         return count
 
     def _evict(self, index: bytes, num: int, ask: Ask) -> int:
         """Returns how many blocks have left the index."""
-        (oldest,) = _checked(ask([(index, (b"ZRANGE", index, b"0", b"%d" % (num - 1)))]))
+        (oldest,) = checked(ask([(index, (b"ZRANGE", index, b"0", b"%d" % (num - 1)))]))
         assert isinstance(oldest, list)
         going = [key for key in oldest if isinstance(key, bytes)]
         names = [self._names_of(key) for key in going]
-        commands: list[Command] = [(whole[0], (b"UNLINK", *whole)) for whole in names]
+        commands: list[Command] = [(name, (b"UNLINK", name)) for whole in names for name in whole]
         if going:
-            _checked(ask([*commands, (index, (b"ZREM", index, *going))]))
+            checked(ask([*commands, (index, (b"ZREM", index, *going))]))
         return len(going)
 
     def count_again(self, keys: Sequence[bytes], ask: Ask) -> None:
         """These blocks count as stored, and are not: look how many their tenants have. Raises StoreFailure."""
         tenants = [tenant for tenant in {self._tenants.get(key, b"") for key in keys} if self.has(tenant)]
         indexes = [self.index_of(tenant) for tenant in tenants]
-        counts = _checked(ask([(index, (b"ZCARD", index)) for index in indexes])) if tenants else []
+        counts = checked(ask([(index, (b"ZCARD", index)) for index in indexes])) if tenants else []
         with self._lock:
             self._counts.update((tenant, n) for tenant, n in zip(tenants, counts) if isinstance(n, int))
 
@@ -197,7 +197,7 @@ def _remember(where: dict[bytes, Value], what: dict[bytes, Value]) -> None:
         del where[next(iter(where))]
 
 
-def _checked(replies: list[Reply | StoreFailure]) -> list[Reply | StoreFailure]:
+def checked(replies: list[Reply | StoreFailure]) -> list[Reply | StoreFailure]:
     """Raises the first StoreFailure."""
     for reply in replies:
         if isinstance(reply, StoreFailure):
