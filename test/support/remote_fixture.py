@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from sglang.srt.mem_cache.block_store import ExistsFailed
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.page_layout import PageLayout
@@ -73,6 +74,13 @@ class Remote:
 
     def wipe(self) -> None:
         self.pool.kv[NUM * BLOCK :] = float("nan")
+
+    def exists(self, blocks: range) -> int | None:
+        """None: the store did not tell."""
+        try:
+            return self.store.exists(self.keys(blocks))
+        except ExistsFailed:
+            return None
 
     def put(self, blocks: range) -> int:
         return self.store.set(self.keys(blocks), self.frames(blocks))

@@ -119,9 +119,9 @@ def first_block_came(one: Remote, blocks: range) -> bool:
 )
 def test_what_was_stored_comes_back(rig: ProxyRig, codec: Any):
     one = rig.engine(codec=codec)
-    assert one.store.exists(one.keys(SOME)) == 0 and one.get(SOME) == 0
+    assert one.exists(SOME) == 0 and one.get(SOME) == 0
     assert one.put(SOME) == 4
-    assert one.store.exists(one.keys(range(6))) == 4
+    assert one.exists(range(6)) == 4
     before = one.pool.kv.clone()
     assert one.get(range(6)) == 4 and one.came(SOME)
     others = np.setdiff1d(np.arange(2 * NUM * BLOCK), one.target(SOME))
@@ -130,7 +130,7 @@ def test_what_was_stored_comes_back(rig: ProxyRig, codec: Any):
     ), "no other page is touched"
     until(lambda: one.store.stats().get("deliver_pieces") == 4)
     one.store.clear()
-    assert one.store.exists(one.keys(SOME)) == 0
+    assert one.exists(SOME) == 0
 
 
 @pytest.mark.sampled(1)
@@ -157,7 +157,7 @@ def test_blocks_of_another_secret_are_not_taken(rig: ProxyRig):
     """Not even under the names of one's own: a client of the store has put them there."""
     one, other = rig.engine(mac_key=b"k" * 32), rig.engine(mac_key=b"x" * 32)
     assert one.put(SOME) == 4 and one.get(SOME) == 4 and one.came(SOME)
-    assert other.store.exists(other.keys(SOME)) == 4 and other.get(SOME) == 0
+    assert other.exists(SOME) == 4 and other.get(SOME) == 0
     until(lambda: other.store.stats().get("damaged_blocks", 0) > 0)
     until(lambda: other.put(SOME) == 4 and other.get(SOME) == 4)
     assert other.came(SOME) and one.get(SOME) == 0
@@ -166,7 +166,7 @@ def test_blocks_of_another_secret_are_not_taken(rig: ProxyRig):
 @pytest.mark.slow
 def test_two_engines_share_a_proxy(rig: ProxyRig):
     one, two = rig.engine(), rig.engine()
-    assert one.put(range(6)) == 6 and two.store.exists(two.keys(range(6))) == 6
+    assert one.put(range(6)) == 6 and two.exists(range(6)) == 6
     ended = threading.Semaphore(0)
     counts: dict[tuple[int, int], int] = {}
     for i in range(6):
@@ -222,10 +222,10 @@ def test_a_proxy_that_is_killed_in_the_middle(rig: ProxyRig):
     rig.stop_proxy()
     until(lambda: counts)
     assert counts == [0], "a session that is lost has brought nothing, and there was no other in time"
-    assert one.store.exists(one.keys(SOME)) == 0 and one.get(SOME) == 0 and one.put(SOME) == 0
+    assert one.exists(SOME) is None and one.get(SOME) == 0 and one.put(SOME) == 0
     rig.start_proxy()
     one.wipe()
-    until(lambda: one.store.exists(one.keys(range(8))) == 8)
+    until(lambda: one.exists(range(8)) == 8)
     assert one.get(range(8)) == 8 and one.came(range(8))
 
 
@@ -258,11 +258,11 @@ def test_a_proxy_that_hangs_keeps_no_pages(rig: ProxyRig, clock: LaterClock):
     counts, _ = start_get(one, SOME)
     clock.later_s = 1000.0
     until(lambda: counts)
-    assert counts == [0] and one.store.exists(one.keys(SOME)) == 0
+    assert counts == [0] and one.exists(SOME) is None
     assert one.store.stats()["proxy_hangs"] == 1
     child.resume()
     clock.later_s = 3000.0  # the pause before the next attempt is over
-    until(lambda: one.store.exists(one.keys(SOME)) == 4)
+    until(lambda: one.exists(SOME) == 4)
     assert one.get(SOME) == 4 and one.came(SOME)
 
 
@@ -424,7 +424,7 @@ def test_a_question_passes_a_fetch_on_a_slow_link(rig: ProxyRig):
     try:
         counts, _ = start_get(one, range(8))
         until(lambda: first_block_came(one, range(8)))
-        assert one.store.exists(one.keys(range(8))) == 8 and not counts
+        assert one.exists(range(8)) == 8 and not counts
         until(lambda: counts)
         assert counts == [8] and one.came(range(8))
     finally:
@@ -447,12 +447,12 @@ def test_a_partition(rig: ProxyRig, clock: LaterClock, relay_dies: bool):
             relay_of(one).kill()
         clock.later_s = 1000.0
         until(lambda: counts)
-        assert counts == [0] and one.store.exists(one.keys(SOME)) == 0
+        assert counts == [0] and one.exists(SOME) is None
         assert one.get(SOME) == 0
     finally:
         rig.there.mend()
         rig.there.limit(MEGABITS)
     one.wipe()
     clock.later_s = 3000.0
-    until(lambda: one.store.exists(one.keys(range(8))) == 8)
+    until(lambda: one.exists(range(8)) == 8)
     assert one.get(range(8)) == 8 and one.came(range(8))

@@ -77,12 +77,12 @@ def proxy_pid(one: Remote) -> int:
 def test_what_was_stored_comes_back(remote, config):
     one = remote(**config)
     assert isinstance(one.store, OverlappingStore)
-    assert one.store.exists(one.keys(SOME)) == 0 and one.get(SOME) == 0
+    assert one.exists(SOME) == 0 and one.get(SOME) == 0
     assert one.put(SOME) == 4
-    assert one.store.exists(one.keys(range(6))) == 4
+    assert one.exists(range(6)) == 4
     assert one.get(range(6)) == 4 and one.came(SOME)
     assert one.store.clear()
-    assert one.store.exists(one.keys(SOME)) == 0
+    assert one.exists(SOME) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -224,20 +224,20 @@ def test_a_proxy_that_hangs_and_is_another_s_is_left_alone(remote, clock, monkey
     os.kill(proxy_pid(one), signal.SIGSTOP)
     counts: list[int] = []
     one.store.start_get(one.keys(SOME), one.target(SOME), counts.append)
-    found: list[int] = []
-    question = threading.Thread(target=lambda: found.append(one.store.exists(one.keys(SOME))))
+    found: list[int | None] = []
+    question = threading.Thread(target=lambda: found.append(one.exists(SOME)))
     question.start()
     clock.later_s = 1000.0
     question.join()
-    assert found == [0] and not counts, "the proxy may write into the pages of the read"
-    assert one.store.exists(one.keys(SOME)) == 0 and one.get(range(1)) == 0 and one.put(range(1)) == 0
+    assert found == [None] and not counts, "the proxy may write into the pages of the read"
+    assert one.exists(SOME) is None and one.get(range(1)) == 0 and one.put(range(1)) == 0
     with pytest.raises(ExistsFailed):
         one.store.touch(one.keys(SOME))
     os.kill(proxy_pid(one), signal.SIGCONT)
     until(lambda: counts)
     assert counts == [4] and one.came(SOME)
     one.wipe()
-    until(lambda: one.store.exists(one.keys(SOME)) == 4)
+    until(lambda: one.exists(SOME) == 4)
     assert one.get(SOME) == 4 and one.came(SOME)
     assert one.store.stats()["proxy_hangs"] == 1 and one.store.stats()["proxy_sessions"] == 1
 
@@ -278,7 +278,7 @@ def test_a_store_that_dies_comes_back_empty(remote):
     one = remote()
     assert one.put(SOME) == 4
     os.kill(one.embedded.pid, signal.SIGKILL)
-    assert one.get(SOME) == 0 and one.store.exists(one.keys(SOME)) == 0
+    assert one.get(SOME) == 0 and not one.exists(SOME)
     until(lambda: one.put(SOME) == 4)
     assert one.get(SOME) == 4 and one.came(SOME)
 
@@ -290,11 +290,11 @@ def test_a_store_that_stalls_costs_its_timeout(remote):
     os.kill(one.embedded.pid, signal.SIGSTOP)
     try:
         assert one.get(SOME) == 0
-        assert one.store.exists(one.keys(SOME)) == 0
+        assert not one.exists(SOME)
         assert not one.store.clear()
     finally:
         os.kill(one.embedded.pid, signal.SIGCONT)
-    until(lambda: one.store.exists(one.keys(SOME)) == 4)
+    until(lambda: one.exists(SOME) == 4)
     until(lambda: one.get(SOME) == 4)
     assert one.came(SOME)
 
@@ -321,9 +321,9 @@ def test_what_was_evicted_in_the_middle_ends_the_run(remote):
     piece = next(n for n in of_nine if n.endswith(b":0"))
     other = piece.replace(one.key(9).hex().encode(), one.key(2).hex().encode())
     assert store.call("DEL", other) == 1
-    assert one.store.exists(one.keys(SOME)) == 4, "its manifest is there"
+    assert one.exists(SOME) == 4, "its manifest is there"
     assert one.get(SOME) == 2 and one.came(range(2))
-    until(lambda: one.store.exists(one.keys(SOME)) == 2)
+    until(lambda: one.exists(SOME) == 2)
     assert one.put(SOME) == 4 and one.get(SOME) == 4 and one.came(SOME), "it is stored anew"
 
 
@@ -350,7 +350,7 @@ def test_what_is_there_is_not_written_again_behind_what_is_not(remote):
     store = connection(one.embedded.address)
     (manifest,) = [name for name in one.names() if one.key(0).hex().encode() in name and name.endswith(b":m")]
     assert store.call("DEL", manifest) == 1
-    assert one.put(SOME) == 4 and one.store.exists(one.keys(SOME)) == 4
+    assert one.put(SOME) == 4 and one.exists(SOME) == 4
     until(lambda: one.store.stats()["written_blocks"] == 5)
     assert one.get(SOME) == 4 and one.came(SOME)
 
@@ -416,7 +416,7 @@ def test_foreign_bytes_are_no_kv_and_the_block_is_stored_anew(remote):
         store.call("SET", name, spoil(value))
         assert one.get(SOME) == 2 and one.came(range(2)), i
         assert torch.isnan(one.pool.kv[(NUM + 4) * BLOCK :]).all(), "nobody's pages are touched"
-        until(lambda: one.store.exists(one.keys(SOME)) == 2)
+        until(lambda: one.exists(SOME) == 2)
         assert one.put(SOME) == 4 and one.get(SOME) == 4 and one.came(SOME), i
 
 
@@ -501,9 +501,9 @@ def test_only_who_has_the_token_is_served(tmp_path):
         assert one.get(SOME) == 4
         os.kill(proxy.pid, signal.SIGKILL)
         proxy.wait()
-        assert one.get(SOME) == 0 and one.store.exists(one.keys(SOME)) == 0
+        assert one.get(SOME) == 0 and one.exists(SOME) is None
         proxy = subprocess.Popen([*command, "--store", url], stderr=subprocess.PIPE, text=True)
-        until(lambda: one.store.exists(one.keys(SOME)) == 4)
+        until(lambda: one.exists(SOME) == 4)
         one.close()
     finally:
         proxy.kill()
@@ -518,13 +518,13 @@ def test_pages_outside_of_the_pool_end_the_session(remote):
     assert client is not None
     for pages in ([-1] * BLOCK, [2 * NUM * BLOCK] * BLOCK, [0] * (BLOCK - 1), []):
         counts: list[int] = []
-        until(lambda: one.store.exists(one.keys(SOME)) == 4)
+        until(lambda: one.exists(SOME) == 4)
         client = one.store._client
         assert client is not None
         client.ask(lambda id, p=pages: wire.Get(id, one.key(0), np.array(p, np.int32).tobytes()), counts.append)
         until(lambda c=counts: c)
         assert counts == [0]
-    until(lambda: one.store.exists(one.keys(SOME)) == 4)
+    until(lambda: one.exists(SOME) == 4)
     assert one.get(SOME) == 4 and one.came(SOME)
 
 

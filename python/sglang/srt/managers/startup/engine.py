@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from sgl_kernel.kvcacheio import LayerFlagsError, pick_backend
@@ -64,7 +65,7 @@ from sglang.srt.peer.memory.lent_memory import LentMemory
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.child_process import StartupError, without_stopping
 from sglang.srt.utils.cuda_stream import make_stream
-from sglang.srt.utils.device import CPU, settle_memory
+from sglang.srt.utils.device import CPU, settle_memory, to_device
 from sglang.srt.utils.peer_timing import PeerTiming
 from sglang.srt.utils.startup_progress import SILENT, StartupProgress
 from sglang.srt.utils.stream import ThreadStream
@@ -341,8 +342,8 @@ class EngineBuilder:
         args, group, name = self.args, self.rank.group, bytes(16)
         if group.rank == 0:
             name = bytes.fromhex(self.model.fingerprint(args.load_format, args.random_seed or 0))
-        shared = torch.tensor(list(name), dtype=torch.uint8, device=self.rank.device)
-        return bytes(group.broadcast(shared).tolist()).hex()
+        shared = group.broadcast(to_device(np.array(list(name), np.uint8), self.rank.device))
+        return bytes(shared.cpu().tolist()).hex()
 
     def _open_record(self, scheduler: Scheduler) -> Recorder | None:
         steps, folder = self.args.record_steps, self.args.crash_dump_folder
