@@ -667,6 +667,35 @@ def fill(disk: Disk) -> tuple[HiCacheFile, list[list[bytes]]]:
     return store, [keys[i : i + 4] for i in range(0, len(keys) - 3, 4)]
 
 
+def test_files_that_are_no_segments_any_more_are_counted_and_deleted(disk: Disk):
+    """They are found where slots of blocks that memory has read are to be used again."""
+    store, groups = fill(disk)
+    for path in disk.segments():
+        flip(path, 3)
+    for i, group in enumerate(groups[:-2]):
+        disk.get(store, group)
+        disk.set(store, keys_of(2000 + i))
+        disk.clock.now += segment_writer.WRITE_PAUSE_S
+    store.check_invariants()
+    stats = store.stats()
+    # One that was found with the last write is deleted with the next one.
+    assert stats["read_errors"] > 0 and stats["segments"] <= len(disk.segments()) <= stats["segments"] + 1
+    for path in disk.segments():
+        flip(path, 3)
+    disk.get(store, groups[0])
+    assert store.clear() and disk.segments() == []
+
+
+def test_a_file_that_has_become_a_segment_is_not_deleted(disk: Disk):
+    store, other = disk.open(), disk.open()
+    assert disk.set(other, keys_of(*range(8))) == 8
+    other.close()
+    # As it was found while it was empty.
+    store._sync.unusable.add(str(disk.segments()[0]))
+    assert disk.set(store, keys_of(9)) == 1
+    assert disk.get(store, keys_of(*range(8))) == 8 and not store._sync.unusable
+
+
 def test_what_memory_has_read_from_a_full_exclusive_store_makes_room(disk: Disk):
     store, groups = fill(disk)
     num_segments, num_evicted = store.stats()["segments"], store.stats()["evicted_blocks"]
@@ -1065,7 +1094,7 @@ def test_log_lines_are_few(disk: Disk, caplog: pytest.LogCaptureFixture):
     disk.clock.now += store_log.LOG_INTERVAL_S
     flip(disk.segments()[0], DATA)
     assert disk.get(store, keys) == 0
-    assert len(caplog.records) == 2 and "9 such blocks" in caplog.records[1].getMessage()
+    assert len(caplog.records) == 2 and "9 bad blocks and files" in caplog.records[1].getMessage()
 
 
 # -- secret and configuration --------------------------------------------------------------------------------------

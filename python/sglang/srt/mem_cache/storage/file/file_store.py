@@ -106,10 +106,10 @@ class HiCacheFile:
         self._writer = SegmentWriter(root, self._sync, limit_bytes, max_copies, clock)
         self._tenants = TenantBlocks(root, self._sync, self._writer)
         try:
-            unusable = self._sync.open()
+            self._sync.open()
             if self._folder.writable:
                 with contextlib.suppress(OSError):
-                    self._writer.delete_unusable(unusable)
+                    self._writer.delete_unusable()
                     self._writer.shrink()
                     self._tenants.open()
             else:

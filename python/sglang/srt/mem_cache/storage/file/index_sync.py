@@ -50,6 +50,8 @@ class IndexSync:
         # Guards the index.
         self.lock = threading.Lock()
         self.table_lock = threading.Lock()
+        # Segments whose head cannot be used: nothing counts them, so they are to be deleted.
+        self.unusable: set[str] = set()
         self._seen = Seen()
         self._is_gone = False
         self._clock = clock
@@ -57,23 +59,21 @@ class IndexSync:
 
     # -- the start and the end ----------------------------------------------------------------------------------
 
-    def open(self) -> list[str]:
-        """Build the index from the segments' tables. Returns the paths of segments that cannot be used. Raises
-        OSError."""
+    def open(self) -> None:
+        """Build the index from the segments' tables. Raises OSError."""
         self.changes.open()
         page = self.changes.read()
-        unusable = []
         for number, head in read_heads(self.folder.path, self.files.layout):
             path = segment_path(self.folder.path, number)
             self.index.next_number = number + 1
             if isinstance(head, UnusableHead):
                 if head.reason:
                     self.log.read_failed(1, head.reason, path)
-                unusable.append(path)
+                # At the start also those that are empty.
+                self.unusable.add(path)
             else:
                 self._recover(number, head)
         self._seen.take(page)
-        return unusable
 
     def close(self) -> None:
         """Leaves the order of use behind, as times of the files."""
@@ -199,9 +199,13 @@ class IndexSync:
 
     def _take_in(self, number: int) -> None:
         """A segment that another process has begun, unless it is still empty."""
-        head = read_head(segment_path(self.folder.path, number), self.files.layout)
+        path = segment_path(self.folder.path, number)
+        head = read_head(path, self.files.layout)
         if isinstance(head, UsableHead):
             self._recover(number, head)
+        elif head.reason and path not in self.unusable:
+            self.log.read_failed(1, head.reason, path)
+            self.unusable.add(path)
 
     def _recover(self, number: int, head: UsableHead) -> None:
         path = segment_path(self.folder.path, number)

@@ -29,7 +29,7 @@ import numpy as np
 from sglang.srt.mem_cache.storage.file.eviction import Victim, choose_victim
 from sglang.srt.mem_cache.storage.file.folder import Leftovers, allocated_bytes
 from sglang.srt.mem_cache.storage.file.index_sync import IndexSync
-from sglang.srt.mem_cache.storage.file.recovery import segment_numbers, segment_path
+from sglang.srt.mem_cache.storage.file.recovery import UsableHead, read_head, segment_numbers, segment_path
 from sglang.srt.mem_cache.storage.file.segment_index import Segment, number_of
 from sglang.srt.mem_cache.storage.file.store_log import FULL
 
@@ -374,6 +374,7 @@ class SegmentWriter:
         try:
             self._sync.refresh_locked()
             changes.set_holder(True)
+            self._delete_unusable()
         except BaseException:
             changes.unlock()
             raise
@@ -655,20 +656,33 @@ class SegmentWriter:
         try:
             sync.refresh()
             are_gone = self.delete(list(sync.index.segments.values()))
+            with contextlib.suppress(FileNotFoundError):
+                # What is no segment any more is not in the index.
+                for number in segment_numbers(sync.folder.path):
+                    are_gone &= self.unlink(segment_path(sync.folder.path, number))
+            sync.unusable.clear()
         finally:
             if is_locked:
                 self.unlock_folder()
         self._is_full = False
         return are_gone
 
-    def delete_unusable(self, paths: list[str]) -> None:
-        """At the start: files that are no segments, unless another process has just begun one of them. Raises
-        OSError."""
-        if not paths or not self.lock_folder():
-            return
-        try:
-            for path in paths:
-                if not self._sync.files.is_written_by_another(path):
-                    self.unlink(path)
-        finally:
+    def delete_unusable(self) -> None:
+        """At the start: files that are no segments. Raises OSError."""
+        if self._sync.unusable and self.lock_folder():
             self.unlock_folder()
+
+    def _delete_unusable(self) -> None:
+        """With the folder's lock: all but what another process writes to, or has made a segment meanwhile."""
+        sync = self._sync
+        for path in list(sync.unusable):
+            if sync.files.is_written_by_another(path):
+                continue
+            if not isinstance(read_head(path, sync.files.layout), UsableHead):
+                try:
+                    os.unlink(path)
+                except FileNotFoundError:
+                    pass
+                except OSError:
+                    continue
+            sync.unusable.discard(path)
