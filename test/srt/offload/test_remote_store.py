@@ -4,6 +4,7 @@ only. The proxy is a process where that makes a difference."""
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import resource
 import signal
@@ -31,7 +32,7 @@ from sglang.srt.offload.proxy_process import OwnProxy
 from sglang.srt.offload.store.embedded import EmbeddedStore
 from support.children import children, wait_until
 from support.clocks import LaterClock
-from support.remote_fixture import BLOCK, NUM, Remote, connection
+from support.remote_fixture import BLOCK, BUFFERS, NUM, Remote, connection
 
 SOME = range(4)
 PROCESS = {"in_process": False}
@@ -138,6 +139,33 @@ def test_stats_move(remote):
     assert stats["receive_bytes"] < stats["deliver_bytes"] == 4 * BLOCK * one.pool.page_bytes
     assert stats["size_bytes"] > stats["write_bytes"] and stats["limit_bytes"] > 0
     assert stats["compressed_slots_used"] == stats["deliver_queue"] == 0
+
+
+def test_a_proxy_in_this_process_leaves_nothing_behind(tmp_path):
+    store = EmbeddedStore.start(tmp_path / "store", 1 << 28)
+    process, threads = psutil.Process(), set(threading.enumerate())
+
+    def cycle() -> None:
+        one = Remote(tmp_path, url=str(store.address))
+        assert one.put(SOME) == 4 and one.get(SOME) == 4
+        one.close()
+        # The thread of the data plane ends after those that it has started.
+        until(lambda: set(threading.enumerate()) <= threads)
+
+    def used() -> tuple[int, int, int]:
+        gc.collect()  # the pool of each cycle
+        return process.num_fds(), process.num_threads(), process.memory_info().rss
+
+    try:
+        cycle()
+        num_fds, num_threads, rss = used()
+        for _ in range(3):
+            cycle()
+        until(lambda: used()[1] <= num_threads)
+        assert used()[0] <= num_fds
+        assert used()[2] - rss < sum(BUFFERS.values()), "the buffers of a proxy are still there"
+    finally:
+        store.stop()
 
 
 # -- the proxy fails ------------------------------------------------------------------------------------------------

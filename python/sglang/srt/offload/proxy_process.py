@@ -239,6 +239,8 @@ class InProcessProxy:
 
     def close(self) -> None:
         self._embedded.close()
+        # On another thread, because a session that ends waits for a store that does not answer.
+        threading.Thread(target=self._server.close, name="proxy-close", daemon=True).start()
 
 
 def parse_tcp(address: str, name: str) -> Endpoint:

@@ -38,7 +38,7 @@ def server() -> Iterator[ProxyServer]:
     made = ProxyServer(ProxySettings(**BUFFERS), store.address, TOKEN)
     yield made
     assert not made.plane._sessions
-    made.plane.close()
+    made.close()
     store.close()
 
 
@@ -86,3 +86,25 @@ def test_a_key_of_another_size_is_refused(server: ProxyServer):
         server.serve(theirs)
         refused, _ = wire.receive(ours, wire.Refused)
     assert "mac_key has 33 bytes" in refused.reason
+
+
+def test_closing_ends_the_sessions_and_the_threads(server: ProxyServer):
+    layout = kv_block(4, 2, 4, 2, 8, "float32")
+    threads = set(threading.enumerate())
+    pool = SharedMemory.allocate(64 * layout.page.page_bytes, "pool")
+    ours, theirs = socket.socketpair()
+    serving = threading.Thread(target=server.serve, args=(theirs,))
+    serving.start()
+    with ours:
+        wire.send(ours, hello(layout, is_first=False), (pool.fd,))
+        assert isinstance(wire.receive(ours, wire.Welcome | wire.Refused)[0], wire.Welcome)
+        server.close()
+        assert ours.recv(1) == b""
+    serving.join()
+    assert set(threading.enumerate()) <= threads
+    assert not any(thread.name.startswith(("write-", "plane-events")) for thread in threading.enumerate())
+    # A session that begins later.
+    ours, theirs = socket.socketpair()
+    server.serve(theirs)
+    with ours:
+        assert ours.recv(1) == b""

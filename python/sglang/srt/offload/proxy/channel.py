@@ -129,6 +129,7 @@ class LocalChannel:
 
     def close(self) -> None:
         self._sock.close()
+        self._pool = None
 
     def _pages(self, message: wire.Get | wire.Put, num_blocks: int) -> PoolPages:
         assert self._pool is not None

@@ -167,12 +167,14 @@ class Plane:
         return self._process.pid if self._process is not None else None
 
     def close(self) -> None:
-        """After all sessions."""
+        """End its threads or process, and free its buffers. After all sessions."""
         self._is_closing = True
         self._socket.shutdown(socket.SHUT_WR)
         self._reader.join()
         if self._process is not None:
             self._process.wait()
+        # The descriptor is closed now, and not when the cycle of references is collected.
+        del self._counters, self._memory
 
     # -- for sessions -----------------------------------------------------------------------------------------------
 

@@ -38,7 +38,10 @@ class ProxyServer:
         self._settings = settings
         self._address = address
         self._token = token
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
+        # Sessions that have not ended.
+        self._running: set[Session] = set()
+        self._is_closed = False
         # By engine: the number of its newest session, and that session.
         self._sessions: dict[bytes, tuple[int, Session]] = {}
         self._strangers: deque[socket.socket] = deque()
@@ -80,6 +83,24 @@ class ProxyServer:
                     oldest.shutdown(socket.SHUT_RDWR)
             threading.Thread(target=self._greet, args=(sock, peer), name="session", daemon=True).start()
 
+    def close(self) -> None:
+        """End all sessions, then the threads of the writer and of the data plane, whose buffers are freed.
+
+        A session ends when the store has answered what it was asked, or has let its timeout pass. One that begins
+        later is closed at once.
+        """
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            sessions = list(self._running)
+        for session in sessions:
+            session.channel.shut()
+        with self._lock:
+            self._lock.wait_for(lambda: not self._running)
+        self.writer.close()
+        self.plane.close()
+
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _greet(self, sock: socket.socket, peer: tuple[str, int]) -> None:
@@ -102,10 +123,19 @@ class ProxyServer:
 
     def _run(self, channel: Channel) -> None:
         session = Session(channel, self._admit, self._address, self.plane, self.writer, self._settings)
+        with self._lock:
+            is_closed = self._is_closed
+            if not is_closed:
+                self._running.add(session)
+        if is_closed:
+            channel.close()
+            return
         try:
             session.run()
         finally:
             with self._lock:
+                self._running.remove(session)
+                self._lock.notify_all()
                 self._sessions = {engine: each for engine, each in self._sessions.items() if each[1] is not session}
 
     def _admit(self, hello: wire.Hello, session: Session) -> None:

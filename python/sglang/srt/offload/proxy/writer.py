@@ -100,13 +100,24 @@ class Writer:
         self.raw_bytes = 0
         self.stored_bytes = 0
         self.waited_s = 0.0
-        for i in range(settings.write_threads):
+        self._is_closed = False
+        self._threads = [
             _start_thread(f"write-{i}", settings.cores.get("write"), i, self._run, i)
+            for i in range(settings.write_threads)
+        ]
 
     def submit(self, write: Write) -> None:
         with self._changed:
             self._writes.append(write)
             self._changed.notify()
+
+    def close(self) -> None:
+        """End the threads. After the last write has ended."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
 
     def stats(self) -> dict[str, int]:
         """raw: before coding."""
@@ -122,7 +133,9 @@ class Writer:
         raw, coded = np.empty(PIECE_BYTES, np.uint8), np.empty(0, np.uint8)
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._encoding or self._writes)
+                self._changed.wait_for(lambda: self._waiting or self._encoding or self._writes or self._is_closed)
+                if self._is_closed:
+                    return
                 # Blocks first: a thread that has one stores it in the time in which others encode.
                 unit = self._waiting.popleft() if self._waiting else None
                 begun = self._encoding[0] if unit is None and self._encoding else None
@@ -220,7 +233,9 @@ class Writer:
             self.waited_s += time.monotonic() - began
 
 
-def _start_thread(name: str, cores: Sequence[int] | None, index: int, run: Callable[..., None], *args: Any) -> None:
+def _start_thread(
+    name: str, cores: Sequence[int] | None, index: int, run: Callable[..., None], *args: Any
+) -> threading.Thread:
     """Start a daemon thread, on one of `cores` if there are any. Its death ends the process, because a writer without
     one of its threads would never answer."""
 
@@ -237,4 +252,6 @@ def _start_thread(name: str, cores: Sequence[int] | None, index: int, run: Calla
             logger.critical("thread %s died", name, exc_info=True)
             os._exit(1)
 
-    threading.Thread(target=body, name=name, daemon=True).start()
+    thread = threading.Thread(target=body, name=name, daemon=True)
+    thread.start()
+    return thread
