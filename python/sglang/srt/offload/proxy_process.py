@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from sglang.srt.mem_cache.block_store import StoreError
+from sglang.srt.offload.proxy.settings import ProxySettings
 from sglang.srt.offload.store.address import Endpoint, StoreAddress
 from sglang.srt.offload.store.embedded import EmbeddedStore
 
@@ -132,6 +133,8 @@ class OwnProxy:
         return f"a proxy of our own for {StoreAddress.parse(self._store_url)}"
 
     def connect(self) -> socket.socket:
+        # Here too, so that the user gets the sentence from the engine.
+        ProxySettings.from_config(self._settings).check_memory()
         arguments = ["sglang.srt.offload.proxy", "--settings", json.dumps(self._settings)]
         # The URL may have a password.
         return self._child.start(arguments, STORE_VARIABLE, self._store_url)
@@ -217,11 +220,14 @@ class InProcessProxy:
 
     def __init__(self, store_url: str, settings: dict[str, Any], embedded: EmbeddedStore | None = None) -> None:
         from sglang.srt.offload.proxy.server import ProxyServer
-        from sglang.srt.offload.proxy.settings import ProxySettings
 
         self._embedded = _KeptStore(embedded)
         self._store_url = store_url
-        self._server = ProxyServer(ProxySettings.from_config(settings), StoreAddress.parse(store_url), self.token)
+        try:
+            self._server = ProxyServer(ProxySettings.from_config(settings), StoreAddress.parse(store_url), self.token)
+        except StoreError:
+            self._embedded.close()
+            raise
 
     def __str__(self) -> str:
         return f"in this process, for {StoreAddress.parse(self._store_url)}"

@@ -6,27 +6,34 @@ from __future__ import annotations
 import os
 import queue
 import random
+import resource
 import signal
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import xxhash
 
+from sglang.srt.mem_cache.block_store import StoreError
 from sglang.srt.offload import wire
 from sglang.srt.offload.codec import CodecError
 from sglang.srt.offload.codec.header import HEADER_BYTES
 from sglang.srt.offload.codec.registry import CODECS
 from sglang.srt.offload.frames import FrameKind
-from sglang.srt.offload.proxy.plane import PlaneRefused, PlaneSession
+from sglang.srt.offload.proxy.plane import Plane, PlaneRefused, PlaneSession
+from sglang.srt.offload.proxy.settings import ProxySettings
 from sglang.srt.offload.store.cluster import slot_of
+from support.children import wait_until
 from support.codec_cases import CONFIGS, CUT, SMALL, kv_block
 from support.plane_rig import TIMEOUT_S, Asked, PieceSource, frame_link, frame_pair, is_settled, plane, some_pages
+from support.remote_fixture import BUFFERS
 from support.store_servers import NO_CLUSTER, FakeConnection, FakeServer, single
 
 pytestmark = pytest.mark.usefixtures("close_sources")
@@ -306,14 +313,32 @@ def test_several_engines_share_the_plane_and_one_that_ends_disturbs_no_other():
             session.close()
 
 
+def test_a_plane_that_gets_no_descriptors_names_the_limit_and_leaves_nothing():
+    with plane():
+        pass  # the library is compiled and loaded
+    used = {int(name) for name in os.listdir("/proc/self/fd")}
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # So many are left that the receiving threads do not get one each.
+    limit = list(islice((fd for fd in range(soft) if fd not in used), 9))[-1]
+    threads = psutil.Process().num_threads()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        with pytest.raises(StoreError, match=r"data plane cannot start: .* raise the limit of open files"):
+            Plane(ProxySettings(receive_threads=16, **dict.fromkeys(BUFFERS, 72 << 20)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(os.listdir("/proc/self/fd")) <= len(used)
+    wait_until(lambda: psutil.Process().num_threads() <= threads, "the plane's threads to end")
+
+
 @pytest.mark.parametrize(
     "slow",
-    [{"max_read_gbps": 3e-6}, {"engine": "emulated", "rates_gbps": {"receive": 3e-6}}],
+    [{"max_read_gbps": 0.01}, {"engine": "emulated", "rates_gbps": {"receive": 0.01}}],
     ids=["cap", "emulated"],
 )
 def test_a_slow_plane_is_no_silent_server(slow):
     """The second piece has come long before it is looked at, which is later than a server may take."""
-    layout = kv_block(4, 2, 1, 2, 8, "float32", max_piece_bytes=512)
+    layout = kv_block(4, 2, 16, 8, 512, "float32")
     source = PieceSource(3, 1, layout, {"codec": "raw"}, timeout_s=1.2)
     assert layout.num_pieces == 2
     with plane(receive_threads=1, **slow) as line:

@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 # Messages to the plane and from it, as csrc/kvplane/control.c has them.
 _CONFIGURE, _OPEN, _ROUTES, _CONNECTED, _GET, _GIVE_UP, _BROUGHT, _SEND, _CLOSE, _PING = range(1, 11)
 _OPENED, _NEED, _ENDED, _BAD, _FAILED, _REDIRECT, _LINK_ENDED, _CLOSED, _PONG = range(1, 10)
+# The id of no session: of the plane itself.
+_PLANE = 0
 _HEAD = struct.Struct("<IB")
 _ID = struct.Struct("<I")
 _BEGIN = struct.Struct("<IBI")
@@ -111,7 +113,8 @@ class Plane:
     """The data plane of one proxy, for all its sessions."""
 
     def __init__(self, settings: ProxySettings) -> None:
-        """Raises StoreError if there is no C compiler or no shared memory."""
+        """Raises StoreError if there is no C compiler, or no memory or threads for the settings."""
+        settings.check_memory()
         self.num_slots = min(getattr(settings, f"{name}_buffer_bytes") for name in _BUFFERS) // _SLOT_BYTES
         try:
             self._memory = SharedMemory.allocate(8 * len(_COUNTERS), "kvplane-counters")
@@ -125,6 +128,8 @@ class Plane:
         self._sessions: dict[int, PlaneSession] = {}
         self._next_id = 1
         self._is_closing = False
+        # Why the plane cannot work, once; "" if it can.
+        self._configured: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._process: subprocess.Popen[bytes] | None = None
         try:
@@ -136,6 +141,9 @@ class Plane:
         self.send(_configuration(settings), _CONFIGURE, fds=[self._memory.fd])
         self._reader = threading.Thread(target=self._read, name="plane-events", daemon=True)
         self._reader.start()
+        if why := self._configured.get():
+            self.close()
+            raise StoreError(f"the remote tier's data plane cannot start: {why}")
 
     def open(self, source: Source, link: PoolLink | FrameLink) -> PlaneSession:
         """Raises PlaneRefused."""
@@ -225,6 +233,9 @@ class Plane:
                 self._pass_on(number, kind, body)
 
     def _pass_on(self, number: int, kind: int, body: bytes) -> None:
+        if number == _PLANE and kind == _OPENED:
+            self._configured.put(body.decode())
+            return
         # Not in the loop, which would keep a closed session, and its engine's memory, until the next event.
         with self._lock:
             session = self._sessions.get(number)

@@ -10,6 +10,7 @@ from typing import Any
 from sglang.srt.mem_cache.block_store import StoreError
 from sglang.srt.mem_cache.rate_limit import RateLimit
 from sglang.srt.offload.codec.layout import MAX_PIECE_BYTES as PIECE_BYTES
+from sglang.srt.utils.memory import available_memory
 
 STAGES = ("receive", "decompress", "dequantize", "deliver")
 ENGINES = ("software", "emulated")
@@ -22,6 +23,13 @@ _MAX_THREADS = 256
 # What Linux' masks of cores hold.
 _MAX_CORES = 1024
 _MAX_BUFFER_BYTES = 1 << 40
+# Requests that a receiving thread of the data plane has room for (MAX_ASKED in csrc/kvplane/plane.h).
+_MAX_WINDOW = 64
+# A piece of 2 MiB takes 1.7 s at the lowest rate.
+_MIN_GBPS = 0.01
+_MAX_GBPS = 1_000_000
+_MAX_POLL_US = 1_000_000
+_BUFFERS = ("compressed_buffer_bytes", "decompressed_buffer_bytes", "dequantized_buffer_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +80,14 @@ class ProxySettings:
         for stage in (*STAGES, "write"):
             if not 1 <= self.threads(stage) <= _MAX_THREADS:
                 raise StoreError(f"proxy: {stage}_threads has to be from 1 to {_MAX_THREADS}")
-        for name in ("compressed", "decompressed", "dequantized"):
-            size = getattr(self, f"{name}_buffer_bytes")
+        for name in _BUFFERS:
+            size = getattr(self, name)
             # A slot is a little more than a piece; each receiving thread fills one, and a later stage empties one.
             least = (self.receive_threads + 1) * 2 * PIECE_BYTES
-            if not least <= size <= _MAX_BUFFER_BYTES:
-                raise StoreError(f"proxy: {name}_buffer_bytes has to be at least {least}, not {size}")
+            if size < least:
+                raise StoreError(f"proxy: {name} has to be at least {least}, not {size}")
+            if size > _MAX_BUFFER_BYTES:
+                raise StoreError(f"proxy: {name} has to be at most {_MAX_BUFFER_BYTES}, not {size}")
         if self.engine not in ENGINES:
             raise StoreError(f"proxy: engine {self.engine!r} is none of {', '.join(ENGINES)}")
         if self.data_plane not in DATA_PLANES:
@@ -97,16 +107,33 @@ class ProxySettings:
             )
         if unknown := set(self.rates_gbps) - set(STAGES):
             raise StoreError(f"proxy: rates_gbps names {', '.join(sorted(unknown))}; stages are {', '.join(STAGES)}")
-        if not self.window >= 1:
-            raise StoreError("proxy: window has to be at least 1")
+        if not 1 <= self.window <= _MAX_WINDOW:
+            raise StoreError(f"proxy: window has to be from 1 to {_MAX_WINDOW}")
         if self.ttl_s > _MAX_TTL_S:
             raise StoreError(f"proxy: ttl_s has to be at most {_MAX_TTL_S}, ten years")
-        if self.ttl_s < 0 or not min(self.max_read_gbps, self.max_write_gbps) >= 0:
-            raise StoreError("proxy: ttl_s, max_read_gbps and max_write_gbps have to be at least 0")
+        if self.ttl_s < 0:
+            raise StoreError("proxy: ttl_s has to be at least 0")
+        if not all(rate == 0 or _is_rate(rate) for rate in (self.max_read_gbps, self.max_write_gbps)):
+            raise StoreError(
+                f"proxy: max_read_gbps and max_write_gbps have to be 0, or from {_MIN_GBPS} to {_MAX_GBPS}"
+            )
+        if not all(map(_is_rate, self.rates_gbps.values())):
+            raise StoreError(f"proxy: rates_gbps have to be from {_MIN_GBPS} to {_MAX_GBPS}")
         if self.store_timeout_s > _MAX_TIMEOUT_S:
             raise StoreError(f"proxy: store_timeout_s has to be at most {_MAX_TIMEOUT_S}, a day")
-        if not self.store_timeout_s > 0 or not self.poll_us >= 0 or not all(r > 0 for r in self.rates_gbps.values()):
-            raise StoreError("proxy: store_timeout_s and rates_gbps have to be above 0, poll_us at least 0")
+        if not self.store_timeout_s > 0:
+            raise StoreError("proxy: store_timeout_s has to be above 0")
+        if not 0 <= self.poll_us <= _MAX_POLL_US:
+            raise StoreError(f"proxy: poll_us has to be from 0 to {_MAX_POLL_US}, a second")
+
+    def check_memory(self) -> None:
+        """Raises StoreError if this machine has no memory for the buffers."""
+        needed, free = sum(getattr(self, name) for name in _BUFFERS), available_memory()
+        if needed > free:
+            raise StoreError(
+                f"proxy: its buffers take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB of memory are free: lower "
+                f"{', '.join(_BUFFERS[:-1])} or {_BUFFERS[-1]}"
+            )
 
     def threads(self, stage: str) -> int:
         return getattr(self, f"{stage}_threads")
@@ -128,6 +155,10 @@ class ProxySettings:
             if not isinstance(value, kinds) or isinstance(value, bool) != isinstance(default, bool):
                 raise StoreError(f"proxy: {key} has to be like {default!r}, not {value!r}")
         return cls(**values)
+
+
+def _is_rate(gbps: float) -> bool:
+    return _MIN_GBPS <= gbps <= _MAX_GBPS
 
 
 def limit_of(gbps: float) -> RateLimit | None:

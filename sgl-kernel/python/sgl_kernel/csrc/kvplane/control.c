@@ -166,7 +166,8 @@ static struct session *session_of(struct plane *plane, uint32_t id)
     return session;
 }
 
-static bool configure(struct plane *plane, struct in *in)
+/* Why the plane cannot work, or "". */
+static const char *configure(struct plane *plane, struct in *in)
 {
     struct settings *settings = &plane->settings;
     for (int i = 0; i < NUM_STAGES; i++)
@@ -189,7 +190,7 @@ static bool configure(struct plane *plane, struct in *in)
     void *counters = mmap(NULL, sizeof *plane->counters, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     close(fd);
     if (in->is_short || counters == MAP_FAILED)
-        return false;
+        return "the message does not describe its settings, or has no memory for counters";
     plane->counters = counters;
     return start_pipeline(plane);
 }
@@ -393,13 +394,20 @@ static bool brought(struct plane *plane, struct session *session, struct in *in)
 static bool take_message(struct plane *plane, struct in *in)
 {
     enum to_plane kind = NUMBER(in, uint8_t);
-    if (kind == CONFIGURE)
-        return !plane->workers && configure(plane, in);
+    const char *why;
+    if (kind == CONFIGURE) {
+        if (plane->counters)
+            return false;
+        plane->is_refused = *(why = configure(plane, in));
+        struct out out = begin(OPENED, 0);
+        tell(plane, &out, why);
+        return true;
+    }
     uint32_t id = NUMBER(in, uint32_t);
-    if (in->is_short || !plane->workers)
+    if (in->is_short || !plane->counters || plane->is_refused)
         return false;
     if (kind == OPEN) {
-        const char *why = open_session(plane, in, id);
+        why = open_session(plane, in, id);
         struct out out = begin(OPENED, id);
         tell(plane, &out, why);
         return true;
@@ -511,7 +519,7 @@ int kvplane_run(int control, int is_program)
     free(bytes);
     if (is_program)
         _exit(status); /* an engine waits until nothing writes into its pages any more */
-    if (plane.workers)
+    if (plane.counters)
         stop_pipeline(&plane);
     for (int i = 0; i < NUM_STAGES; i++)
         free(plane.settings.cores[i]);

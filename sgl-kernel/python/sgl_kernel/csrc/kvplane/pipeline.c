@@ -144,18 +144,21 @@ static void *run_worker(void *argument)
     return worker->stage == RECEIVE ? run_receiver(worker) : run_stage(worker);
 }
 
-bool start_pipeline(struct plane *plane)
+const char *start_pipeline(struct plane *plane)
 {
+    const char *no_memory = "there is not enough memory: lower compressed_buffer_bytes, decompressed_buffer_bytes "
+                            "or dequantized_buffer_bytes";
     const struct settings *settings = &plane->settings;
     pthread_mutex_init(&plane->lock, NULL);
     pthread_cond_init(&plane->changed, NULL);
     plane->last_fetch = &plane->fetches;
+    int num_workers = 0;
     plane->num_slots = (int)settings->slots[COMPRESSED];
     plane->engine = &SOFTWARE;
     for (int i = 0; i < NUM_BUFFERS; i++) {
         int num = (int)settings->slots[i];
         if (!make_slots(&plane->slots[i], num, SLOT_BYTES, !settings->is_preallocated, &plane->counters->slots_used[i]))
-            return false;
+            return no_memory;
         plane->num_slots = num < plane->num_slots ? num : plane->num_slots;
         plane->counters->slots[i] = (uint64_t)num;
     }
@@ -164,38 +167,38 @@ bool start_pipeline(struct plane *plane)
         plane->rates[i].bytes_per_s = settings->rates[i];
         if (settings->rates[i])
             plane->engine = &EMULATED;
-        plane->num_workers += (int)settings->threads[i];
+        num_workers += (int)settings->threads[i];
         if (!make_ring(&plane->rings[i], (int)settings->slots[COMPRESSED] + MAX_ASKED, &plane->counters->queued[i]))
-            return false;
+            return no_memory;
     }
     pthread_mutex_init(&plane->read_limit.lock, NULL);
     plane->read_limit.bytes_per_s = settings->read_limit;
-    plane->workers = calloc((size_t)plane->num_workers, sizeof *plane->workers);
-    if (!plane->workers)
-        return false;
+    plane->workers = calloc((size_t)num_workers, sizeof *plane->workers);
     plane->wakes = calloc(settings->threads[RECEIVE], sizeof *plane->wakes);
+    bool has_wakes = plane->wakes;
     for (uint32_t i = 0; plane->wakes && i < settings->threads[RECEIVE]; i++)
-        plane->wakes[i] = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
-    if (!plane->wakes)
-        return false;
-    int at = 0;
+        has_wakes &= (plane->wakes[i] = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) >= 0;
+    if (!plane->workers || !plane->wakes)
+        return no_memory;
+    if (!has_wakes)
+        return "no descriptor is left: raise the limit of open files (ulimit -n)";
     for (int stage = 0; stage < NUM_STAGES; stage++)
-        for (uint32_t i = 0; i < settings->threads[stage]; i++, at++) {
-            plane->workers[at] = (struct worker){.plane = plane, .stage = stage, .index = (int)i};
-            if (pthread_create(&plane->workers[at].thread, NULL, run_worker, &plane->workers[at])) {
-                plane->num_workers = at;
-                return false;
-            }
+        for (uint32_t i = 0; i < settings->threads[stage]; i++) {
+            struct worker *worker = &plane->workers[plane->num_workers];
+            *worker = (struct worker){.plane = plane, .stage = stage, .index = (int)i};
+            if (pthread_create(&worker->thread, NULL, run_worker, worker))
+                return "no thread can be started: raise ulimit -u, or lower the numbers of threads";
+            plane->num_workers++;
         }
-    return true;
+    return "";
 }
 
-/* After all sessions have been closed, or with the process. */
 void stop_pipeline(struct plane *plane)
 {
     pthread_mutex_lock(&plane->lock);
     __atomic_store_n(&plane->is_stopping, true, __ATOMIC_RELAXED);
-    wake_receivers(plane);
+    if (plane->wakes)
+        wake_receivers(plane);
     pthread_mutex_unlock(&plane->lock);
     for (int i = 0; i < NUM_BUFFERS; i++)
         shut_slots(&plane->slots[i]);
@@ -207,8 +210,9 @@ void stop_pipeline(struct plane *plane)
         free_slots(&plane->slots[i]);
     for (int i = 0; i < NUM_STAGES; i++)
         free_ring(&plane->rings[i]);
-    for (uint32_t i = 0; i < plane->settings.threads[RECEIVE]; i++)
-        close(plane->wakes[i]);
+    for (uint32_t i = 0; plane->wakes && i < plane->settings.threads[RECEIVE]; i++)
+        if (plane->wakes[i] >= 0)
+            close(plane->wakes[i]);
     free(plane->wakes);
     free(plane->workers);
     free(plane->untaken);

@@ -290,6 +290,7 @@ struct worker {
 
 struct plane {
     int control;
+    bool is_refused; /* it cannot work with its settings */
     struct settings settings;
     const struct engine *engine;
     struct counters *counters;
@@ -297,7 +298,7 @@ struct plane {
     struct ring rings[NUM_STAGES];
     struct rate rates[NUM_STAGES], read_limit;
     struct worker *workers;
-    int num_workers;
+    int num_workers; /* those that run */
     int *wakes; /* an eventfd of each receiving thread: there may be work */
     int num_slots; /* of the smallest buffer */
     /* Held for everything below, and for fetches and sessions. */
@@ -316,8 +317,9 @@ struct plane {
     pthread_mutex_t event_lock;
 };
 
-bool start_pipeline(struct plane *plane);
-/* After all sessions have been closed. */
+/* Returns why it cannot work, or "". */
+const char *start_pipeline(struct plane *plane);
+/* After all sessions have been closed, or after a start that failed. */
 void stop_pipeline(struct plane *plane);
 void count_work(struct plane *plane, enum stage stage, uint64_t pieces, uint64_t bytes, double seconds);
 
