@@ -20,7 +20,7 @@ from sglang.srt.offload.proxy.settings import ProxySettings
 from sglang.srt.utils.shared_memory import SharedMemory
 from support.codec_cases import kv_block
 from support.remote_fixture import BUFFERS
-from support.store_servers import FakeServer, single
+from support.store_servers import FakeConnection, FakeServer, single
 
 TOKEN = "5e7c" * 16
 
@@ -108,3 +108,29 @@ def test_closing_ends_the_sessions_and_the_threads(server: ProxyServer):
     server.serve(theirs)
     with ours:
         assert ours.recv(1) == b""
+
+
+@pytest.mark.parametrize(
+    "role", [b"*2\r\n$8\r\nsentinel\r\n*0\r\n", b"-NOPERM no permissions to run the 'role' command\r\n"]
+)
+def test_a_store_that_is_a_sentinel_is_refused(role: bytes):
+    asked: list[bytes] = []
+
+    def answer(connection: FakeConnection, command: list[bytes]) -> None:
+        asked.append(command[0])
+        connection.send(role if command[0] == b"ROLE" else b"$-1\r\n")
+
+    store = FakeServer(single(answer))
+    server = ProxyServer(ProxySettings(**BUFFERS), store.address, TOKEN)
+    layout = kv_block(4, 2, 4, 2, 8, "float32")
+    pool = SharedMemory.allocate(64 * layout.page.page_bytes, "pool")
+    ours, theirs = socket.socketpair()
+    threading.Thread(target=server.serve, args=(theirs,)).start()
+    with ours:
+        wire.send(ours, hello(layout), (pool.fd,))
+        reply, _ = wire.receive(ours, wire.Welcome | wire.Refused)
+    is_sentinel = b"sentinel" in role
+    assert isinstance(reply, wire.Refused) == is_sentinel and b"ROLE" in asked
+    assert not is_sentinel or "redis+sentinel://" in reply.reason
+    server.close()
+    store.close()

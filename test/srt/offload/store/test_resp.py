@@ -13,7 +13,7 @@ import time
 import pytest
 
 from sglang.srt.offload.store import resp
-from sglang.srt.offload.store.address import StoreAddress
+from sglang.srt.offload.store.address import Endpoint, StoreAddress
 from sglang.srt.offload.store.resp import (
     BACKOFF_S,
     MAX_BACKOFF_S,
@@ -98,6 +98,14 @@ def test_who_may_come_in(start_redis):
         assert "wrong" not in str(refused.value)
     with pytest.raises(StoreRefused, match="database 99"):
         RespConnection(StoreAddress.parse(f"redis://:right@127.0.0.1:{server.port}/99"), 5.0).call("PING")
+
+
+def test_a_user_who_may_not_select_a_database(start_redis):
+    server = start_redis()
+    server.connection().call("ACL", "SETUSER", "me", "on", ">mine", "~*", "+@all", "-select")
+    with pytest.raises(StoreRefused, match=r"select database 3 \(NOPERM.*: allow the command select") as refused:
+        RespConnection(StoreAddress.parse(f"redis://me:mine@127.0.0.1:{server.port}/3"), 5.0).call("PING")
+    assert "does not have database" not in str(refused.value)
 
 
 def test_a_password_for_a_server_that_has_none(redis):
@@ -369,6 +377,14 @@ def test_a_server_that_was_started_anew_is_used_at_once(start_redis):
     with pytest.raises(StoreFailure):
         connection.call("GET", "x")
     assert connection.call("GET", "x") is None
+
+
+@pytest.mark.parametrize("host", ["redis..example", "a" * 64, "..h", "a\0b"])
+def test_a_host_that_cannot_be_looked_up(host):
+    """A URL with one is refused. Others, such as a sentinel, may name it too."""
+    connection = RespConnection(StoreAddress((Endpoint(host, 6379),)), 5.0)
+    with pytest.raises(StoreLost, match="cannot be looked up"):
+        connection.call("PING")
 
 
 def test_a_host_that_is_nowhere():

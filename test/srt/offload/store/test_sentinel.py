@@ -192,6 +192,31 @@ def test_a_user_who_may_not_ask_for_the_role(fake, start_redis):
     assert RespConnection(StoreAddress.parse(url), 5.0).call("PING") == b"PONG"
 
 
+def test_a_url_that_names_a_sentinel_as_the_server(fake, start_redis, tmp_path):
+    server = start_redis()
+    sentinel = RedisSentinel(tmp_path, server)
+    try:
+        wait_until(lambda: sentinel.knows(0), "the sentinel to answer")
+        where = f"127.0.0.1:{sentinel.port}"
+        with closing(sentinel.connection()) as connection, pytest.raises(StoreRefused) as refused:
+            connection.refuse_sentinel()
+        assert f"{where} is a sentinel" in str(refused.value)
+        assert f"redis+sentinel://{where}/NAME" in str(refused.value)
+    finally:
+        sentinel.kill()
+    server.connection().call("ACL", "SETUSER", "me", "on", ">mine", "~*", "+@all", "-role")
+    for user in ("", "me:mine@"):
+        RespConnection(StoreAddress.parse(f"redis://{user}127.0.0.1:{server.port}"), 5.0).refuse_sentinel()
+    # A server that does not like the question.
+    RespConnection(fake(lambda c: [c.handshake(), c.read()]).address, 5.0).refuse_sentinel()
+
+
+def test_a_master_whose_host_cannot_be_one(fake):
+    odd = fake(lambda c: [c.handshake(), c.read(), c.send(b"*2\r\n$3\r\n..h\r\n$1\r\n1\r\n"), c.hold()])
+    with pytest.raises(StoreLost, match="not understood"):
+        RespConnection(StoreAddress.parse(url_of(odd)), 5.0).call("PING")
+
+
 def test_sentinels_without_an_answer(fake, redis):
     def refused(*sentinels: FakeServer | int) -> str:
         with pytest.raises((StoreRefused, StoreLost)) as failure:
@@ -263,6 +288,8 @@ def test_sentinels_and_master_behind_tls(fake, redis, tmp_path):
         store = open_store(url)
         assert store.writer().write(KEYS[0], pieces_of(KEYS[0]))
         check_blocks(store, KEYS[:1])
+        with pytest.raises(StoreRefused, match="or write rediss:// for a single server"):
+            RespConnection(StoreAddress.parse(url.replace(str(secured.port), str(master.port))), 5.0).call("PING")
     finally:
         master.close()
         secured.close()

@@ -243,16 +243,21 @@ def test_files_that_cannot_be_used(secure, certificates):
     for ca in ("none.pem", "garbage.pem"):
         message = refused(with_files(address, certificates, ca=ca))
         assert ca in message and "correct ca=" in message
-    for cert, key in (
-        ("none.pem", ""),
-        ("client.pem", "none.key"),
-        ("client.pem", ""),
-        ("client.pem", "server.key"),
-        ("garbage.pem", "client.key"),
-        ("locked.pem", "locked.key"),
+    no_key = "the key cannot be read: it may be locked by a passphrase"
+    for cert, key, reason in (
+        ("none.pem", "", "No such file"),
+        ("client.pem", "none.key", "No such file"),
+        ("client.pem", "", no_key),
+        ("client.pem", "garbage.pem", no_key),
+        ("client.pem", "server.key", "KEY_VALUES_MISMATCH"),
+        ("garbage.pem", "client.key", "the certificate cannot be read"),
+        ("locked.pem", "locked.key", no_key),
     ):
         message = refused(with_files(address, certificates, cert=cert, key=key))
         assert cert in message and "correct cert= and key=" in message, message
+        assert reason in message and "_ssl.c" not in message, message
+    message = refused(StoreAddress.parse(f"rediss://127.0.0.1:{address.endpoints[0].port}?ca=/a%00b"))
+    assert "correct ca=" in message
 
 
 def test_a_plain_server_behind_rediss(redis, fake, certificates):

@@ -13,7 +13,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 from sglang.srt.mem_cache.block_keys import KEY_BYTES
 from sglang.srt.offload import wire
@@ -26,7 +26,7 @@ from sglang.srt.offload.proxy.settings import MAX_BLOCK_BYTES, PIECE_BYTES, Prox
 from sglang.srt.offload.proxy.writer import Write, Writer
 from sglang.srt.offload.store.address import StoreAddress
 from sglang.srt.offload.store.object_store import BlockWriter, ObjectStore
-from sglang.srt.offload.store.resp import StoreFailure
+from sglang.srt.offload.store.resp import RespConnection, StoreFailure
 from sglang.srt.utils.rare_log import RareLog
 
 logger = logging.getLogger(__name__)
@@ -169,6 +169,7 @@ class Session:
         if hello.is_first:
             try:
                 self.store.check()
+                self._refuse_sentinel()
             except StoreFailure as error:
                 raise SessionRefusedError(f"the store cannot be used: {error}") from error
         try:
@@ -178,6 +179,14 @@ class Session:
         self._ending.callback(self._fetches.close)
         self.channel.linked(self._fetches)
         self.channel.send(wire.Welcome(self.codec.spec))
+
+    def _refuse_sentinel(self) -> None:
+        """A sentinel answers like a server until something is stored. Raises StoreRefused."""
+        address = self._address
+        if address.cluster or address.sentinels:
+            return
+        with closing(RespConnection(address, self._settings.store_timeout_s)) as connection:
+            connection.refuse_sentinel()
 
     def _serve(self) -> None:
         while True:

@@ -182,7 +182,21 @@ def _endpoint(text: str, default_port: int) -> Endpoint:
         host = host[1:-1]
     if not host or (":" in host and not bracketed):
         raise StoreError(f"the store's URL lacks a host, or its IPv6 address has no brackets: write it as {FORMS}")
+    if not is_host(host):
+        raise StoreError(
+            "the store's URL has a host that cannot be looked up: each part of a name has 1 to 63 characters between "
+            f"its dots; write it as {FORMS}"
+        )
     return Endpoint(host, _number(port, "the port", 1 << 16))
+
+
+def is_host(name: str) -> bool:
+    """Whether the system can look for it. `getaddrinfo` raises UnicodeError or ValueError for other names."""
+    try:
+        name.encode("idna")
+    except UnicodeError:
+        return False
+    return "\0" not in name
 
 
 def _number(text: str, what: str, limit: int) -> int:

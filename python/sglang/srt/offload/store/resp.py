@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias
 
-from sglang.srt.offload.store.address import Endpoint, StoreAddress
+from sglang.srt.offload.store.address import Endpoint, StoreAddress, is_host
 from sglang.srt.offload.store.failures import (
     ErrorReply,
     PasswordMissing,
@@ -128,6 +128,20 @@ class RespConnection:
         """All replies that are still outstanding, in one operation."""
         with self._operation() as deadline:
             return [self._receive(deadline) for _ in range(self.pending)]
+
+    def refuse_sentinel(self) -> None:
+        """Raises StoreRefused if the server is a sentinel, which stores nothing. A server that does not name its role
+        is accepted, because a user may lack the right to ask."""
+        try:
+            role = self.call("ROLE")
+        except StoreFailure:
+            return
+        if isinstance(role, list) and role[:1] == [b"sentinel"]:
+            scheme = "redis" if self._address.tls is None else "rediss"
+            raise StoreRefused(
+                f"{self._where} is a sentinel, which stores nothing: name the master too in the store's URL, as "
+                f"{scheme}+sentinel://{self._where}/NAME, where NAME is the master's name in the sentinels' settings"
+            )
 
     # -- values -----------------------------------------------------------------------------------------------------
 
@@ -366,6 +380,11 @@ class RespConnection:
                 f"{self._where} does not accept the user and password of the store's URL ({text}): correct them, "
                 "or leave them out if it has none"
             )
+        if command == b"SELECT" and reply.code == "NOPERM":
+            return StoreRefused(
+                f"{self._where} does not let this user select database {self._address.db} ({text}): allow the "
+                "command select (+select), or leave the database out of the store's URL"
+            )
         if command == b"SELECT":
             return StoreRefused(f"{self._where} does not have database {self._address.db} ({text}): leave it out")
         if reply.code in _REFUSALS:
@@ -498,6 +517,8 @@ class RespConnection:
 def _targets(server: Endpoint) -> list[tuple[socket.AddressFamily, tuple | str]]:
     if server.path:
         return [(socket.AF_UNIX, server.path)]
+    if not is_host(server.host):
+        raise StoreLost(f"{server} cannot be looked up: this is no name of a host; correct it")
     found = socket.getaddrinfo(server.host, server.port, type=socket.SOCK_STREAM)
     return [(family, target) for family, _, _, _, target in found]
 

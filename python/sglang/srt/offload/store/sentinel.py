@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sglang.srt.offload.store.address import Endpoint, StoreAddress
+from sglang.srt.offload.store.address import Endpoint, StoreAddress, is_host
 from sglang.srt.offload.store.failures import ErrorReply, PasswordMissing, StoreFailure, StoreLost, StoreRefused
 
 
@@ -64,14 +64,16 @@ class MasterFinder:
         except ErrorReply as error:
             raise StoreRefused(
                 f"{sentinel} is no sentinel ({error}): name the sentinels in the store's URL, whose port is usually "
-                "26379, or write redis:// for a single server"
+                f"26379, or write {'redis' if self._with_password.tls is None else 'rediss'}:// for a single server"
             ) from None
         if reply is None:
             raise _UnknownMaster(f"{sentinel} knows no master {name}: correct the master's name in the store's URL")
         try:
-            host, port = reply
-            return Endpoint(host.decode(), int(port))
-        except (AttributeError, TypeError, ValueError):
+            host, port = reply[0].decode(), int(reply[1])
+            if len(reply) != 2 or not is_host(host):
+                raise ValueError
+            return Endpoint(host, port)
+        except (AttributeError, IndexError, TypeError, ValueError):
             raise StoreLost(f"{sentinel} names the master in a way that is not understood") from None
 
 

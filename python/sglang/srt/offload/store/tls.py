@@ -204,7 +204,7 @@ def _context(files: TlsFiles) -> ssl.SSLContext:
     """Raises StoreRefused."""
     try:
         context = ssl.create_default_context(cafile=files.ca or None)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: the path has a zero byte
         raise StoreRefused(
             f"the CA's file {files.ca} cannot be read ({_reason(error)}): correct ca= in the store's URL"
         ) from None
@@ -215,10 +215,21 @@ def _context(files: TlsFiles) -> ssl.SSLContext:
         except (OSError, ValueError) as error:
             key = f" and its key {files.key}" if files.key else " and the key in it"
             raise StoreRefused(
-                f"the client certificate {files.cert}{key} cannot be used ({_reason(error)}): correct cert= and key= "
-                "in the store's URL; the key must have no passphrase"
+                f"the client certificate {files.cert}{key} cannot be used ({_certificate_reason(error, files)}): "
+                "correct cert= and key= in the store's URL; the key must have no passphrase"
             ) from None
     return context
+
+
+def _certificate_reason(error: Exception, files: TlsFiles) -> str:
+    """Why certificate and key were not loaded. OpenSSL gives no reason where it cannot read one of them."""
+    if not isinstance(error, ssl.SSLError) or error.reason:
+        return _reason(error)
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(files.cert)
+    except OSError:
+        return "the certificate cannot be read: the file holds none in PEM form"
+    return "the key cannot be read: it may be locked by a passphrase, or be no key in PEM form"
 
 
 def _reason(error: Exception) -> str:
