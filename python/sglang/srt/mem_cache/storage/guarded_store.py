@@ -20,7 +20,14 @@ from functools import partial
 
 import numpy as np
 
-from sglang.srt.mem_cache.block_store import BlockStore, OverlappingStore, TenantStore, TouchedStore, has_room
+from sglang.srt.mem_cache.block_store import (
+    BlockStore,
+    ExistsFailed,
+    OverlappingStore,
+    TenantStore,
+    TouchedStore,
+    has_room,
+)
 from sglang.srt.mem_cache.transfer import Tier
 from sglang.srt.utils.clock import monotonic
 
@@ -144,7 +151,7 @@ class GuardedStore:
             try:
                 count = self.store.touch(keys)
             except Exception as raised:
-                self._leave_alone(f"a call failed: {raised!r}")
+                self._leave_alone(_reason(raised))
         if self.reason:
             return len(keys)
         with self._changed:
@@ -211,7 +218,7 @@ class GuardedStore:
         try:
             count = call()
         except Exception as raised:
-            self._leave_alone(f"a call failed: {raised!r}")
+            self._leave_alone(_reason(raised))
             return 0
         self._note_call(keys, count, began, is_read)
         return count
@@ -280,7 +287,7 @@ class GuardedStore:
             try:
                 count: int | None = self.store.exists(question.keys)
             except Exception as raised:
-                count, error = None, repr(raised)
+                count, error = None, _reason(raised)
             with self._changed:
                 question.is_over, question.count = True, count
                 self._note_answer(question, self._clock() - began, error)
@@ -307,7 +314,7 @@ class GuardedStore:
         if self.reason and question.is_trial:
             self._note_trial(count, seconds)
         elif count is None:
-            self._leave_alone(f"a call failed: {error}")
+            self._leave_alone(error)
         elif not self.reason:
             self._answered_at = self._clock()
             self._usual_s += 0.1 * (seconds - self._usual_s)
@@ -325,3 +332,9 @@ class GuardedStore:
         # One that finds its block late was begun before the store worked again.
         self._pause_s = FIRST_PAUSE_S if count else min(2 * self._pause_s, LONGEST_PAUSE_S)
         self._trial_at = self._clock() + self._pause_s
+
+
+def _reason(raised: Exception) -> str:
+    """Of a call that failed."""
+    is_told = isinstance(raised, ExistsFailed) and str(raised)
+    return str(raised) if is_told else f"a call failed: {raised!r}"

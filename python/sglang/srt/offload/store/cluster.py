@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from sglang.srt.offload.store.address import Endpoint, StoreAddress
+from sglang.srt.offload.store.address import Endpoint, StoreAddress, is_host
 from sglang.srt.offload.store.node_health import NodeHealth
 from sglang.srt.offload.store.resp import (
     Arg,
@@ -347,8 +347,7 @@ def is_redirect(error: ErrorReply) -> bool:
 
 def _endpoint(host: str, port: int) -> Endpoint:
     """Raises ValueError, also for a name that cannot be one."""
-    host.encode("idna")
-    if not 0 < port < 1 << 16:
+    if not is_host(host) or not 0 < port < 1 << 16:
         raise ValueError
     return Endpoint(host, port)
 

@@ -48,8 +48,8 @@ class StoreLog:
         total = self.count("read_errors", num_blocks)
         if self._allows("read"):
             logger.warning(
-                "%s: %s; what is lost is computed again and stored anew (%d bad blocks and files since the start; look "
-                "at the disk if the number grows)",
+                "%s: %s; what is lost is computed again and stored anew (%d bad blocks and files since the start; "
+                "look at the disk if the number grows)",
                 path,
                 why,
                 total,
