@@ -282,6 +282,22 @@ def test_tails_that_are_forgotten_are_known_as_such(monkeypatch: pytest.MonkeyPa
     assert found == [(8, FORGOTTEN), (8, Left("flushed", False)), (8, Left("flushed", False)), (0, FORGOTTEN)]
 
 
+def test_what_was_never_seen_stays_so_however_much_is_forgotten(monkeypatch: pytest.MonkeyPatch):
+    seed = random.randrange(1 << 30)
+    print("seed", seed)
+    monkeypatch.setattr("sglang.srt.mem_cache.block_history._FILTER_BLOCKS", 128)
+    monkeypatch.setattr("sglang.srt.mem_cache.block_history._FILTER_SIZE", 2048)
+    rng = np.random.default_rng(seed)
+    history = BlockHistory(4, size=16)
+    texts = rng.integers(0, 1000, (40, 64 * 20)).astype(np.int32)
+    for text in texts:
+        left_as(history, text, "flushed")
+    # 16 blocks are known, and of the 128 before them that they are forgotten.
+    assert [history.find("", text, 0) for text in texts[-7:-1]] == [[FORGOTTEN] * 20] * 6
+    new = [left for _ in range(100) for left in history.find("", rng.integers(0, 1000, 64 * 20).astype(np.int32), 0)]
+    assert new.count(FORGOTTEN) < 0.06 * len(new)
+
+
 def test_random_blocks_beside_a_dictionary():
     """The table forgets the oldest; the filter remembers that they were there."""
     seed = random.randrange(1 << 30)

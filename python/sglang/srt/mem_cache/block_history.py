@@ -28,7 +28,10 @@ BLOCK_TOKENS = 64
 SIZE = 1 << 16
 # Tails that are remembered.
 NUM_TAILS = 1 << 13
-_FILTER_SIZE = 1 << 20
+# Places of half a filter, and the blocks that it takes, two places each. At most one place in eight is taken, so that
+# of blocks that were never seen one in thirty counts as forgotten.
+_FILTER_SIZE = 1 << 21
+_FILTER_BLOCKS = 1 << 17
 _PLACE = np.uint64(0x9E3779B97F4A7C15)
 _MIX = np.uint64(0xBF58476D1CE4E5B9)
 
@@ -44,6 +47,31 @@ class Left(NamedTuple):
 FORGOTTEN = Left("forgotten", False)
 
 
+class _Forgotten:
+    """A Bloom filter in two halves: the newer one takes what is forgotten, and when it is full, it becomes the older
+    one, which is dropped. So it holds the last `_FILTER_BLOCKS` blocks, and up to as many before them."""
+
+    def __init__(self) -> None:
+        self._older, self._newer = (np.zeros(_FILTER_SIZE, np.bool_) for _ in range(2))
+        self._num_newer = 0
+
+    def add(self, digest: int) -> None:
+        if self._num_newer == _FILTER_BLOCKS:
+            self._older, self._newer = self._newer, np.zeros(_FILTER_SIZE, np.bool_)
+            self._num_newer = 0
+        for place in _places(digest):
+            self._newer[place] = True
+        self._num_newer += 1
+
+    def __contains__(self, digest: int) -> bool:
+        places = _places(digest)
+        return any(all(half[place] for place in places) for half in (self._newer, self._older))
+
+
+def _places(digest: int) -> tuple[int, int]:
+    return digest % _FILTER_SIZE, (digest >> 32) % _FILTER_SIZE
+
+
 class BlockHistory:
     def __init__(self, page_size: int, size: int = SIZE) -> None:
         self.block_tokens = -(-BLOCK_TOKENS // page_size) * page_size
@@ -51,7 +79,7 @@ class BlockHistory:
         self._page_size = page_size
         self._tails: OrderedDict[int, tuple[np.ndarray, Left]] = OrderedDict()
         self._left: OrderedDict[int, Left] = OrderedDict()
-        self._is_forgotten = np.zeros(_FILTER_SIZE, np.bool_)
+        self._forgotten = _Forgotten()
         # Why nodes leave memory now; empty: they are evicted.
         self._cause = ""
         # The same in every process: ranks have to agree.
@@ -94,7 +122,7 @@ class BlockHistory:
         if node.end % size:
             self._note_tail(self._tail_key(namespace, tokens, digests), tokens[len(digests) * size :], left)
         while len(self._left) > self._size:
-            self._forget(self._left.popitem(last=False)[0])
+            self._forgotten.add(self._left.popitem(last=False)[0])
 
     def find(self, namespace: str, tokens: np.ndarray, first: int) -> list[Left | None]:
         """Of each whole block of tokens, int32, of which the first is block `first` of a prompt. None: it was never
@@ -102,7 +130,7 @@ class BlockHistory:
         found: list[Left | None] = []
         for digest in self._digests(namespace, tokens, first):
             left = self._left.get(digest)
-            found.append(left or (FORGOTTEN if self._is_forgotten[digest % _FILTER_SIZE] else None))
+            found.append(left or (FORGOTTEN if digest in self._forgotten else None))
         return found
 
     def find_tail(self, namespace: str, tokens: np.ndarray) -> tuple[int, Left]:
@@ -114,12 +142,12 @@ class BlockHistory:
         key, tail = self._tail_key(namespace, tokens, digests), tokens[last * size :]
         if (found := self._tails.get(key)) is not None:
             return common_len(found[0], tail, 0, len(tail), self._page_size), found[1]
-        return len(tail) if self._is_forgotten[key % _FILTER_SIZE] else 0, FORGOTTEN
+        return len(tail) if key in self._forgotten else 0, FORGOTTEN
 
     def forget_tails(self) -> None:
         """Keep no tokens of any prompt: to erase one tenant's."""
         for key in self._tails:
-            self._forget(key)
+            self._forgotten.add(key)
         self._tails.clear()
 
     def _note_tail(self, key: int, tail: np.ndarray, left: Left) -> None:
@@ -129,10 +157,7 @@ class BlockHistory:
             tail, left = before
         self._tails[key] = tail.copy(), left
         if len(self._tails) > NUM_TAILS:
-            self._forget(self._tails.popitem(last=False)[0])
-
-    def _forget(self, digest: int) -> None:
-        self._is_forgotten[digest % _FILTER_SIZE] = True
+            self._forgotten.add(self._tails.popitem(last=False)[0])
 
     def _tail_key(self, namespace: str, tokens: np.ndarray, digests: list[int]) -> int:
         """tokens: those of a tail are behind its last whole block. digests: of whole blocks up to the tail."""
