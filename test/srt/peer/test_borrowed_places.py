@@ -119,6 +119,19 @@ def test_a_slab_in_the_place_of_another_has_its_own_time() -> None:
     assert rank.leases.returned == [1]
 
 
+def test_the_demand_falls_before_slabs_that_are_not_used_go_back() -> None:
+    """Else their lender lends as many again."""
+    rank = Rank()
+    rank.leases.lend(1, 2, 3, 4)
+    assert rank.step(0.0, bytes([1] * 4)) == [0, 1, 2, 3]
+    # The demand is told once, while the slabs drain.
+    rank.places.set_demand(2, 0)
+    told: list[int] = []
+    rank.leases.give_back = lambda lender, lease: told.append(rank.leases.demand_bytes)  # type: ignore[method-assign]
+    rank.places.give_back([0, 1], [0, 1])
+    assert told == [2 * SLAB_BYTES] * 2
+
+
 class Ranks:
     """Two ranks with so many places, which step together: what both have at the same places is used."""
 

@@ -220,6 +220,9 @@ class EngineCore:
             poison = self.poison.get(Tier(tier))
             if poison is not None and len(frames):
                 poison(frames)
+        # Before slabs go back, for which a lender that does not know of it would lend others.
+        if decision.peer_demand is not None and self._borrowed is not None:
+            self._borrowed.set_demand(*decision.peer_demand)
         if decision.slabs_drained and self._borrowed is not None:
             self._borrowed.give_back(decision.slabs_drained, decision.slabs_given_up)
         elif decision.slabs_drained:
@@ -228,8 +231,6 @@ class EngineCore:
         if decision.num_slabs_recalled:
             assert isinstance(self.slabs, LentSlabs)
             self.slabs.recall(decision.num_slabs_recalled)
-        if decision.peer_demand is not None and self._borrowed is not None:
-            self._borrowed.set_demand(*decision.peer_demand)
         if decision.reset is not None:
             self.executor.reset(decision.reset)
         for ticket in decision.cancels:

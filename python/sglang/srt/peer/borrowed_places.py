@@ -223,6 +223,7 @@ class BorrowedPlaces:
         self._in_use.difference_update(slabs)
         self._agreed = b""
         self._end(place for place in chosen if self._leases[place] is not None)
+        self._spread_demand()
         self._give_back_unused()
 
     def _end(self, places: Iterable[int]) -> None:
