@@ -80,6 +80,7 @@ def test_a_load_overlaps_the_computation_layer_by_layer(bandwidth: float) -> Non
     assert sim.executor.stall_s == pytest.approx(slower - compute)
 
 
+@pytest.mark.slow
 def test_failed_loads_are_computed_and_everything_ends() -> None:
     sim = simulation(1e7, fails=0.5, num_device_pages=150)
     rng = np.random.default_rng(1)
@@ -347,7 +348,7 @@ def test_what_is_computed_is_stored_when_it_is_written_through() -> None:
     assert {k.tobytes() for k in NAMES.of_prompt("", np.array(text, np.int32))} <= sim.storage.blocks.keys()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("write_policy", ["write_through", *(pytest.param(n, marks=pytest.mark.slow) for n in LATE)])
 @pytest.mark.parametrize(
     "tiers",

@@ -91,6 +91,7 @@ def test_what_decides_has_no_thread_socket_or_clock(module: str):
     assert sorted(name for name in names if is_any_of(name, CLOCKS_THREADS_SOCKETS)) == []
 
 
+@pytest.mark.slow
 def test_the_list_of_loaded_modules_shows_torch_where_it_is_imported():
     (loaded,) = loaded_by("sglang.srt.mem_cache.link").values()
     assert "torch" in loaded and "sglang.srt.utils.stream" in loaded

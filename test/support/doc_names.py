@@ -73,12 +73,14 @@ def _words() -> frozenset[str]:
 
 
 def _is_class(name: str) -> bool:
-    return name in _classes() or hasattr(builtins, name) or re.search(rf"^{name} = ", _python(), re.M) is not None
+    return name in _classes() or hasattr(builtins, name) or name in _assigned()
 
 
 @cache
-def _python() -> str:
-    return "\n".join((ROOT / path[1:]).read_text() for path in _files() if path.endswith(".py"))
+def _assigned() -> frozenset[str]:
+    """Names of modules' own variables."""
+    python = [(ROOT / path[1:]).read_text() for path in _files() if path.endswith(".py")]
+    return frozenset(name for text in python for name in re.findall(r"^(\w+) = ", text, re.M))
 
 
 @cache

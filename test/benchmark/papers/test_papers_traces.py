@@ -89,6 +89,7 @@ def test_a_run_finds_what_came_before(chats: Path) -> None:
     assert not system_of(UNLIMITED).has_host and system_of("Strata").has_host
 
 
+@pytest.mark.slow
 def test_every_system_beside_the_bound(chats: Path, agents: Path) -> None:
     result = figure(Runs(quiet=True, run=simulate), chats)
     assert "(recorded:" in result.title and result.name == "papers_traces_mooncake_conversation"

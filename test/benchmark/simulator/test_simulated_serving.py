@@ -64,6 +64,7 @@ def test_conversations_hit_their_own_history() -> None:
     assert chats.simulated_s > 60
 
 
+@pytest.mark.slow
 def test_a_simulation_repeats_itself() -> None:
     workload = LOOGLE.scaled(0.05, 0.05).generate(3, rate=50.0)
     first, second = (replace(simulate(workload), wall_s=0.0) for _ in range(2))

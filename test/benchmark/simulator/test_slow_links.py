@@ -71,6 +71,7 @@ def test_prompts_as_long_as_the_device_start_though_a_copy_hangs_for_ever() -> N
     assert beside[0] < 1.5 * alone[0]
 
 
+@pytest.mark.slow
 def test_a_link_that_is_slow_now_and_then_leaves_no_device_idle() -> None:
     """While a copy takes longer than expected, other pages go."""
     slow = tuple((3.0 * i, 0.02 if i % 2 else 1.0) for i in range(1, 10))

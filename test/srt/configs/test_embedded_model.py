@@ -37,6 +37,7 @@ def start(cache, **env):
     )
 
 
+@pytest.mark.slow
 def test_processes_that_race_agree_to_the_byte(path, tmp_path):
     writers = [start(tmp_path, PYTHONHASHSEED=str(i), RAYON_NUM_THREADS=str(1 + i % 2)) for i in range(3)]
     places = {writer.communicate(timeout=120)[0].strip() for writer in writers}

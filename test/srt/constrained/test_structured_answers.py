@@ -110,6 +110,7 @@ def test_loads_that_fail_and_start_requests_again(model: Model):
     engine.close()
 
 
+@pytest.mark.slow
 def test_two_ranks_with_loads_that_fail_on_one(model: Model):
     engine = model.engine(
         TwoRanks, (0.0, 0.5), num_device_pages=150, num_host_pages=500, late_rate=0.2, chunked_prefill_size=48

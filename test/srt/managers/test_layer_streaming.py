@@ -477,6 +477,7 @@ class Arrivals:
         self.began += [rid for rid in active if rid not in self.began]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule_policy", ["fcfs", "lpm"])
 def test_a_steady_flow_of_requests_that_stream_keeps_no_longer_one_waiting(model: Model, schedule_policy: str):
@@ -502,7 +503,7 @@ def test_a_steady_flow_of_requests_that_stream_keeps_no_longer_one_waiting(model
 
 
 @pytest.mark.parametrize("threshold", [pytest.param(None, marks=pytest.mark.slow), 10])
-@pytest.mark.parametrize("num_prompt", [420, 20])
+@pytest.mark.parametrize("num_prompt", [420, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_higher_priority_takes_the_place_of_what_streams(model: Model, threshold: int | None, num_prompt: int):
     """Of its memory if it must stream, too; of its slot if it is short, for which pages are given up anyway."""
     slots = {} if num_prompt > 100 else {"max_running_requests": 1}

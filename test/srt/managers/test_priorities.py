@@ -108,6 +108,7 @@ def test_only_as_many_as_needed_lose_their_memory() -> None:
     assert {"a", "b", "e"} <= running(driver)
 
 
+@pytest.mark.slow
 def test_a_soak_with_priorities_ends_with_the_tokens_of_one_without(monkeypatch) -> None:
     """The soak compares every token with the oracle's, and all requests end. Memory is short, so some lose it."""
     preempted = []

@@ -102,6 +102,7 @@ def test_everything_can_be_evicted_under_pressure() -> None:
     assert times["all"].finish_reason == "length"
 
 
+@pytest.mark.slow
 def test_sessions_that_never_return_displace_nothing() -> None:
     """Each single prompt claims a session of its own: the one that returns stays as well as without the claims."""
     honest = hits(run(simulation(), turns_and_singles(40, "agent")))

@@ -172,6 +172,7 @@ class Rank:
         return tokens, from_peer
 
 
+@pytest.mark.slow
 def test_ranks_on_a_gpu_lend_and_borrow(
     driver: FakeCudaDriver, model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

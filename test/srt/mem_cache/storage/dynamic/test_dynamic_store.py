@@ -437,7 +437,7 @@ def test_an_outage_that_damages_reads_costs_few_names_and_is_soon_forgotten():
     prompts = [block_keys(3, f"prompt {i}") for i in range(4)]
     for keys in prompts:
         blocks.store(store, keys)
-    for clock.now in map(float, range(1000)):
+    for clock.now in map(float, range(300)):
         damage_reads(plugin, True)
         for keys in prompts:
             assert blocks.load(store, keys) == 0
@@ -445,7 +445,7 @@ def test_an_outage_that_damages_reads_costs_few_names_and_is_soon_forgotten():
         for keys in prompts:
             assert blocks.store(store, keys) == 3, "a block that rests is no failed write"
     # Failures: 3, and one each 4 s. Another name: three times, and where their number doubles.
-    assert len(plugin.data) == 4 * (3 + 3 + 6)
+    assert len(plugin.data) == 4 * (3 + 3 + 5)
     clock.now += SICK_REST_S
     assert [store.exists(keys) for keys in prompts] == [blocks.load(store, keys) for keys in prompts] == [3] * 4
 
