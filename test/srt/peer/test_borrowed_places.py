@@ -119,6 +119,22 @@ def test_a_slab_in_the_place_of_another_has_its_own_time() -> None:
     assert rank.leases.returned == [1]
 
 
+def test_a_worker_that_was_gone_and_lends_again_has_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    rank = Rank()
+    rank.leases.lend(1, 2)
+    rank.step(0.0, b"\1\1\0\0")
+    rank.leases.events += [SlabLost("w", LeaseId(1, slab)) for slab in (1, 2)]
+    rank.step(1.0, b"\0\0\0\0")
+    rank.places.give_back([0, 1])
+    with caplog.at_level("INFO"):
+        for slab in (3, 4):
+            rank.leases.lend(slab)
+            rank.step(2.0, b"\1\1\0\0")
+    assert [record.getMessage() for record in caplog.records if record.levelname == "INFO"] == [
+        "the worker at w lends again"
+    ]
+
+
 def test_the_demand_falls_before_slabs_that_are_not_used_go_back() -> None:
     """Else their lender lends as many again."""
     rank = Rank()

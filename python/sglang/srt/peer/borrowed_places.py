@@ -125,6 +125,8 @@ class BorrowedPlaces:
         self._ending: set[int] = set()
         # Those whose lenders are gone.
         self._lost: set[int] = set()
+        # Lenders that were gone, and have lent nothing since.
+        self._gone: set[str] = set()
         # Lenders that are left alone, and how often each was.
         self._left_alone: set[str] = set()
         self._times_left_alone: Counter[str] = Counter()
@@ -159,6 +161,7 @@ class BorrowedPlaces:
             else:
                 assert isinstance(event, SlabRecalled)
         for (lender, is_strict), count in lost.items():
+            self._gone.add(lender)
             slabs = "1 slab" if count == 1 else f"{count} slabs"
             if is_strict:
                 logger.warning("the worker at %s has reclaimed %s, or is gone", lender, slabs)
@@ -428,6 +431,9 @@ class BorrowedPlaces:
             return
         finally:
             self._drop(event)
+        if event.lender in self._gone:
+            self._gone.discard(event.lender)
+            logger.info("the worker at %s lends again", event.lender)
         lease = (event.lender, event.lease)
         self._leases[free], self._sources[free], self._places[lease] = lease, self._source_of(event), free
         self._unagreed_since.pop(free, None)

@@ -78,9 +78,9 @@ def build_config(
         taken = 0 if is_pinned else num_pages * page_bytes
         num_host_pages = _host_pages(args, num_pages, page_bytes, group.size, taken, is_pinned)
     logger.info(
-        "KV cache: %d tokens on the device (%.2f GB), page size %d",
+        "KV cache: %d tokens on the device (%s), page size %d",
         num_pages * args.page_size,
-        num_pages * page_bytes / 1e9,
+        _size(num_pages * page_bytes),
         args.page_size,
     )
     sizes = group.reduce_min(torch.tensor([num_pages, num_host_pages]))
@@ -174,9 +174,9 @@ def _host_pages(
     if num_pages < 1:
         raise StartupError("no host memory is free for --hicache: lower --max-total-tokens or drop --hicache")
     logger.info(
-        "hicache: host tier of %d tokens (%.2f GB%s), %s, %s",
+        "hicache: host tier of %d tokens (%s%s), %s, %s",
         num_pages * args.page_size,
-        num_pages * page_bytes / 1e9,
+        _size(num_pages * page_bytes),
         ", limited by free memory" if limited else "",
         args.hicache_write_policy,
         f"storage {args.hicache_storage_backend}" if args.hicache_storage_backend else "no storage",
@@ -228,4 +228,8 @@ def check_weights_fit(model: ModelConfig, group: TensorParallelGroup, device: to
             f"the weights need {size / 1e9:.1f} GB{ranks}, but {free / 1e9:.1f} GB of memory are free: free some, or "
             "choose a smaller model or --dtype"
         )
-    logger.info("weights: %.2f GB of %.2f GB of free memory", size / 1e9, free / 1e9)
+    logger.info("weights: %s of %s of free memory", _size(size), _size(free))
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.2f} MB"
