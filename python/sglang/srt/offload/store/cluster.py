@@ -74,6 +74,12 @@ class SlotMap:
         """A node was lost, or redirected a command."""
         self._stale = self.is_cluster is not False
 
+    def expect_new_nodes(self) -> None:
+        """The next command asks for the map, however lately it was asked for."""
+        with self._lock:
+            self._next_refresh = -float("inf")
+            self.mark_outdated()
+
     def refresh(self, connect: Callable[[Endpoint], RespConnection]) -> None:
         """Ask the nodes, one after another, unless another thread has just done so. Raises StoreFailure if none
         answers."""
@@ -305,6 +311,10 @@ class NodeConnections:
     def note_failed(self) -> None:
         """A connection has failed: the map is requested again."""
         self._map.mark_outdated()
+
+    def expect_new_nodes(self) -> None:
+        """See `SlotMap`."""
+        self._map.expect_new_nodes()
 
     def reset(self) -> None:
         """Forget everything in flight, and request the map again."""

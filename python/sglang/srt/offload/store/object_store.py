@@ -144,9 +144,7 @@ class ObjectStore:
         commands = [(name, (b"TOUCH", name)) for name in (self.name_of(key, _MANIFEST) for key in reversed(keys))]
         try:
             with self._lock:
-                replies = self._control.pipeline([*commands, *self.limits.use(keys)])[: len(keys)][::-1]
-            if all(isinstance(reply, StoreFailure) for reply in replies):
-                raise replies[0]  # type: ignore[misc]
+                replies = self._asked([*commands, *self.limits.use(keys)], len(keys))[::-1]
         except StoreFailure as failure:
             self.failed("looking for blocks", failure)
             self.count(probed_blocks=len(keys))
@@ -157,6 +155,20 @@ class ObjectStore:
             self.failed("looking for blocks", error)
         self.count(probed_blocks=len(keys), found_blocks=count)
         return found
+
+    def _asked(self, commands: Sequence[tuple[bytes, Sequence[Arg]]], num: int) -> list[Reply | StoreFailure]:
+        """The first `num` replies. Raises StoreFailure if the store fails, but not where only the node of these keys
+        does: others may be of use."""
+        try:
+            replies = self._control.pipeline(commands)[:num]
+        except StoreFailure as failure:
+            replies = [failure] * num
+        failures = [reply for reply in replies if isinstance(reply, StoreFailure)]
+        if failures and len(failures) == len(replies):
+            if not self._map.is_cluster or not all(map(_is_of_one_node, failures)):
+                raise failures[0]
+            self._control.ask_nodes(lambda connection: connection.call("PING"))
+        return replies
 
     def touch(self, keys: Sequence[bytes]) -> tuple[int | None, list[bytes]]:
         """These blocks are in use, though none is read. keys: of any number of prompts, each in order.
@@ -174,15 +186,12 @@ class ObjectStore:
             commands += [(name, command) for command in uses]
         try:
             with self._lock:
-                replies = self._control.pipeline([*commands, *self.limits.use(keys)])[: len(commands)][::-1]
-            failures = [reply for reply in replies if isinstance(reply, StoreFailure)]
-            if keys and len(failures) == len(replies):
-                raise failures[0]
+                replies = self._asked([*commands, *self.limits.use(keys)], len(commands))[::-1]
         except StoreFailure as failure:
             self.failed("marking blocks as used", failure)
             return None, []
-        if failures:
-            self.failed("marking blocks as used", failures[0])
+        if (lost := next((reply for reply in replies if isinstance(reply, StoreFailure)), None)) is not None:
+            self.failed("marking blocks as used", lost)
         # Of each block: its pieces, and then its manifest.
         per_block = len(commands) // len(keys) if keys else 1
         is_whole: list[bool] = []
@@ -275,16 +284,17 @@ class ObjectStore:
     def _unlink(self, connections: NodeConnections, chosen: Callable[[list[bytes]], list[bytes]]) -> None:
         """Drop what is chosen of this namespace's names, on all nodes. Raises StoreFailure if some may be left."""
         for number in range(_MAX_PASSES):
-            num_redirects = connections.num_redirects
-            # There may be new nodes.
-            connections.note_failed()
+            num_redirects = 0
+            connections.expect_new_nodes()
             for connection in connections.every_node():
                 for names in _scan(connection, self.prefix + b"*"):
                     # One by one: in a cluster they lie in many slots, and of a slot that moves on two nodes.
-                    checked(connections.pipeline([(name, (b"UNLINK", name)) for name in chosen(names)]))
+                    commands = [(name, (b"UNLINK", name)) for name in chosen(names)]
+                    before = connections.num_redirects
+                    checked(connections.pipeline(commands))
+                    num_redirects += connections.num_redirects - before
             # A slot may move with its keys from a node that is asked later to one that was asked before.
-            is_moving = connections.num_redirects > num_redirects
-            if not self._map.is_cluster or (number and not is_moving):
+            if not self._map.is_cluster or (number and not num_redirects):
                 return
         raise StoreLost(f"slots of {self.address} move: some blocks may be left; try again when they have moved")
 
@@ -584,6 +594,11 @@ class BlockWriter:
             self._connections.pipeline(self._store.unlink_commands(key))
         except StoreFailure:
             pass  # The store evicts it in time.
+
+
+def _is_of_one_node(failure: StoreFailure) -> bool:
+    """Whether another node of a cluster may work."""
+    return not isinstance(failure, ErrorReply) or failure.code in ("CLUSTERDOWN", "TRYAGAIN")
 
 
 def _decoded(manifest: bytes) -> Manifest | None:

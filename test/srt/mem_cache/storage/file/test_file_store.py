@@ -691,9 +691,37 @@ def test_a_file_that_has_become_a_segment_is_not_deleted(disk: Disk):
     assert disk.set(other, keys_of(*range(8))) == 8
     other.close()
     # As it was found while it was empty.
-    store._sync.unusable.add(str(disk.segments()[0]))
+    store._sync.unusable.add(int(disk.segments()[0].stem))
     assert disk.set(store, keys_of(9)) == 1
     assert disk.get(store, keys_of(*range(8))) == 8 and not store._sync.unusable
+
+
+@pytest.mark.parametrize("error", [errno.EMFILE, errno.EACCES, errno.EIO])
+def test_a_segment_that_cannot_be_read_for_a_while_is_not_deleted(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch, error: int
+):
+    """It may be another process's, which writes to it."""
+    store, other = disk.open(), disk.open()
+    assert disk.set(store, keys_of(100)) == 1
+    own = disk.segments()
+    assert disk.set(other, keys_of(*range(20))) == 20
+    theirs = [str(path) for path in disk.segments() if path not in own]
+    open_, is_down = os.open, [True]
+
+    def fails(path: object, *args: object, **options: object) -> int:
+        if is_down[0] and str(path) in theirs:
+            raise OSError(error, os.strerror(error))
+        return open_(path, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "open", fails)
+    assert disk.set(store, keys_of(101, 102)) == 2
+    with pytest.raises(OSError, match="may have blocks of the tenant"):
+        store._tenants._delete_unusable(set())
+    assert store.exists(keys_of(0)) == 0 and all(Path(path).exists() for path in theirs)
+    is_down[0] = False
+    assert disk.set(store, keys_of(103)) == 1
+    assert store.exists(keys_of(*range(20))) == disk.get(store, keys_of(*range(20))) == 20
+    assert disk.get(other, keys_of(*range(20))) == 20
 
 
 def test_what_memory_has_read_from_a_full_exclusive_store_makes_room(disk: Disk):

@@ -50,8 +50,8 @@ class IndexSync:
         # Guards the index.
         self.lock = threading.Lock()
         self.table_lock = threading.Lock()
-        # Segments whose head cannot be used: nothing counts them, so they are to be deleted.
-        self.unusable: set[str] = set()
+        # Files whose head cannot be used, by their numbers: nothing counts them, so they are to be deleted.
+        self.unusable: set[int] = set()
         self._seen = Seen()
         self._is_gone = False
         self._clock = clock
@@ -70,7 +70,7 @@ class IndexSync:
                 if head.reason:
                     self.log.read_failed(1, head.reason, path)
                 # At the start also those that are empty.
-                self.unusable.add(path)
+                self.unusable.add(number)
             else:
                 self._recover(number, head)
         self._seen.take(page)
@@ -148,6 +148,12 @@ class IndexSync:
         """With `table_lock`: this process has completed blocks of a segment to which it alone writes."""
         self._seen.take_own(self.changes.ring_stored(number))
 
+    def take_in(self, number: int) -> None:
+        """A segment that could not be read before."""
+        with self.table_lock:
+            if number not in self.index.segments:
+                self._take_in(number)
+
     def drop(self, segment: Segment) -> None:
         """Forget a segment whose file is gone."""
         with self.lock:
@@ -203,9 +209,9 @@ class IndexSync:
         head = read_head(path, self.files.layout)
         if isinstance(head, UsableHead):
             self._recover(number, head)
-        elif head.reason and path not in self.unusable:
+        elif head.reason and number not in self.unusable:
             self.log.read_failed(1, head.reason, path)
-            self.unusable.add(path)
+            self.unusable.add(number)
 
     def _recover(self, number: int, head: UsableHead) -> None:
         path = segment_path(self.folder.path, number)

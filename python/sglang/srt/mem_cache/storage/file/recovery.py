@@ -33,6 +33,8 @@ class UsableHead:
 class UnusableHead:
     # Empty: nothing was written to the file yet.
     reason: str
+    # False: it could not be read, so that it may be a segment all the same.
+    is_certain: bool = True
 
 
 def segment_path(folder: Path, number: int) -> str:
@@ -77,7 +79,7 @@ def read_head(path: str, layout: SegmentLayout) -> UsableHead | UnusableHead:
     except SegmentError as error:
         return UnusableHead(str(error))
     except OSError as error:
-        return UnusableHead(error.strerror or str(error))
+        return UnusableHead(error.strerror or str(error), is_certain=False)
 
 
 def _number_of(name: str) -> int | None:

@@ -194,11 +194,13 @@ class SegmentFiles:
 
     @staticmethod
     def is_written_by_another(path: str) -> bool:
-        """False too where the file is gone or cannot be opened."""
+        """True too where that cannot be found out."""
         try:
             fd = os.open(path, _READ)
-        except OSError:
+        except FileNotFoundError:
             return False
+        except OSError:
+            return True
         try:
             return try_flock(fd, shared=True) is False
         finally:

@@ -656,11 +656,12 @@ class SegmentWriter:
         try:
             sync.refresh()
             are_gone = self.delete(list(sync.index.segments.values()))
-            with contextlib.suppress(FileNotFoundError):
-                # What is no segment any more is not in the index.
-                for number in segment_numbers(sync.folder.path):
-                    are_gone &= self.unlink(segment_path(sync.folder.path, number))
-            sync.unusable.clear()
+            # What is no segment any more is not in the index.
+            for number in sorted(sync.unusable):
+                if self.unlink(segment_path(sync.folder.path, number)):
+                    sync.unusable.discard(number)
+                else:
+                    are_gone = False
         finally:
             if is_locked:
                 self.unlock_folder()
@@ -673,16 +674,24 @@ class SegmentWriter:
             self.unlock_folder()
 
     def _delete_unusable(self) -> None:
-        """With the folder's lock: all but what another process writes to, or has made a segment meanwhile."""
+        """With the folder's lock: what is certainly no segment, and is not written to by another process."""
         sync = self._sync
-        for path in list(sync.unusable):
-            if sync.files.is_written_by_another(path):
+        is_any_gone = False
+        for number in sorted(sync.unusable):
+            path = segment_path(sync.folder.path, number)
+            head = read_head(path, sync.files.layout)
+            if isinstance(head, UsableHead):
+                sync.take_in(number)
+            elif not head.is_certain or sync.files.is_written_by_another(path):
                 continue
-            if not isinstance(read_head(path, sync.files.layout), UsableHead):
+            else:
                 try:
                     os.unlink(path)
+                    is_any_gone = True
                 except FileNotFoundError:
                     pass
                 except OSError:
                     continue
-            sync.unusable.discard(path)
+            sync.unusable.discard(number)
+        if is_any_gone:
+            sync.ring_folder()
