@@ -443,11 +443,11 @@ def test_a_fetch_that_takes_longer_than_computing_is_cut() -> None:
 
 
 def test_short_prompts_are_enough_to_know_that_a_fetch_takes_longer() -> None:
-    """A block takes 100 ms. After many short prompts nobody remembers what a long one took; to compute it piece by
-    piece takes 105 ms at most."""
+    """A block takes 300 ms. After many short prompts nobody remembers what a long one took, but its pieces take 105
+    ms together."""
     known, asked = numbers(0, 105), numbers(1000, 105)
-    sim = stored(known, asked, block_s=0.1)
-    short = [(3.0 + 0.02 * i, request(f"short {i}", numbers(9000 + 10 * i, 5), 1)) for i in range(60)]
+    sim = stored(known, asked, block_s=0.3)
+    short = [(5.0 + 0.02 * i, request(f"short {i}", numbers(9000 + 10 * i, 5), 1)) for i in range(60)]
     sim.run([(0.0, request("cold", numbers(90_000, 105))), (1.0, request("known", known)), *short])
     assert sim.core.scheduler.planner.expected.costs.known_prefill < 105
     times = sim.run([(10.0, request("asked", asked))])

@@ -465,7 +465,7 @@ def check_ranks(places: Places, tier: str, a: tuple[int, int], b: tuple[int, int
     def opened(rank: int, size: int) -> BlockStore:
         pool = MHATokenToKVPoolHost(MHATokenToKVPool(4, PageLayout.kv(PAGE, 2, 1, 8, torch.float32)), 64)
         pool.kv.fill_(rank)
-        opener = StorageOpener("model", "name", pool, rank, size, places.root)
+        opener = StorageOpener(lambda: "model", "name", pool, rank, size, places.root)
         extra = places.storage(tier)
         setup = opener.setup(
             "file" if tier == "disk" else "remote",

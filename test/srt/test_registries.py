@@ -180,7 +180,7 @@ def test_a_storage_backend_is_checked_before_the_start(monkeypatch: pytest.Monke
 def test_a_storage_backend_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(STORAGE_BACKENDS, "drawer", DRAWER)
     pool = MHATokenToKVPoolHost(MHATokenToKVPool(4, PageLayout.kv(16, 2, 1, 4, torch.float32)), 64)
-    opener = StorageOpener("model", "name", pool, 0, 1)
+    opener = StorageOpener(lambda: "model", "name", pool, 0, 1)
 
     def setup(config: dict[str, Any], backend: str = "drawer") -> Any:
         return opener.setup(backend, json.dumps({"block_tokens": 16, **config}), "timeout", "write_through")

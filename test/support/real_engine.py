@@ -88,7 +88,7 @@ class RealEngine(LocalEngine):
             **options,
         )
         if storage is not None:
-            self._opener = StorageOpener("golden", SMOLLM2, self.host_pool, 0, 1, storage.folder)  # type: ignore[arg-type]
+            self._opener = StorageOpener(lambda: "golden", SMOLLM2, self.host_pool, 0, 1, storage.folder)  # type: ignore[arg-type]
             config = json.dumps({"block_tokens": BLOCK, "prefetch_threshold": 1, **storage.config})
             setup = self._opener.setup(storage.backend, config, "wait_complete", write_policy)
             self._setup = setup.setup

@@ -813,7 +813,7 @@ def opened(config: ModelConfig, root: Path, **options: Any) -> Engine:
         **{"num_host_pages": 128, **options},
     )
     assert engine.host_pool is not None
-    opener = StorageOpener(config.fingerprint(), "model", engine.host_pool, 0, 1)
+    opener = StorageOpener(config.fingerprint, "model", engine.host_pool, 0, 1)
     extra = {"path": str(root), "block_tokens": BLOCK, "prefetch_threshold": 1}
     setup = opener.setup("file", json.dumps(extra), "wait_complete", "write_through")
     openers.append((opener, setup))

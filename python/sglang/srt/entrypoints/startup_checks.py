@@ -92,7 +92,7 @@ def _check_storage(args: ServerArgs) -> None:
         page_layout=layout, page_size=layout.page_size, page_bytes=layout.page_bytes, num_pages=_ANY_NUMBER
     )
     # With the backend "file" it makes the folder, and reads its secret.
-    setup = StorageOpener("", args.model_name, pool, 0, args.tp_size).setup(
+    setup = StorageOpener(str, args.model_name, pool, 0, args.tp_size).setup(
         backend,
         args.hicache_storage_backend_extra_config,
         args.hicache_storage_prefetch_policy,

@@ -78,7 +78,7 @@ class BlockWriter:
     def open(self, limits: StorageLimits | None, is_lossy: bool, is_exclusive: bool) -> None:
         """Storage was attached, emptied or detached."""
         self.limits, self.is_lossy, self.is_exclusive = limits, is_lossy, is_exclusive
-        self._next_trial_at = Seconds(-math.inf)
+        self._trial, self._next_trial_at = None, Seconds(-math.inf)
 
     def close(self) -> None:
         """Begin nothing new."""
@@ -203,7 +203,9 @@ class BlockWriter:
         # write_through promises all of it.
         is_worth_it = self.controller.write_policy == "write_through" or self.is_worth_storing(begin, end.end)
         if not is_worth_it:
-            is_trial_due = not self.storing_pages and self.breaker.now >= self._next_trial_at
+            # An open breaker has a pace of its own.
+            is_due = self.breaker.is_open or self.breaker.now >= self._next_trial_at
+            is_trial_due = is_due and not self.storing_pages
             lacking = lacking[: int(is_trial_due)]
         if (room := self._num_storable_blocks()) < len(lacking):
             self._defer_store(end)

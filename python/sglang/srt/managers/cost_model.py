@@ -398,15 +398,18 @@ class CostModel:
         return self.most_prompt_seconds(start, end, chunk) if is_known else None
 
     def most_prompt_seconds(self, start: int, end: int, chunk: int) -> float | None:
-        """As `prompt_seconds`; where no launches of that length were measured, as many seconds as shorter ones take
-        together, which is more. None while no prefill was measured."""
+        """As `prompt_seconds`; where no launches of that length were measured, the seconds that shorter ones take
+        together, _KNOWN_TIMES over: what attention to a long context takes may not be measured either. None while no
+        prefill was measured."""
         if not self._prefill.num_samples:
             return None
-        new, chunk = end - start, min(chunk, self.known_prefill)
+        new = end - start
+        times = 1 if min(new, chunk) <= self.known_prefill else _KNOWN_TIMES
+        chunk = min(chunk, max(1, self.known_prefill))
         launches = -(-new // chunk)
         prefix = launches * start + chunk * launches * (launches - 1) // 2
         pairs = new * start + new * (new + 1) / 2
-        return self._prefill.seconds(self._prefill.features(launches, new, prefix, pairs))
+        return times * self._prefill.seconds(self._prefill.features(launches, new, prefix, pairs))
 
     def load_limit(self) -> LoadLimit | None:
         """Where expected load seconds reach expected compute seconds, in loaded tokens:

@@ -38,7 +38,7 @@ class Pool:
 
 
 def opener(model: str = "model", rank: int = 0, size: int = 1, **pool: Any) -> StorageOpener:
-    return StorageOpener(model, "name", Pool(**pool), rank, size)  # type: ignore[arg-type]
+    return StorageOpener(lambda: model, "name", Pool(**pool), rank, size)  # type: ignore[arg-type]
 
 
 def setup(extra: Any = None, prefetch: str = "timeout", write: str = "write_through", **of: Any) -> StorageSetup:
@@ -201,7 +201,7 @@ def test_blocks_of_k_and_v_have_the_names_that_they_always_had() -> None:
     """Else all that was ever stored is unknown after an update."""
     layout = PageLayout.kv(16, 2, 3, 8, torch.bfloat16)
     pool = MHATokenToKVPoolHost(MHATokenToKVPool(2, layout), 64)
-    found = StorageOpener("fp", "name", pool, 0, 1)
+    found = StorageOpener(lambda: "fp", "name", pool, 0, 1)
     assert found._namespace(64, ("remote",)) == found._namespace(64, ("file", "remote"))
     assert found._namespace(64, ("remote",)) == "v1 fp torch.bfloat16 page 16 block 64"
     assert found._namespace(64, ("file",)) == "v1 fp torch.bfloat16 block 64"
@@ -228,7 +228,7 @@ def test_blocks_of_k_and_v_have_the_names_that_they_always_had() -> None:
 
 def real_opener(rank: int = 0, size: int = 1, model: str = "m float32", page_size: int = 16) -> StorageOpener:
     device = MHATokenToKVPool(4, PageLayout.kv(page_size, 2, 1, 4, torch.float32))
-    return StorageOpener(model, "name", MHATokenToKVPoolHost(device, 64), rank, size)
+    return StorageOpener(lambda: model, "name", MHATokenToKVPoolHost(device, 64), rank, size)
 
 
 def test_stores_of_ranks_models_and_block_sizes_keep_apart(tmp_path: Path) -> None:

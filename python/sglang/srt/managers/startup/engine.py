@@ -10,10 +10,10 @@ import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from sgl_kernel.kvcacheio import LayerFlagsError, pick_backend
@@ -65,7 +65,7 @@ from sglang.srt.peer.memory.lent_memory import LentMemory
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.child_process import StartupError, without_stopping
 from sglang.srt.utils.cuda_stream import make_stream
-from sglang.srt.utils.device import CPU, settle_memory, to_device
+from sglang.srt.utils.device import CPU, settle_memory
 from sglang.srt.utils.peer_timing import PeerTiming
 from sglang.srt.utils.startup_progress import SILENT, StartupProgress
 from sglang.srt.utils.stream import ThreadStream
@@ -310,9 +310,9 @@ class EngineBuilder:
     def _open_storage(self, host_pool: MHATokenToKVPoolHost) -> Storage:
         """The links to storage, and what is attached from the start."""
         args, rank = self.args, self.rank
-        rank.progress.stage("reading the weights again, to tell them from others")
         opener = StorageOpener(
-            self._fingerprint(),
+            # Reads all weights: not before storage is attached.
+            cache(partial(self.model.fingerprint, args.load_format, args.random_seed or 0)),
             args.model_name,
             host_pool,
             rank.group.rank,
@@ -336,14 +336,6 @@ class EngineBuilder:
             slot.store = opener.open(setup.setup)
             self.config = replace(self.config, storage=setup)
         return Storage(opener, slot)
-
-    def _fingerprint(self) -> str:
-        """Rank 0 reads the weights for all."""
-        args, group, name = self.args, self.rank.group, bytes(16)
-        if group.rank == 0:
-            name = bytes.fromhex(self.model.fingerprint(args.load_format, args.random_seed or 0))
-        shared = group.broadcast(to_device(np.array(list(name), np.uint8), self.rank.device))
-        return bytes(shared.cpu().tolist()).hex()
 
     def _open_record(self, scheduler: Scheduler) -> Recorder | None:
         steps, folder = self.args.record_steps, self.args.crash_dump_folder

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -108,8 +109,8 @@ COMMON_OPTIONS = (
 class StorageOpener:
     """Opens the storage tier of one rank. Model, pool and tokens determine the bytes of a block."""
 
-    # The fingerprint of config and weights.
-    model: str
+    # Tells the fingerprint of config and weights.
+    model: Callable[[], str]
     # The name that clients ask for.
     model_name: str
     # This rank's host pool; the pools of all ranks are alike.
@@ -210,7 +211,7 @@ class StorageOpener:
         layout = self.pool.page_layout
         takes_any = all(storage_backend(name).takes_any_page_size for name in names)
         pages = layout.contents if takes_any else layout.fingerprint
-        return f"v{_LAYOUT_VERSION} {self.model} {pages} block {block_tokens}"
+        return f"v{_LAYOUT_VERSION} {self.model()} {pages} block {block_tokens}"
 
     def _chain_secret(self, names: tuple[str, ...], config: dict[str, Any], secret: str, block_tokens: int) -> bytes:
         key = hashlib.blake2b(secret.encode(errors="surrogatepass")).digest()

@@ -327,6 +327,8 @@ class GuardedStore:
         self._empty_trials = self._empty_trials + 1 if is_in_time and not count else 0
         if is_in_time and (count or self._empty_trials >= EMPTY_TRIALS):
             self._answered_at = self._clock()
+            if count:
+                self._pause_s = FIRST_PAUSE_S
             self._use_again()
             return
         # One that finds its block late was begun before the store worked again.

@@ -129,7 +129,7 @@ class ProxySettings:
     def check_memory(self) -> None:
         """Raises StoreError if this machine has no memory for the buffers."""
         needed, free = sum(getattr(self, name) for name in _BUFFERS), available_memory()
-        if needed > free:
+        if self.preallocated and needed > free:
             raise StoreError(
                 f"proxy: its buffers take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB of memory are free: lower "
                 f"{', '.join(_BUFFERS[:-1])} or {_BUFFERS[-1]}"
