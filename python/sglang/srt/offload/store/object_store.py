@@ -157,7 +157,7 @@ class ObjectStore:
         return found
 
     def _asked(self, commands: Sequence[tuple[bytes, Sequence[Arg]]], num: int) -> list[Reply | StoreFailure]:
-        """The first `num` replies. Raises StoreFailure if the store fails, but not where only the node of these keys
+        """The first `num` replies. Raises StoreFailure if the store fails, but not where only the node of the keys
         does: others may be of use."""
         try:
             replies = self._control.pipeline(commands)[:num]
