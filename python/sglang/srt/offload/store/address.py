@@ -98,6 +98,11 @@ class StoreAddress:
             raise StoreError(f"a cluster has the database 0 alone, not {db}: leave it out of the store's URL")
         return cls(endpoints, user, password, db, cluster, tls=tls)
 
+    @property
+    def scheme(self) -> str:
+        """Of a URL for a single server."""
+        return "redis" if self.tls is None else "rediss"
+
     def __str__(self) -> str:
         """As a URL, without the password."""
         who = f"{self.user}{':***' if self.password else ''}@" if self.user or self.password else ""
@@ -108,7 +113,7 @@ class StoreAddress:
         master = f"/{quote(self.endpoints[0].master, safe='')}" if self.sentinels else ""
         files = {name: path for name in _TLS_QUERY if (path := getattr(self.tls, name, ""))}
         query = f"?{urlencode(files, safe='/')}" if files else ""
-        return f"redis{'s' if self.tls else ''}{kind}://{who}{hosts}{master}{f'/{self.db}' if self.db else ''}{query}"
+        return f"{self.scheme}{kind}://{who}{hosts}{master}{f'/{self.db}' if self.db else ''}{query}"
 
 
 def _split(url: str) -> SplitResult:

@@ -120,8 +120,9 @@ class SlotMap:
                 f"({error}): allow it cluster|slots"
             )
         if is_node:
-            scheme = "redis" if self.address.tls is None else "rediss"
-            raise StoreLost(f"{connection.endpoint} is no node of a cluster ({error}): use {scheme}:// with one host")
+            raise StoreLost(
+                f"{connection.endpoint} is no node of a cluster ({error}): use {self.address.scheme}:// with one host"
+            )
 
     def node_of(self, slot: int) -> Endpoint:
         """Raises StoreLost."""
@@ -311,10 +312,6 @@ class NodeConnections:
     def note_failed(self) -> None:
         """A connection has failed: the map is requested again."""
         self._map.mark_outdated()
-
-    def expect_new_nodes(self) -> None:
-        """See `SlotMap`."""
-        self._map.expect_new_nodes()
 
     def reset(self) -> None:
         """Forget everything in flight, and request the map again."""

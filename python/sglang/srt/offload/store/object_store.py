@@ -285,7 +285,7 @@ class ObjectStore:
         """Drop what is chosen of this namespace's names, on all nodes. Raises StoreFailure if some may be left."""
         for number in range(_MAX_PASSES):
             num_redirects = 0
-            connections.expect_new_nodes()
+            self._map.expect_new_nodes()
             for connection in connections.every_node():
                 for names in _scan(connection, self.prefix + b"*"):
                     # One by one: in a cluster they lie in many slots, and of a slot that moves on two nodes.

@@ -137,10 +137,10 @@ class RespConnection:
         except StoreFailure:
             return
         if isinstance(role, list) and role[:1] == [b"sentinel"]:
-            scheme = "redis" if self._address.tls is None else "rediss"
             raise StoreRefused(
                 f"{self._where} is a sentinel, which stores nothing: name the master too in the store's URL, as "
-                f"{scheme}+sentinel://{self._where}/NAME, where NAME is the master's name in the sentinels' settings"
+                f"{self._address.scheme}+sentinel://{self._where}/NAME, where NAME is the master's name in the sentinels' "
+                "settings"
             )
 
     # -- values -----------------------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ class MasterFinder:
         except ErrorReply as error:
             raise StoreRefused(
                 f"{sentinel} is no sentinel ({error}): name the sentinels in the store's URL, whose port is usually "
-                f"26379, or write {'redis' if self._with_password.tls is None else 'rediss'}:// for a single server"
+                f"26379, or write {self._with_password.scheme}:// for a single server"
             ) from None
         if reply is None:
             raise _UnknownMaster(f"{sentinel} knows no master {name}: correct the master's name in the store's URL")

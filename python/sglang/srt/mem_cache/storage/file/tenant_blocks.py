@@ -171,9 +171,9 @@ class TenantBlocks:
             if number in self._sync.index.segments:
                 continue
             head = read_head(path, files.layout)
-            # One that is empty is about to be begun.
             if isinstance(head, UnusableHead) and not head.is_certain:
                 raise OSError(f"{path} cannot be read ({head.reason}), and may have blocks of the tenant")
+            # One that is empty is about to be begun.
             if isinstance(head, UnusableHead) and head.reason:
                 self._writer.close()  # it may be this process's own
                 if not files.is_written_by_another(path):
