@@ -139,8 +139,8 @@ class RespConnection:
         if isinstance(role, list) and role[:1] == [b"sentinel"]:
             raise StoreRefused(
                 f"{self._where} is a sentinel, which stores nothing: name the master too in the store's URL, as "
-                f"{self._address.scheme}+sentinel://{self._where}/NAME, where NAME is the master's name in the sentinels' "
-                "settings"
+                f"{self._address.scheme}+sentinel://{self._where}/NAME, where NAME is the master's name in the "
+                "sentinels' settings"
             )
 
     # -- values -----------------------------------------------------------------------------------------------------
