@@ -78,14 +78,15 @@ class SchedulerControl:
                 extra_config=extra_config,
                 prefetch_policy=prefetch_policy,
                 write_policy=write_policy,
-            )
+            ),
+            timeout_s=None,
         )
 
     async def detach_hicache_storage(self) -> ControlReqOutput:
-        return await self._ask(lambda id: DetachHiCacheStorageReqInput(id=id))
+        return await self._ask(lambda id: DetachHiCacheStorageReqInput(id=id), timeout_s=None)
 
     async def clear_hicache_storage(self) -> ControlReqOutput:
-        return await self._ask(lambda id: ClearHiCacheReqInput(id=id))
+        return await self._ask(lambda id: ClearHiCacheReqInput(id=id), timeout_s=None)
 
     async def switch_tier(self, tier: str, reads: bool | None, writes: bool | None) -> ControlReqOutput:
         return await self._ask(lambda id: SwitchTierReqInput(id=id, tier=tier, reads=reads, writes=writes))

@@ -33,16 +33,13 @@ from sglang.srt.managers.io_struct import (
     AdminReqInput,
     BatchTokenIDOutput,
     BlockNaming,
-    ClearHiCacheReqInput,
     ControlReqOutput,
-    DetachHiCacheStorageReqInput,
     FinishReason,
     FlushCacheReqInput,
     GetInternalStateReq,
     GetInternalStateReqOutput,
     RequestTimesOutput,
     SchedulerReady,
-    StorageReqInput,
     SwitchTierReqInput,
     TokenizedGenerateReqInput,
     TokenOutput,
@@ -55,18 +52,13 @@ from sglang.srt.managers.progress import Progress
 from sglang.srt.managers.rank_sync import RankSync, Tick
 from sglang.srt.managers.schedule_batch import BatchDecision, StorageRequest
 from sglang.srt.managers.scheduler import SCHEDULING_COUNTERS, Scheduler
-from sglang.srt.managers.startup.device import (
-    pick_device,
-)
+from sglang.srt.managers.startup.device import pick_device
 from sglang.srt.managers.startup.engine import RankSetup, Storage, build_core
+from sglang.srt.managers.storage_requests import StorageRequests
 from sglang.srt.mem_cache.block_keys import BlockKeys
-from sglang.srt.mem_cache.block_store import StoreError
 from sglang.srt.mem_cache.hottest_prefixes import HottestPrefixes
 from sglang.srt.mem_cache.storage.tiered_store import parts_of
-from sglang.srt.mem_cache.transfer import (
-    StorageAction,
-    Tier,
-)
+from sglang.srt.mem_cache.transfer import Tier
 from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory
 from sglang.srt.peer.memory.lent_memory import LentMemory
 from sglang.srt.server_args import ServerArgs
@@ -117,6 +109,8 @@ class SchedulerProcess:
         self.wake_fd = wake_fd
         self.grammars = grammars
         self.kv_events = kv_events
+        opener = storage.opener if storage is not None else None
+        self._storage_requests = StorageRequests(opener, lambda: os.eventfd_write(wake_fd, 1))
         self._poller = zmq.Poller()
         self._poller.register(receiver, zmq.POLLIN)
         self._poller.register(wake_fd, zmq.POLLIN)
@@ -187,7 +181,7 @@ class SchedulerProcess:
             try:
                 message = decode_to_scheduler(self.receiver.recv(zmq.NOBLOCK))
             except zmq.Again:
-                return inbox
+                break
             if isinstance(message, TokenizedGenerateReqInput):
                 self.sender.send(encode(detokenize_req(message)))
                 try:
@@ -209,10 +203,11 @@ class SchedulerProcess:
                     encode(GetInternalStateReqOutput(id=message.id, state=self._state(message.is_brief)))
                 )
             else:
-                try:
-                    inbox.storage.append(self._storage_request(message))
-                except StoreError as error:
-                    self.sender.send(encode(ControlReqOutput(id=message.id, success=False, message=str(error))))
+                self._storage_requests.add(message)
+        inbox.storage, unusable = self._storage_requests.take_ready()
+        for id, reason in unusable:
+            self.sender.send(encode(ControlReqOutput(id=id, success=False, message=reason)))
+        return inbox
 
     def _refuse(self, rid: str, message: str, status_code: int) -> None:
         """End a request of which the scheduler has not heard."""
@@ -221,18 +216,6 @@ class SchedulerProcess:
             rid=rid, output_ids=b"", finish_reason=reason, prompt_tokens=0, completion_tokens=0, cached_tokens=0
         )
         self.sender.send(encode(BatchTokenIDOutput(outputs=[output])))
-
-    def _storage_request(self, message: StorageReqInput) -> StorageRequest:
-        if isinstance(message, DetachHiCacheStorageReqInput):
-            return StorageRequest(id=message.id, action=StorageAction.DETACH)
-        if isinstance(message, ClearHiCacheReqInput):
-            return StorageRequest(id=message.id, action=StorageAction.CLEAR)
-        if self.storage is None:
-            raise StoreError("there is no host tier for storage to fill: start the server with --hicache")
-        what = self.storage.opener.setup(
-            message.backend, message.extra_config, message.prefetch_policy, message.write_policy
-        )
-        return StorageRequest(id=message.id, action=StorageAction.ATTACH, what=what)
 
     def _send(self, decision: BatchDecision) -> None:
         if times := self.core.scheduler.times.known:

@@ -1,0 +1,71 @@
+"""`StorageRequests`: requests to attach, detach and clear storage on their way to the scheduler.
+
+Owns the thread that reads what a backend needs: the names of its blocks depend on all of the model's weights, and its
+folder may hang. The scheduler hears of a request afterwards, so that no step waits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from sglang.srt.managers.io_struct import (
+    AttachHiCacheStorageReqInput,
+    DetachHiCacheStorageReqInput,
+    StorageReqInput,
+)
+from sglang.srt.managers.schedule_batch import StorageRequest
+from sglang.srt.managers.startup.storage import StorageOpener
+from sglang.srt.mem_cache.block_store import StoreError
+from sglang.srt.mem_cache.transfer import StorageAction
+
+
+class StorageRequests:
+    """Belongs to the scheduler process's main thread. opener: None where there is no host tier. notify: called from
+    another thread when settings are read."""
+
+    def __init__(self, opener: StorageOpener | None, notify: Callable[[], None]) -> None:
+        self._opener = opener
+        self._notify = notify
+        self._thread: ThreadPoolExecutor | None = None
+        # In the order of arrival.
+        self._waiting: deque[tuple[str, Future[StorageRequest]]] = deque()
+
+    def add(self, message: StorageReqInput) -> None:
+        """`take_ready` returns it later, behind those that came before."""
+        if isinstance(message, AttachHiCacheStorageReqInput):
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, thread_name_prefix="storage-settings")
+            future = self._thread.submit(self._read, message)
+        else:
+            is_detach = isinstance(message, DetachHiCacheStorageReqInput)
+            action = StorageAction.DETACH if is_detach else StorageAction.CLEAR
+            future = Future()
+            future.set_result(StorageRequest(id=message.id, action=action))
+        self._waiting.append((message.id, future))
+        future.add_done_callback(lambda _: self._notify())
+
+    def _read(self, message: AttachHiCacheStorageReqInput) -> StorageRequest:
+        """Raises StoreError."""
+        if self._opener is None:
+            raise StoreError("there is no host tier for storage to fill: start the server with --hicache")
+        what = self._opener.setup(
+            message.backend, message.extra_config, message.prefetch_policy, message.write_policy
+        )
+        return StorageRequest(id=message.id, action=StorageAction.ATTACH, what=what)
+
+    def take_ready(self) -> tuple[list[StorageRequest], list[tuple[str, str]]]:
+        """What the scheduler can hear of now, and ids of requests whose settings cannot be used, with the reason."""
+        ready: list[StorageRequest] = []
+        failed: list[tuple[str, str]] = []
+        while self._waiting and self._waiting[0][1].done():
+            id, future = self._waiting.popleft()
+            error = future.exception()
+            if isinstance(error, StoreError):
+                failed.append((id, str(error)))
+            elif isinstance(error, OSError):
+                failed.append((id, f"a file that names blocks cannot be read: {error}"))
+            else:
+                ready.append(future.result())
+        return ready, failed
