@@ -97,7 +97,7 @@ def test_rope_of_old_and_new_configs(tmp_path, changes, rope_type, theta, factor
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM, which is neither native here nor a causal"),
         ({"architectures": None}, "unknown.*supported are LlamaForCausalLM, MistralForCausalLM, .*Qwen3ForCausalLM"),
         ({"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4}}, "'proportional' is not supported"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized"),
+        ({"quantization_config": {"quant_method": "quip"}}, "quantized"),
         ({"hidden_act": "gelu"}, "'gelu' is not supported"),
         ({"num_key_value_heads": 3}, "cannot share 3 KV heads"),
         ({"head_dim": 9}, "transformers cannot read .* even rotary dimension"),

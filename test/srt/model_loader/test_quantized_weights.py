@@ -21,7 +21,7 @@ from sglang.srt.distributed.parallel_state import SINGLE_RANK
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.weights import QuantizedTarget
 from sglang.srt.model_loader.loader import ModelLoadError, load_model, with_weight_format
-from sglang.srt.model_loader.quantized_weights import pick_weight_format
+from sglang.srt.model_loader.quantized_weights import kept_dtype, pick_weight_format
 from support.thread_group import thread_groups
 
 Q = "model.layers.0.self_attn.q_proj"
@@ -67,6 +67,71 @@ def by_block(rows: int | None, columns: int | None, dtype: torch.dtype, suffix: 
         } | unused, means
 
     return store
+
+
+def bits_of(values: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
+    """int32, the first of neighbours along dim in the lowest bits."""
+    values = values.movedim(dim, -1)
+    words = torch.zeros(*values.shape[:-1], -(-values.shape[-1] * bits // 32), dtype=torch.int64)
+    for i in range(values.shape[-1]):
+        words[..., i * bits // 32] |= values[..., i] << (i * bits % 32)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32).movedim(-1, dim).contiguous()
+
+
+def in_order(inputs: int, group: int, is_ordered: bool) -> torch.Tensor:
+    groups = torch.arange(inputs) // group
+    return groups[torch.randperm(inputs)] if is_ordered else groups
+
+
+def gptq(config: dict, with_biases: bool = False) -> tuple[dict, Callable]:
+    config = {"quant_method": "gptq", "desc_act": False, "sym": True} | config
+    bits, is_first = config["bits"], config.get("checkpoint_format", "gptq") == "gptq"
+
+    def store(stem: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        outputs, inputs = weight.shape
+        group = inputs if config["group_size"] == WHOLE else config["group_size"]
+        values = torch.randint(1 << bits, (inputs, outputs))
+        zeros = torch.full((inputs // group, outputs), 1 << (bits - 1))
+        if not config["sym"]:
+            zeros = torch.randint(1 << bits, zeros.shape)
+        scales = (torch.rand(inputs // group, outputs) * 0.02).half()
+        groups = in_order(inputs, group, config["desc_act"])
+        means = (values - zeros[groups]).float() * scales[groups].float()
+        stored_zeros = (zeros - 1) % (1 << bits) if is_first else zeros
+        return {
+            f"{stem}.qweight": bits_of(values, bits, 0),
+            f"{stem}.qzeros": bits_of(stored_zeros, bits, 1),
+            f"{stem}.scales": scales,
+            f"{stem}.g_idx": groups.int(),
+        } | ({f"{stem}.bias": torch.zeros(outputs)} if with_biases else {}), means.t().contiguous()
+
+    return config, store
+
+
+def packed_compressed(bits: int, group_size: int | None, symmetric: bool = True, actorder: str | None = None):
+    strategy = "channel" if group_size is None else "group"
+    weights = dict(num_bits=bits, type="int", strategy=strategy, symmetric=symmetric, actorder=actorder)
+    weights["group_size"] = group_size
+    groups = {"group_0": {"weights": weights, "targets": ["Linear"], "input_activations": None}}
+
+    def store(stem: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        outputs, inputs = weight.shape
+        group = group_size or inputs
+        values = torch.randint(1 << bits, (outputs, inputs))
+        zeros = torch.full((outputs, inputs // group), 1 << (bits - 1))
+        scales = (torch.rand(zeros.shape) * 0.02).bfloat16()
+        tensors = {f"{stem}.weight_scale": scales, f"{stem}.weight_shape": torch.tensor(weight.shape)}
+        if not symmetric:
+            zeros = torch.randint(1 << bits, zeros.shape)
+            tensors[f"{stem}.weight_zero_point"] = bits_of(zeros, bits, 0)
+        of = in_order(inputs, group, actorder == "group")
+        if actorder == "group":
+            tensors[f"{stem}.weight_g_idx"] = of.int()
+        tensors[f"{stem}.weight_packed"] = bits_of(values, bits, 1)
+        return tensors, (values - zeros[:, of]).float() * scales[:, of].float()
+
+    config = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+    return config, store
 
 
 def awq(group_size: int) -> Callable:
@@ -136,6 +201,17 @@ WAYS: dict[str, tuple[dict, Callable]] = {
     ),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 8, "zero_point": True, "version": "gemm"}, awq(8)),
     "awq, one group": ({"quant_method": "awq", "bits": 4, "group_size": WHOLE, "version": "gemm"}, awq(WHOLE)),
+    "gptq": gptq({"bits": 4, "group_size": 8}, with_biases=True),
+    "gptq, zeros": gptq({"bits": 4, "group_size": 8, "sym": False, "checkpoint_format": "gptq"}),
+    "gptq, second format, ordered": gptq(
+        {"bits": 4, "group_size": 8, "sym": False, "checkpoint_format": "gptq_v2", "desc_act": True}
+    ),
+    "gptq, 8 bits": gptq({"bits": 8, "group_size": 4}),
+    "gptq, 8 bits, zeros, one group": gptq({"bits": 8, "group_size": WHOLE, "sym": False}),
+    "packed": packed_compressed(4, 8),
+    "packed, zeros, ordered": packed_compressed(4, 8, symmetric=False, actorder="group"),
+    "packed, 8 bits by channel": packed_compressed(8, None),
+    "packed, 8 bits, zeros": packed_compressed(8, 4, symmetric=False, actorder="weight"),
 }
 
 
@@ -202,14 +278,16 @@ def load_as_stored(path, group=SINGLE_RANK):
     """With matrices as a GPU keeps them."""
     config = ModelConfig.from_pretrained(str(path))
     stored = config.quantization
-    dtype = FOUR_BITS if stored.is_awq else torch.int8 if stored.is_int else FP8
-    config = replace(config, weight_format=MatrixFormat(dtype, stored.block[1] if stored.block else 0))
+    config = replace(config, weight_format=MatrixFormat(kept_dtype(stored), stored.block[1] if stored.block else 0))
     return load_model(config, "auto", TorchNativeAttnBackend(), group=group)
 
 
 # With so many ranks. Blocks that the inputs, or a rank's part of them, do not divide into are no format, nor is AWQ
 # without blocks.
-KEPT = [(way, size) for way in WAYS for size in (1, 2) if "block" not in way and "awq" not in way] + [("awq", 1)]
+KEPT = [(way, size) for way in WAYS for size in (1, 2) if way.startswith(("fp8, one", "modelopt", "compressed"))]
+KEPT = [each for each in KEPT if "block" not in each[0]]
+KEPT += [("gptq, 8 bits", 1), ("gptq, 8 bits", 2), ("packed, 8 bits by channel", 1)]
+KEPT += [(way, 1) for way in ("awq", "gptq", "gptq, zeros", "packed")]
 
 
 @pytest.mark.sampled(6)
@@ -268,6 +346,11 @@ BLOCKS = {"quant_method": "fp8", "weight_block_size": [32, 32]}
         (BLOCKS, {"names": [f"{Q}.weight"]}, None, f"{Q}.weight is not quantized"),
         (BLOCKS, {"names": [f"{Q}.weight", f"{Q}.weight_scale_inv"]}, MatrixFormat(FP8, 32), "in 8 bits"),
         (WAYS["awq, one group"][0], {}, None, "the kernel is for groups of inputs"),
+        (WAYS["gptq, zeros"][0] | {"group_size": 32}, {}, MatrixFormat(FOUR_BITS, 32), "in 4 bits"),
+        (WAYS["gptq, 8 bits"][0] | {"group_size": 32}, {}, MatrixFormat(INT8, 32), "in 8 bits"),
+        (WAYS["gptq, 8 bits, zeros, one group"][0], {}, None, "the kernel for 8 bits knows no zeros"),
+        (WAYS["gptq, second format, ordered"][0], {}, None, "the inputs of a group are no neighbours"),
+        (packed_compressed(4, 32)[0], {}, MatrixFormat(FOUR_BITS, 32), "in 4 bits"),
         (BLOCKS, {"names": ["lm_head.weight"]}, MatrixFormat(FP8, 32), "in 8 bits"),
     ],
 )  # fmt: skip
@@ -298,7 +381,7 @@ def wide(tmp_path) -> ModelConfig:
         ("fp8", {"capability": (8, 0)}, "cannot be used here: this GPU does not compute with e4m3"),
         ("fp8", {"ranks": 2}, "48 inputs do not divide into groups of 32"),
         ("fp8", {"model_impl": TRANSFORMERS}, "for models with a native implementation"),
-        ("fp8", {"quantization": WeightQuantization(is_awq=True, method="awq")}, "the checkpoint has awq; leave the"),
+        ("fp8", {"quantization": WeightQuantization(bits=4, method="awq")}, "the checkpoint has awq; leave the"),
         ("fp8", {"is_gguf": True}, "not for a GGUF file"),
     ],
 )
@@ -327,7 +410,7 @@ def test_weights_are_quantised_when_they_are_read(tmp_path, monkeypatch, num_ran
     config = with_weight_format(plain, "auto", 1, torch.device("cuda"), "fp8")
     assert config.weight_format == MatrixFormat(FP8)
     assert config.fingerprint() != plain.fingerprint(), "its keys and values are others"
-    of_awq = replace(plain, quantization=WeightQuantization(is_awq=True))
+    of_awq = replace(plain, quantization=WeightQuantization(bits=4))
     kept_so = replace(of_awq, weight_format=MatrixFormat(FOUR_BITS, 32))
     assert kept_so.fingerprint() == of_awq.fingerprint(), "a checkpoint's numbers are the same"
     assert kept_so.fingerprint("dummy") != of_awq.fingerprint("dummy"), "made-up ones are quantised"
@@ -398,12 +481,20 @@ SCALE_IS = f"'{Q}.weight_scale' in model.safetensors holds {{}}, and scales of w
         (
             "awq",
             lambda t: t.update({f"{Q}.qweight": torch.ones(3)}),
-            f"'{Q}.qweight' is AWQ's, but is no matrix of int32",
+            f"'{Q}.qweight' holds packed numbers, but is no matrix of int32",
         ),
         (
             "awq",
             lambda t: t.update({f"{Q}.qzeros": t[f"{Q}.qzeros"].float()}),
             "zeros of .* have the type torch.float32",
+        ),
+        ("gptq", lambda t: t[f"{Q}.bias"][3].fill_(1), f"unexpected: {Q}.bias"),
+        ("gptq", lambda t: t[f"{Q}.g_idx"][3].fill_(4), "not 32 numbers from 0 to 3"),
+        ("packed, zeros, ordered", lambda t: t.pop(f"{Q}.weight_zero_point"), f"no '{Q}.weight_zero_point' beside"),
+        (
+            "fp8, one scale",
+            lambda t: t.update({f"{Q}.qweight": t.pop(f"{Q}.weight")}),
+            "holds packed numbers, of which",
         ),
         ("fp8, blocks", lambda t: t.update({f"{Q}.weight": torch.ones(()).to(FP8)}), f"'{Q}.weight' has a scale"),
         ("fp8, blocks", lambda t: t.update({"more.weight": torch.ones(2, 2)}), "unexpected: more.weight"),
@@ -457,11 +548,20 @@ def test_a_matrix_that_stays_quantized_shows_what_is_not_finite(dtype):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "quantized as 'gptq', which is not supported; use fp8, compressed-"),
+        ({"quant_method": "quip"}, "quantized as 'quip', which is not supported; use fp8, compressed-"),
+        (
+            {"quant_method": "gptq", "bits": 3, "group_size": 128},
+            "have 3 bits, the format 'gptq' and words of 'int32'",
+        ),
+        (gptq({"bits": 4, "group_size": 8, "checkpoint_format": "marlin"})[0], "the format 'marlin'"),
+        (gptq({"bits": 4, "group_size": 8, "pack_dtype": "int8"})[0], "words of 'int8'; only 4 and 8 bits"),
+        ({"quant_method": "gptq", "bits": 4}, r"blocks of \(1, None\), not of two sizes above 0"),
+        (packed_compressed(3, 8)[0], "packed compressed-tensors are not of 4 or 8 bits"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "kind 'e5m2', and only e4m3 is read"),
         ({"quant_method": "fp8", "weight_block_size": [0, 128]}, r"blocks of \[0, 128\], not of two sizes above 0"),
         ({"quant_method": "fp8", "weight_block_size": 128}, "blocks of 128, not of two sizes"),
-        (compressed("tensor") | {"format": "pack-quantized"}, "have the format 'pack-quantized'"),
+        (compressed("tensor") | {"format": "mixed-precision"}, "have the format 'mixed-precision'"),
+        (compressed("token", INT8) | {"format": "pack-quantized"}, "packed .* have the strategy 'token'"),
         (compressed("tensor") | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "are sparse"),
         (compressed("tensor") | {"config_groups": {}}, "have 0 ways of storing weights"),
         (compressed("tensor") | {"config_groups": []}, "have 0 ways of storing weights"),

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import Any
 
-READABLE = "fp8, compressed-tensors with 8 bits, modelopt with FP8, awq with 4 bits, or a GGUF file"
+READABLE = "fp8, compressed-tensors of 8 bits or packed, modelopt with FP8, awq, gptq, or a GGUF file"
 # What checkpoints have beside their weights, and nothing here computes with: activations keep the model's data type.
 # Those of K and V are read apart, see kv_cache_dtype.py.
 UNUSED = tuple(
@@ -22,6 +23,14 @@ UNUSED = tuple(
 WHOLE = -1
 
 
+class Packing(StrEnum):
+    """Several numbers in an int32: whose way. See model_loader/packed_weights.py."""
+
+    AWQ = "awq"
+    GPTQ = "gptq"
+    COMPRESSED = "compressed-tensors"
+
+
 class QuantizationError(ValueError):
     """The way is not read here; the message names those that are."""
 
@@ -30,14 +39,19 @@ class QuantizationError(ValueError):
 class WeightQuantization:
     """A matrix is stored as whole numbers or floats of few bits, times scales.
 
-    is_awq: 4 bits in AWQ's tensors; else 8 bits. is_int: those are int8, not e4m3. block: values of a scale,
-    (outputs, inputs); None: one for each output, or as the scale's shape tells, one for all. method: the checkpoint's
-    name for it, as of --quantization.
+    is_int: whole numbers, not e4m3. block: values of a scale, (outputs, inputs); None: one for each output, or as the
+    scale's shape tells, one for all. The next three are for packed numbers. has_zeros: groups may have zeros of their
+    own. zero_offset: what is added to a stored zero. has_order: the inputs of a group may be no neighbours. method:
+    the checkpoint's name for it, as of --quantization.
     """
 
-    is_awq: bool = False
+    bits: int = 8
     is_int: bool = False
     block: tuple[int, int] | None = None
+    packing: Packing | None = None
+    has_zeros: bool = False
+    zero_offset: int = 0
+    has_order: bool = False
     method: str = field(default="", compare=False)
 
 
@@ -51,7 +65,13 @@ def read_quantization(config: object) -> WeightQuantization | None:
     method = config.get("quant_method")
     method = "compressed-tensors" if method == "compressed_tensors" else method
     readers: dict[str, Callable[[Mapping[str, Any]], WeightQuantization | None]]
-    readers = {"fp8": _fp8, "compressed-tensors": _compressed_tensors, "modelopt": _modelopt, "awq": _awq}
+    readers = {
+        "fp8": _fp8,
+        "compressed-tensors": _compressed_tensors,
+        "modelopt": _modelopt,
+        "awq": _awq,
+        "gptq": _gptq,
+    }
     if not isinstance(method, str) or method not in readers:
         raise QuantizationError(f"it is quantized as {method!r}, which is not supported; use {READABLE}")
     found = readers[method](config)
@@ -80,9 +100,12 @@ def _compressed_tensors(config: Mapping[str, Any]) -> WeightQuantization | None:
     if not weights and (groups or config.get("kv_cache_scheme")):
         # It is of activations, of attention or of the KV cache alone.
         return None
-    if kind not in ("float-quantized", "int-quantized", "naive-quantized"):
+    if kind == "pack-quantized":
+        found = set(map(_of_packed_group, weights))
+    elif kind in ("float-quantized", "int-quantized", "naive-quantized"):
+        found = {_of_group(each, "float" if kind == "float-quantized" else "int") for each in weights}
+    else:
         raise QuantizationError(f"its compressed-tensors have the format {kind!r}; use {READABLE}")
-    found = {_of_group(each, "float" if kind == "float-quantized" else "int") for each in weights}
     if len(found) != 1:
         raise QuantizationError(f"its compressed-tensors have {len(found)} ways of storing weights; use {READABLE}")
     return found.pop()
@@ -100,6 +123,23 @@ def _of_group(weights: object, usual_type: str) -> WeightQuantization:
     if strategy in ("tensor", "channel", "group"):
         return WeightQuantization(is_int=is_int)
     raise QuantizationError(f"its compressed-tensors have the strategy {strategy!r}; use {READABLE}")
+
+
+def _of_packed_group(weights: object) -> WeightQuantization:
+    if not isinstance(weights, Mapping) or weights.get("num_bits") not in (4, 8) or weights.get("type") != "int":
+        raise QuantizationError(f"its packed compressed-tensors are not of 4 or 8 bits: {weights!r}; use {READABLE}")
+    strategy, group_size = weights.get("strategy"), weights.get("group_size")
+    if strategy not in ("group", "channel"):
+        raise QuantizationError(f"its packed compressed-tensors have the strategy {strategy!r}; use {READABLE}")
+    is_whole = strategy == "channel" or group_size == WHOLE
+    return WeightQuantization(
+        bits=weights["num_bits"],
+        is_int=True,
+        block=None if is_whole else _block((1, group_size)),
+        packing=Packing.COMPRESSED,
+        has_zeros=not weights.get("symmetric", True),
+        has_order=weights.get("actorder") in ("group", "dynamic", True),
+    )
 
 
 def _modelopt(config: Mapping[str, Any]) -> WeightQuantization | None:
@@ -121,7 +161,29 @@ def _awq(config: Mapping[str, Any]) -> WeightQuantization:
             f"{config.get('zero_point', True)!r}; only 4 bits of version 'gemm' with zero points are read"
         )
     group_size = config.get("group_size", config.get("q_group_size"))
-    return WeightQuantization(is_awq=True, block=None if group_size == WHOLE else _block((1, group_size)))
+    block = None if group_size == WHOLE else _block((1, group_size))
+    return WeightQuantization(bits=4, is_int=True, block=block, packing=Packing.AWQ, has_zeros=True)
+
+
+def _gptq(config: Mapping[str, Any]) -> WeightQuantization:
+    bits, group_size = config.get("bits"), config.get("group_size")
+    kind = config.get("checkpoint_format") or config.get("format") or "gptq"
+    word = config.get("pack_dtype") or "int32"
+    if bits not in (4, 8) or kind not in ("gptq", "gptq_v2") or word != "int32":
+        raise QuantizationError(
+            f"its GPTQ weights have {bits!r} bits, the format {kind!r} and words of {word!r}; only 4 and 8 bits of "
+            "the formats 'gptq' and 'gptq_v2' in int32 are read"
+        )
+    return WeightQuantization(
+        bits=bits,
+        is_int=True,
+        block=None if group_size == WHOLE else _block((1, group_size)),
+        packing=Packing.GPTQ,
+        has_zeros=not config.get("sym", True),
+        # Its first format stores zeros less one.
+        zero_offset=1 if kind == "gptq" else 0,
+        has_order=bool(config.get("desc_act", False)),
+    )
 
 
 def _block(sizes: Any) -> tuple[int, int]:

@@ -36,6 +36,7 @@ from sglang.srt.model_loader.quantized_weights import (
     format_asked,
     pick_weight_format,
     plain_names,
+    unused_biases,
 )
 from sglang.srt.models.registry import get_model_class
 from sglang.srt.utils.device import CPU
@@ -157,7 +158,12 @@ def _load_files(model: Any, config: ModelConfig, load_format: str, progress: Sta
         parts = (name,) if name in targets else model.parts_of_fused(name)
         if parts and all(part in targets and (part == name or part not in where) for part in parts):
             plan[name] = [targets.pop(part) for part in parts]
-    missing, unexpected = sorted(targets), sorted(where.keys() - plan.keys())
+    unexpected = sorted(where.keys() - plan.keys())
+    if quantization is not None and unexpected:
+        unused = unused_biases(unexpected, stored, partial(_read, stored))
+        where = {name: file for name, file in where.items() if name not in unused}
+        unexpected = [name for name in unexpected if name not in unused]
+    missing = sorted(targets)
     if missing or unexpected:
         parts = [
             f"{kind}: {some(names)}" for kind, names in (("missing", missing), ("unexpected", unexpected)) if names

@@ -2,22 +2,18 @@
 
 Owns the decision which of both, `pick_weight_format`, and what is quantised when it is read. Names are those of the
 same checkpoint without quantization: `x.weight` stands for `x.weight` with `x.weight_scale` (or `_scale_inv`), or for
-AWQ's `x.qweight`, `x.qzeros` and `x.scales`. A part of a matrix costs the time and memory of that part alone. Scales
-of activations are not used: activations keep the model's data type.
+what packed_weights.py reads. A part of a matrix costs the time and memory of that part alone. Scales of activations
+are not used: activations keep the model's data type.
 
-    fp8, int8    weight = values * scale                           values (outputs, inputs)
-    awq          weight = ((values - zeros) * scales) transposed   values (inputs, outputs), eight in an int32
-
-AWQ: Lin et al. 2023, section 2; the order of the eight is that of its authors' GEMM kernel.
+    fp8, int8    weight = values * scale        values (outputs, inputs)
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -27,22 +23,12 @@ from sglang.srt.configs.model_families import NATIVE
 from sglang.srt.configs.model_files import ModelConfigError
 from sglang.srt.configs.quantization import UNUSED, WeightQuantization
 from sglang.srt.model_loader.non_finite import check_scales
+from sglang.srt.model_loader.packed_weights import PARTS, PackedTensor, Readable, bounds, stem_of
 from sglang.srt.utils.device import has_e4m3
 
 logger = logging.getLogger(__name__)
 
 _SCALES = (".weight_scale", ".weight_scale_inv")
-_PACKED, _ZEROS, _PACKED_SCALES = ".qweight", ".qzeros", ".scales"
-# Of eight numbers of 4 bits, the lowest first: which column of eight each is.
-_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
-
-
-class Readable(Protocol):
-    """A slice of an open safetensors file."""
-
-    def get_shape(self) -> list[int]: ...
-
-    def __getitem__(self, index: Any) -> torch.Tensor: ...
 
 
 def pick_weight_format(
@@ -58,9 +44,13 @@ def pick_weight_format(
     if reason is not None:
         logger.info("quantized weights are kept in %s: %s", str(config.dtype).removeprefix("torch."), reason)
         return None
-    dtype = FOUR_BITS if stored.is_awq else torch.int8 if stored.is_int else torch.float8_e4m3fn
-    logger.info("weights of decoder layers are kept in %d bits", 4 if stored.is_awq else 8)
-    return MatrixFormat(dtype, group)
+    logger.info("weights of decoder layers are kept in %d bits", stored.bits)
+    return MatrixFormat(kept_dtype(stored), group)
+
+
+def kept_dtype(stored: WeightQuantization) -> torch.dtype:
+    """Of a `MatrixFormat`."""
+    return FOUR_BITS if stored.bits == 4 else torch.int8 if stored.is_int else torch.float8_e4m3fn
 
 
 def format_asked(config: ModelConfig, asked: str, num_ranks: int, device: torch.device) -> MatrixFormat:
@@ -90,10 +80,14 @@ def _reason_to_dequantize(
         return "on a CPU there is no faster kernel"
     if config.dtype not in (torch.bfloat16, torch.float16):
         return "kernels are for bfloat16 and float16"
-    if not (stored.is_awq or stored.is_int or has_e4m3(device)):
+    if not (stored.is_int or has_e4m3(device)):
         return "this GPU does not compute with e4m3"
-    if stored.is_awq and stored.block is None:
+    if stored.bits == 4 and stored.block is None:
         return "the kernel is for groups of inputs"
+    if stored.bits == 8 and stored.has_zeros:
+        return "the kernel for 8 bits knows no zeros"
+    if stored.has_order:
+        return "the inputs of a group are no neighbours"
     group = LEAST_GROUP if stored.block is None else stored.block[1]
     heads = config.num_heads * config.head_dim
     for inputs in (config.hidden_size, heads // num_ranks, config.intermediate_size // num_ranks):
@@ -111,10 +105,25 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
     """The names without quantization -> those of the tensors that hold the values."""
     held = {}
     for name in names:
-        if name.endswith((*_SCALES, *UNUSED, _ZEROS, _PACKED_SCALES)):
-            continue
-        held[name.removesuffix(_PACKED) + ".weight" if name.endswith(_PACKED) else name] = name
+        if not name.endswith((*_SCALES, *UNUSED, *PARTS)):
+            stem = stem_of(name)
+            held[name if stem is None else f"{stem}.weight"] = name
     return held
+
+
+def unused_biases(
+    names: Iterable[str], files: Mapping[str, Path], read: Callable[[str], torch.Tensor | None]
+) -> set[str]:
+    """Of names that a model does not have, the biases that are all 0: tools for GPTQ give every matrix one. files,
+    read: as `QuantizedWeights` takes them."""
+    found = set()
+    for name in names:
+        stem, is_bias = name.removesuffix(".bias"), name.endswith(".bias")
+        if is_bias and f"{stem}.qweight" in files:
+            bias = read(name)
+            if bias is not None and not bool(bias.any()):
+                found.add(name)
+    return found
 
 
 class QuantizedWeights:
@@ -142,12 +151,10 @@ class QuantizedWeights:
         held = self._held[name]
         values = self._file.get_slice(held)
         stem = name.removesuffix(".weight")
-        if held.endswith(_PACKED):
-            _check_matrix(held, values, torch.int32, "is AWQ's")
-            zeros, scales = (self._needed(stem + suffix, held) for suffix in (_ZEROS, _PACKED_SCALES))
-            check_scales(stem + _PACKED_SCALES, self._files[stem + _PACKED_SCALES], scales, may_be_any=True)
-            block = self._quantization.block
-            return PackedTensor(held, values, zeros, scales, block[1] if block else values.get_shape()[0])
+        if stem_of(held) is not None:
+            if self._quantization.packing is None:
+                raise ModelConfigError(f"{held!r} holds packed numbers, of which config.json tells nothing.")
+            return PackedTensor(held, values, self._quantization, self._part)
         scale_name = next((stem + suffix for suffix in _SCALES if stem + suffix in self._files), None)
         if name.endswith(".weight") and scale_name is not None:
             scale = self._needed(scale_name, held)
@@ -161,6 +168,13 @@ class QuantizedWeights:
 
     def get_tensor(self, name: str) -> torch.Tensor:
         return self.get_slice(name)[:]
+
+    def _part(self, name: str) -> torch.Tensor | None:
+        """Of a packed matrix."""
+        tensor = self._read(name)
+        if tensor is not None and tensor.is_floating_point():
+            check_scales(name, self._files[name], tensor, may_be_any=True)
+        return tensor
 
     def _needed(self, name: str, held: str) -> torch.Tensor:
         tensor = self._read(name)
@@ -192,7 +206,7 @@ class ScaledTensor:
 
     def parts(self, index: Any, group: int) -> tuple[torch.Tensor, torch.Tensor, None]:
         """See `QuantizedSource`."""
-        rows, columns = _bounds(index, self.get_shape())
+        rows, columns = bounds(index, self.get_shape())
         scales = self._scale[torch.arange(*rows) // self._block[0]]
         if scales.shape[1] > 1:
             assert group == self._block[1] and not columns[0] % group
@@ -201,83 +215,13 @@ class ScaledTensor:
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """float32."""
-        rows, columns = _bounds(index, self.get_shape())
+        rows, columns = bounds(index, self.get_shape())
         of_rows = self._scale[torch.arange(*rows) // self._block[0]]
         # One for all inputs goes to each by itself.
         scale = of_rows if of_rows.shape[1] == 1 else of_rows[:, torch.arange(*columns) // self._block[1]]
         return self._values[slice(*rows), slice(*columns)].float() * scale
 
 
-@dataclass(frozen=True)
-class PackedTensor:
-    """values: (inputs, outputs / 8), zeros: (groups, outputs / 8) int32. scales: (groups, outputs). group: inputs
-    that share a zero and a scale."""
-
-    name: str
-    values: Readable
-    zeros: torch.Tensor
-    scales: torch.Tensor
-    group: int
-
-    def __post_init__(self) -> None:
-        outputs, inputs = self.get_shape()
-        groups = -(-inputs // self.group)
-        for what, tensor, wanted in (
-            ("zeros", self.zeros, (groups, outputs // 8)),
-            ("scales", self.scales, (groups, outputs)),
-        ):
-            if what == "zeros" and tensor.dtype != torch.int32:
-                raise ModelConfigError(f"The zeros of {self.name!r} have the type {tensor.dtype}, not int32.")
-            if tuple(tensor.shape) != wanted:
-                raise ModelConfigError(
-                    f"The {what} of {self.name!r} have the shape {tuple(tensor.shape)}; {inputs} inputs in groups of "
-                    f"{self.group} and {outputs} outputs have {wanted}."
-                )
-
-    def get_shape(self) -> list[int]:
-        inputs, words = self.values.get_shape()
-        return [8 * words, inputs]
-
-    def parts(self, index: Any, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See `QuantizedSource`."""
-        (begin, end), inputs = _bounds(index, self.get_shape())
-        assert group == self.group and not inputs[0] % group
-        words, groups = slice(begin // 8, -(-end // 8)), slice(inputs[0] // group, -(-inputs[1] // group))
-        outputs = slice(begin - 8 * words.start, end - 8 * words.start)
-        values = _unpacked(self.values[slice(*inputs), words])[:, outputs].t()
-        zeros = _unpacked(self.zeros[groups, words])[:, outputs].t()
-        return values, self.scales[groups, begin:end].float().t(), zeros
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        """float32."""
-        (begin, end), inputs = _bounds(index, self.get_shape())
-        # From the border of a group on.
-        first = inputs[0] // self.group * self.group
-        stored = self.parts((slice(begin, end), slice(first, inputs[1])), self.group)
-        # Computed as it lies in the file, group by group: turned around it would take several times as long.
-        values, scales, zeros = (part.t() for part in stored)
-        found = torch.empty(values.shape, dtype=torch.float32)
-        for i in range(len(scales)):
-            rows = slice(i * self.group, (i + 1) * self.group)
-            torch.mul(values[rows] - zeros[i], scales[i], out=found[rows])
-        return found[inputs[0] - first :].t()
-
-
 def _check_matrix(name: str, values: Readable, dtype: torch.dtype, what: str) -> None:
     if len(values.get_shape()) != 2 or values[:1].dtype != dtype:
         raise ModelConfigError(f"{name!r} {what}, but is no matrix of {str(dtype).removeprefix('torch.')}.")
-
-
-def _unpacked(words: torch.Tensor) -> torch.Tensor:
-    """words: (n, m) int32. Returns (n, 8 * m) int8, from 0 to 15."""
-    found = torch.empty(*words.shape, len(_COLUMNS), dtype=torch.int8)
-    for i, column in enumerate(_COLUMNS):
-        found[..., column] = (words >> (4 * i)) & 15
-    return found.flatten(1)
-
-
-def _bounds(index: Any, shape: list[int]) -> list[tuple[int, int]]:
-    """Where the slices of an index begin and end, for all dimensions."""
-    given = index if isinstance(index, tuple) else (index,)
-    slices = [*given, *[slice(None)] * (len(shape) - len(given))]
-    return [each.indices(size)[:2] for each, size in zip(slices, shape, strict=True)]
