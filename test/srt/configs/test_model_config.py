@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from sglang.srt.configs import model_config
 from sglang.srt.configs.model_config import ModelConfig, ModelConfigError
 
 LLAMA = {
@@ -237,3 +240,39 @@ def test_fingerprint(tmp_path):
     assert fingerprint() == ModelConfig.from_pretrained(path, context_length=8).fingerprint()
     dummies = {fingerprint(load_format="dummy", seed=seed) for seed in (0, 1)} | {fingerprint()}
     assert len(dummies) == 3
+
+
+def replaced(folder: Path) -> None:
+    save_file({"a": torch.ones(3)}, folder / "new")
+    os.replace(folder / "new", folder / "model.safetensors")
+
+
+def link_moved(folder: Path) -> None:
+    (folder.parent / "new").symlink_to(folder.parent / "other")
+    os.replace(folder.parent / "new", folder)
+
+
+def config_changed(folder: Path) -> None:
+    write(folder, rope_theta=77.0)
+
+
+@pytest.mark.parametrize("while_read", [False, True])
+@pytest.mark.parametrize("change", [replaced, link_moved, config_changed])
+def test_files_that_have_changed_name_no_kv(tmp_path, monkeypatch, change, while_read):
+    """The weights in memory may be of those before."""
+    folder, digest = tmp_path / "model", model_config.digest_weights
+    for name in ("first", "other"):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name)
+        save_file({"a": torch.zeros(3)}, tmp_path / name / "model.safetensors")
+    folder.symlink_to(tmp_path / "first")
+    config = ModelConfig.from_pretrained(str(folder))
+    config.fingerprint()
+    if while_read:
+        monkeypatch.setattr(model_config, "digest_weights", lambda *args: (digest(*args), change(folder))[0])
+    else:
+        change(folder)
+    with pytest.raises(ModelConfigError, match="have changed since this server read them: start it anew"):
+        config.fingerprint()
+    monkeypatch.undo()
+    ModelConfig.from_pretrained(str(folder)).fingerprint()

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,7 +36,7 @@ from sglang.srt.configs.model_files import (
 )
 from sglang.srt.configs.quantization import WeightQuantization
 from sglang.srt.configs.transformers_config import check_context, check_transformers_config, max_context, shape_of
-from sglang.srt.configs.weights_digest import digest_weights
+from sglang.srt.configs.weights_digest import FileStamp, digest_weights, stamp_files
 
 _DTYPES = {
     "float32": torch.float32,
@@ -102,6 +102,8 @@ class ModelConfig:
     quantization: WeightQuantization | None = None
     # How decoder layers keep their matrices in memory; None in dtype. See `with_weight_format`.
     weight_format: MatrixFormat | None = None
+    # Of the files of config and weights, before any of them was read; none for a config that is no file's.
+    file_stamps: tuple[FileStamp, ...] = ()
 
     @classmethod
     def from_pretrained(
@@ -117,11 +119,13 @@ class ModelConfig:
         model_impl: as --model-impl takes it.
         """
         local_path = resolve_model_path(model_path, revision)
+        stamps = stamp_files(local_path)
         raw = read_config_json(local_path)
         architecture = pick_architecture(model_path, raw, model_impl)
         hf_config = _auto_config(local_path)
         if pick_model_impl(architecture, model_impl) == TRANSFORMERS:
-            return cls._of_transformers(model_path, local_path, architecture, hf_config, dtype, context_length)
+            found = cls._of_transformers(model_path, local_path, architecture, hf_config, dtype, context_length)
+            return replace(found, file_stamps=stamps)
         num_heads = hf_config.num_attention_heads
         rope_parameters = rope_parameters_of(hf_config)
         config = cls(
@@ -130,6 +134,7 @@ class ModelConfig:
             hf_config=hf_config,
             architecture=architecture,
             model_impl=NATIVE,
+            file_stamps=stamps,
             dtype=_pick_dtype(dtype, hf_config),
             context_length=pick_context_length(context_length, hf_config.max_position_embeddings, rope_parameters),
             hidden_size=hf_config.hidden_size,
@@ -208,7 +213,8 @@ class ModelConfig:
         of the key of cached KV. The KV's dtype is not in it, nor that of weights unless it is another, and of the
         context's length only what it changes in the KV. load_format, seed: as given to `load_model`.
 
-        All bytes of all tensors are read: a checkpoint in which a few rows were trained has other KV.
+        All bytes of all tensors are read: a checkpoint in which a few rows were trained has other KV. Raises
+        ModelConfigError if a file is another than when this was made: the weights in memory may be of the one before.
         """
         digest = hashlib.sha256()
         config_json = json.loads((self.local_path / "config.json").read_text())
@@ -232,6 +238,11 @@ class ModelConfig:
             digest.update(f"dummy {seed}".encode())
         else:
             digest.update(digest_weights(self.local_path, load_format))
+        # Afterwards: they may have changed while they were read here, too.
+        if self.file_stamps and stamp_files(self.local_path) != self.file_stamps:
+            raise ModelConfigError(
+                f"the files of the model in {self.local_path} have changed since this server read them: start it anew"
+            )
         return digest.hexdigest()[:32]
 
 

@@ -1,4 +1,4 @@
-"""`digest_weights`: what tells one checkpoint's weights from another's."""
+"""`digest_weights`, what tells one checkpoint's weights from another's, and `stamp_files`, whether files changed."""
 
 from __future__ import annotations
 
@@ -17,6 +17,16 @@ from sglang.srt.configs.gguf_model import GGUF_LINK, read_tensor_list
 from sglang.srt.configs.model_files import is_gguf
 
 _MAX_THREADS = 8
+
+
+class FileStamp(NamedTuple):
+    """Of a file that was replaced or written, another."""
+
+    name: str
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
 
 
 class _Tensor(NamedTuple):
@@ -39,6 +49,13 @@ def digest_weights(local_path: Path, load_format: str) -> bytes:
                 digest.update(path.name.encode())
                 _add(digest, threads, path, _safetensors(path))
     return digest.digest()
+
+
+def stamp_files(local_path: Path) -> tuple[FileStamp, ...]:
+    """Of config and weights, behind all links."""
+    names = [path for path in local_path.iterdir() if path.suffix in (".safetensors", ".gguf")]
+    stats = [(path.name, path.stat()) for path in sorted([*names, local_path / "config.json"]) if path.exists()]
+    return tuple(FileStamp(name, at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns) for name, at in stats)
 
 
 def _add(digest: hashlib._Hash, threads: ThreadPoolExecutor, path: Path, tensors: Iterator[_Tensor]) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from sglang.srt.configs.model_files import ModelConfigError
 from sglang.srt.managers.startup.storage import StorageOpener, parse_extra_config
 from sglang.srt.managers.storage_setup import StorageSetup
 from sglang.srt.mem_cache.block_store import StoreError
@@ -224,6 +225,14 @@ def test_blocks_of_k_and_v_have_the_names_that_they_always_had() -> None:
         stored = np.empty(codec.max_stored_bytes(len(raw)), np.uint8)
         size = codec.encode(raw, 0, bytes(16), stored)
         assert codec.parse(stored[:size], 0, bytes(16)).fingerprint == fingerprint, config
+
+
+def test_a_model_whose_files_have_changed_is_a_sentence() -> None:
+    def model() -> str:
+        raise ModelConfigError("the files have changed")
+
+    with pytest.raises(StoreError, match="the files have changed"):
+        StorageOpener(model, "name", Pool(), 0, 1).setup("file", '{"secret": "s"}', "timeout", "auto")  # type: ignore
 
 
 def real_opener(rank: int = 0, size: int = 1, model: str = "m float32", page_size: int = 16) -> StorageOpener:

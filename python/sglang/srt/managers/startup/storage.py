@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.configs.model_files import ModelConfigError
 from sglang.srt.managers.schedule_policy import FETCH_ORDERS
 from sglang.srt.managers.storage_setup import PREFETCH_POLICIES, PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.mem_cache.block_store import BlockStore, StoreError
@@ -211,7 +212,11 @@ class StorageOpener:
         layout = self.pool.page_layout
         takes_any = all(storage_backend(name).takes_any_page_size for name in names)
         pages = layout.contents if takes_any else layout.fingerprint
-        return f"v{_LAYOUT_VERSION} {self.model()} {pages} block {block_tokens}"
+        try:
+            model = self.model()
+        except ModelConfigError as error:
+            raise StoreError(str(error)) from None
+        return f"v{_LAYOUT_VERSION} {model} {pages} block {block_tokens}"
 
     def _chain_secret(self, names: tuple[str, ...], config: dict[str, Any], secret: str, block_tokens: int) -> bytes:
         key = hashlib.blake2b(secret.encode(errors="surrogatepass")).digest()
