@@ -259,7 +259,7 @@ class Rig:
                 "attention_backend": model.attention,
                 "io_backend": io_backend,
                 "graph_batch_size": graph_batch_size,
-                "graph_prefill_tokens": ServerArgs.cuda_graph_max_bs_prefill,
+                "graph_prefill_tokens": ServerArgs.cuda_graph_max_bs_prefill if graph_batch_size else 0,
             }
         options |= overrides
         self.engine = LocalEngine(

@@ -4,6 +4,7 @@ loads and backups under way, retractions, failures and streamed prefixes; and th
 
 from __future__ import annotations
 
+import threading
 from itertools import pairwise
 
 import numpy as np
@@ -15,11 +16,12 @@ from sgl_kernel.cpu.library import LIBRARY
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers.scheduler_config import LayerStreamConfig
 from sglang.srt.model_executor import executor as executor_module
-from sglang.srt.model_executor.cuda_graph_runner import batch_sizes
+from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, batch_sizes
 from sglang.srt.model_executor.page_table import PageTable
 from sglang.srt.model_executor.prefill_graphs import PrefillGraphs, token_counts
 from sglang.srt.sampling.logprob_types import LogprobSpec
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.utils.cuda_stream import CudaStream, capturing
 from support.device_emulator import emulated_device
 from support.local_engine import LocalEngine
 from support.paged_attention import PagedAttention
@@ -230,6 +232,43 @@ def test_a_table_that_has_grown_is_captured_anew(config, monkeypatch):
     for answers in found:
         assert [each.tokens for each in answers] == [each.tokens for each in engine.generate(prompts(9), params(8))]
     engine.close()
+
+
+def test_decodes_whose_capture_fails_go_on_without_a_graph(config, monkeypatch, caplog):
+    monkeypatch.setattr(executor_module, "PageTable", lambda slots, device, places: PageTable(slots, device, 64))
+    with emulated_device(13):
+        engine = LocalEngine(
+            config, 700, device="cuda", attention_backend=PagedAttention(captures_extends=True), graph_batch_size=8
+        )
+
+        def fails(self, size):
+            raise torch.OutOfMemoryError("no memory for a graph")
+
+        monkeypatch.setattr(CudaGraphRunner, "_capture", fails)
+        found = [engine.generate(prompts(9), params(8)) for _ in range(2)]
+        engine.close()
+    assert "no CUDA graph of" in caplog.text
+    engine = LocalEngine(config, 700)
+    for answers in found:
+        assert [each.tokens for each in answers] == [each.tokens for each in engine.generate(prompts(9), params(8))]
+    engine.close()
+
+
+def test_what_is_over_waits_while_a_graph_is_captured():
+    """It frees pinned memory, see `capturing`."""
+    was_over, over = [], threading.Event()
+    with emulated_device(14):
+        stream, other = (CudaStream(name, torch.device("cuda")) for name in ("captures", "other"))
+
+        def capture() -> None:
+            with capturing(torch.cuda.CUDAGraph(), None):
+                other.when_done(over.set)
+                was_over.append(over.wait(0.1))
+
+        stream.enqueue(capture)
+        for each in (stream, other):
+            each.close()
+    assert was_over == [False] and over.is_set()
 
 
 @pytest.mark.gpu

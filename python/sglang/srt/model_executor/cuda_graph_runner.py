@@ -26,6 +26,7 @@ from sglang.srt.model_executor.forward_batch_info import BatchNumbers, CausalLM,
 from sglang.srt.model_executor.page_table import PageTable
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_plan import SamplingPlan
+from sglang.srt.utils.cuda_stream import capturing
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +86,8 @@ class CudaGraphRunner:
 
     @property
     def max_batch_size(self) -> int:
-        return self._sizes[-1]
+        """0: there is no graph."""
+        return self._sizes[-1] if self._sizes else 0
 
     def capture_all(self) -> None:
         """Capture all graphs before the first request, which would wait for them otherwise."""
@@ -109,7 +111,7 @@ class CudaGraphRunner:
         size = self._sizes[bisect_left(self._sizes, n)]
         captured = self._captured.get(size)
         if captured is None or captured.version != self._page_table.version:
-            captured = self._capture(size)
+            captured = self._capture_again(size)
         rows = np.tile(self._padding, size)
         rows[:, :n] = (
             numbers.input_ids,
@@ -132,6 +134,15 @@ class CudaGraphRunner:
         )
         assert self._logits is not None
         return self._logits[:n], batch
+
+    def _capture_again(self, size: int) -> _Captured:
+        """If that fails, as for want of memory, decodes of that size go on without a graph; this one fails."""
+        try:
+            return self._capture(size)
+        except Exception:
+            logger.error("no CUDA graph of %d requests could be captured: decodes of so many have none now", size)
+            self._sizes = [each for each in self._sizes if each < size]
+            raise
 
     def _capture(self, size: int) -> _Captured:
         """Capture on the current stream."""
@@ -180,13 +191,7 @@ class CudaGraphRunner:
                 self._logits[:size].copy_(logits)
                 del logits
                 graph = torch.cuda.CUDAGraph()
-                # Other threads may make CUDA calls meanwhile.
-                with torch.cuda.graph(
-                    graph,
-                    pool=self._memory,
-                    stream=torch.cuda.current_stream(),
-                    capture_error_mode="thread_local",
-                ):
+                with capturing(graph, self._memory):
                     self._logits[:size].copy_(forward())
         finally:
             self._attention.capturing = False

@@ -42,8 +42,8 @@ _BATCHES: tuple[tuple[tuple[int, int], ...], ...] = (
     ((_LONG, 1), (5, 1)),
     ((5, 1),),
 )
-# Also some rows, and so many that quantised matrices are dequantised.
-_BATCHES_OF_QUANTIZED = (((_LONG, 32),), ((_LONG, MOST_ROWS + 64),))
+# Also some rows, more, and so many that quantised matrices are dequantised.
+_BATCHES_OF_QUANTIZED = (((_LONG, 32),), ((_LONG, 128),), ((_LONG, MOST_ROWS + 64),))
 _SAMPLINGS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=1.0, sampling_seed=1),

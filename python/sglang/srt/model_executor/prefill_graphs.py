@@ -34,6 +34,7 @@ from sglang.srt.mem_cache.kv_view import KVPool, KVSegment, KVView, PagedSegment
 from sglang.srt.mem_cache.memory_pool import DevicePool
 from sglang.srt.model_executor.forward_batch_info import CausalLM, ForwardBatch, ForwardMode
 from sglang.srt.model_executor.page_table import PageTable
+from sglang.srt.utils.cuda_stream import capturing
 
 logger = logging.getLogger(__name__)
 
@@ -304,10 +305,7 @@ class PrefillGraphs:
     def _graph_of(self, work: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
         """What the work starts on the device, and what it returns."""
         graph = torch.cuda.CUDAGraph()
-        # Other threads may make CUDA calls meanwhile.
-        with torch.cuda.graph(
-            graph, pool=self._memory, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
-        ):
+        with capturing(graph, self._memory):
             found = work()
         self._memory = graph.pool()
         return graph, found

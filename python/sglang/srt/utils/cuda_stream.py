@@ -17,8 +17,9 @@ An event is one of CUDA's, or a point that a kernel tells of while it goes on (`
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from typing import Any
 
@@ -26,6 +27,9 @@ import torch
 
 from sgl_kernel.kvcacheio import LayerFlags
 from sglang.srt.utils.stream import Event, ThreadStream
+
+# Of the process: held while a graph is captured, and by each completion.
+_CAPTURE_LOCK = threading.Lock()
 
 
 class CudaEvent:
@@ -95,6 +99,18 @@ class KernelEvent:
 
     def wait(self) -> None:
         self._launch.wait(self._group)
+
+
+@contextlib.contextmanager
+def capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+    """What the current stream is given becomes the graph. pool: memory of other graphs to use, or None. Other threads
+    may make CUDA calls meanwhile, but completions wait: they free pinned memory that this stream has used, for which
+    torch records an event on it, and such an event of a captured stream must never be queried."""
+    with (
+        _CAPTURE_LOCK,
+        torch.cuda.graph(graph, pool=pool, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"),
+    ):
+        yield
 
 
 class CudaStream(ThreadStream):
@@ -170,7 +186,8 @@ class CudaStream(ThreadStream):
             event, work = item
             self._try(event.synchronize)
             if self._error is None:
-                self._try(work)
+                with _CAPTURE_LOCK:
+                    self._try(work)
 
 
 def make_stream(
