@@ -74,6 +74,22 @@ def test_what_is_refused(path: str, body: dict[str, Any], sentence: str) -> None
     assert reply.status_code == 400 and sentence in reply.text and not changes
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "body", "field"),
+    [
+        ("PUT", "quotas", {"cache_salt": "s", "disk": 64}, "`disk`"),
+        ("POST", "erase", {"cache_salt": "s", "abort": True}, "`abort`"),
+        ("POST", "warm", {"prompts": [{"text": "a", "cache_salt": "s"}]}, "`cache_salt` - at `prompts[0]`"),
+        ("PUT", "labels/n", {"text": "a", "salt": "s"}, "`salt`"),
+        ("PUT", "tiers/disk", {"read": False}, "`read`"),
+        ("PUT", "policies", {"policy": "lpm"}, "`policy`"),
+    ],
+)
+def test_a_field_that_no_change_has_is_refused(method: str, path: str, body: dict[str, Any], field: str) -> None:
+    reply, changes = ask(method, f"/hicache/{path}", body)
+    assert reply.status_code == 400 and f"unknown field {field}" in reply.text and not changes
+
+
 @pytest.mark.parametrize("kind", ["retention", "labels"])
 def test_a_name_may_have_a_slash(kind: str) -> None:
     body = {"text": "a"} | ({"ttl_s": 5} if kind == "retention" else {})
@@ -88,7 +104,8 @@ def test_a_name_may_have_a_slash(kind: str) -> None:
 def test_a_name_that_there_is_not_is_not_found(kind: str) -> None:
     reply, _ = ask("DELETE", f"/hicache/{kind}/a", message="no prefix has it")
     assert reply.status_code == 404 and reply.text == "no prefix has it\n"
-    reply, _ = ask("PUT", f"/hicache/{kind}/a", {"text": "a", "ttl_s": 5}, message="too long")
+    body = {"text": "a"} | ({"ttl_s": 5} if kind == "retention" else {})
+    reply, _ = ask("PUT", f"/hicache/{kind}/a", body, message="too long")
     assert reply.status_code == 400
 
 

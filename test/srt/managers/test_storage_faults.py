@@ -616,6 +616,27 @@ def test_a_plugin_raises_when_it_is_cleared_or_detached(model: Model, method: st
     engine.end()
 
 
+def test_what_is_left_alone_stays_so_where_storage_cannot_be_emptied(model: Model) -> None:
+    plugin = plugin_with(model, prompt(8))
+    engine = Engine(model.config, over(plugin))
+    engine.ask(prompt(8))
+    engine.settle()
+    clear, breakers = plugin.clear, (engine.core.scheduler.storage.reads, engine.core.scheduler.storage.writes)
+    for breaker in breakers:
+        breaker._open("it fails")
+
+    def raising() -> None:
+        raise RuntimeError("refused")
+
+    plugin.clear = raising  # type: ignore[method-assign]
+    assert not engine.administer(StorageAction.CLEAR)[0]
+    assert all(breaker.is_open for breaker in breakers)
+    plugin.clear = clear  # type: ignore[method-assign]
+    assert engine.administer(StorageAction.CLEAR)[0]
+    assert not any(breaker.is_open for breaker in breakers)
+    engine.end()
+
+
 @pytest.mark.parametrize("error", [StoreError("say what to do"), RuntimeError("a bug")], ids=repr)
 def test_a_store_that_does_not_open_leaves_the_engine_without(model: Model, error: Exception) -> None:
     text = prompt(8)

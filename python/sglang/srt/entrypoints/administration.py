@@ -40,12 +40,16 @@ class AttachStorageRequest(msgspec.Struct, frozen=True, kw_only=True):
     hicache_write_policy: str | None = None
 
 
-class SwitchTierRequest(msgspec.Struct, frozen=True, kw_only=True):
+class _Change(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A field that is not known is refused: what it asks for would be left out of a change."""
+
+
+class SwitchTierRequest(_Change, frozen=True, kw_only=True):
     reads: bool | None = None
     writes: bool | None = None
 
 
-class PoliciesRequest(msgspec.Struct, frozen=True, kw_only=True):
+class PoliciesRequest(_Change, frozen=True, kw_only=True):
     """By the names of the flags; what is left out stays."""
 
     schedule_policy: str | None = None
@@ -58,7 +62,7 @@ class PoliciesRequest(msgspec.Struct, frozen=True, kw_only=True):
     hicache_load_or_recompute: bool | Literal["on", "off"] | None = None
 
 
-class Prefix(msgspec.Struct, frozen=True, kw_only=True):
+class Prefix(_Change, frozen=True, kw_only=True):
     """The beginning of prompts: one of the three."""
 
     text: str | None = None
@@ -77,18 +81,18 @@ class LabelRequest(Prefix, frozen=True, kw_only=True):
     extra_key: str | None = None
 
 
-class WarmRequest(msgspec.Struct, frozen=True, kw_only=True):
+class WarmRequest(_Change, frozen=True, kw_only=True):
     prompts: list[str | list[int] | Prefix]
     cache_salt: str | None = None
     extra_key: str | None = None
 
 
-class EraseRequest(msgspec.Struct, frozen=True, kw_only=True):
+class EraseRequest(_Change, frozen=True, kw_only=True):
     cache_salt: str
     abort_requests: bool = False
 
 
-class QuotaRequest(msgspec.Struct, frozen=True, kw_only=True):
+class QuotaRequest(_Change, frozen=True, kw_only=True):
     """tokens: by tier; empty for no quota, None to look only."""
 
     cache_salt: str

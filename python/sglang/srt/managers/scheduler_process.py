@@ -293,7 +293,7 @@ class SchedulerProcess:
                     what,
                     breaker.reason,
                 )
-            else:
+            elif storage.setup is not None:
                 logger.warning("%s of storage work again", what)
 
     def _log_differences(self) -> None:

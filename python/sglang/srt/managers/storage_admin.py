@@ -27,9 +27,10 @@ class StorageAdmin:
         self._ticket: Ticket | None = None
         self._replies: list[ControlReply] = []
 
-    def attach(self, setup: StorageSetup) -> None:
+    def attach(self, setup: StorageSetup, works: bool = True) -> None:
+        """works: False where what is left alone stays so."""
         self._attached()
-        self._storage.attach_storage(setup)
+        self._storage.attach_storage(setup, works)
 
     def serve(self, requests: Iterable[StorageRequest] = ()) -> None:
         """Take new requests, and begin the next one if it can begin."""
@@ -57,7 +58,7 @@ class StorageAdmin:
         self._ticket = None
         if request.action == StorageAction.CLEAR:
             assert self._storage.setup is not None
-            self.attach(self._storage.setup)
+            self.attach(self._storage.setup, success)
         elif request.action == StorageAction.DETACH:
             self._storage.detach_storage()
         elif success and request.what is not None:

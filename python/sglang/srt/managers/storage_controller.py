@@ -138,13 +138,14 @@ class StorageController:
 
     # -- attaching ----------------------------------------------------------------------------------------------
 
-    def attach_storage(self, setup: StorageSetup) -> None:
-        """Storage was opened, or emptied."""
+    def attach_storage(self, setup: StorageSetup, works: bool = True) -> None:
+        """Storage was opened, or emptied. works: False if it could not be emptied."""
         assert self.controller.has_host, "storage needs a host tier"
         self.setup = setup
         self.controller.set_write_policy(setup.write_policy)
         self.set_config(setup.prefetch)
-        self.open(setup.limits, BlockKeys(setup.secret, setup.block_tokens, setup.tenant_key), setup.is_lossy)
+        names = BlockKeys(setup.secret, setup.block_tokens, setup.tenant_key)
+        self.open(setup.limits, names, setup.is_lossy, works)
         self.obey_switches()
 
     def detach_storage(self) -> None:
@@ -156,7 +157,13 @@ class StorageController:
         """Of what is attached."""
         return self.setup.tiers if self.setup is not None else ()
 
-    def open(self, limits: StorageLimits | None, block_keys: BlockKeys | None, is_lossy: bool = False) -> None:
+    def open(
+        self,
+        limits: StorageLimits | None,
+        block_keys: BlockKeys | None,
+        is_lossy: bool = False,
+        works: bool = True,
+    ) -> None:
         """Storage was attached, emptied or detached: nothing that the tree knew of it holds any more."""
         self.tree.rename_blocks(block_keys)
         self.tree.pages.opened(self.tiers if limits is not None else (), block_keys.block_tokens if block_keys else 0)
@@ -166,8 +173,9 @@ class StorageController:
             self.tree.order.cut_tokens = self.tree.page_size
         self.limits = limits
         self.is_lossy = is_lossy
-        self.reads.reset()
-        self.writes.reset()
+        if works:
+            self.reads.reset()
+            self.writes.reset()
         self._probe_value = ProbeValue()
         self.writer.open(limits, is_lossy, self.setup is not None and self.setup.is_exclusive)
         self.controller.feeds_storage = limits is not None
