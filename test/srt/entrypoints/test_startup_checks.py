@@ -76,9 +76,9 @@ def test_a_model_that_can_be_served(model: Callable[..., str], tmp_path: Path) -
         ),
         (
             "",
-            {"quantization_config": {"quant_method": "gptq"}},
+            {"quantization_config": {"quant_method": "quip"}},
             {},
-            "it is quantized as 'gptq', which is not supported",
+            "it is quantized as 'quip', which is not supported",
         ),
         ("", {"hidden_act": "gelu"}, {}, "'gelu' is not supported"),
         ("", {"dtype": "float8_e4m3fn"}, {}, "dtype float8_e4m3fn is not supported; choose one with --dtype"),

@@ -182,3 +182,10 @@ def test_waiting_is_found_out(waits):
     x = torch.empty(3, 4, device=DEVICE)
     with NoWaiting(), pytest.raises((WaitsForDeviceError, RuntimeError, NotImplementedError)):
         waits(x, torch.empty(3, dtype=torch.int64, device=DEVICE))
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_temperature_beyond_float32_is_its_largest():
+    params = [SamplingParams(temperature=each) for each in (1e308, 0.5)]
+    info = SamplingBatchInfo.from_params(params, 7, torch.zeros(2, dtype=torch.int64))
+    assert info.temperatures.tolist() == [torch.finfo(torch.float32).max, 0.5]

@@ -28,6 +28,7 @@ import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -455,8 +456,14 @@ class Engine:
         logger.error("%s; this engine can only be shut down", why)
         self._processes.manager.fail_all(why)
 
+    def _submit(self, coroutine: Any) -> Future[Any]:
+        if self._loop.is_closed():
+            coroutine.close()
+            raise EngineDeadError("the engine was shut down")
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
     def _run(self, coroutine: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+        return self._submit(coroutine).result()
 
     def generate(
         self,
@@ -488,7 +495,7 @@ class Engine:
         events = self._events(_request(prompt, sampling_params, input_ids, stream, fields))
         if stream:
             return self._iterate_async(events)
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_only(events), self._loop))
+        return await asyncio.wrap_future(self._submit(_only(events)))
 
     async def _events(self, request: GenerateReqInput) -> AsyncIterator[Any]:
         events = serve_generate(request, self._processes.manager, _MAX_ANSWERS)
@@ -505,17 +512,19 @@ class Engine:
             while (event := self._run(_next(events))) is not None:
                 yield event
         finally:
-            self._run(close(events))
+            if not self._loop.is_closed():
+                self._run(close(events))
 
     async def _iterate_async(self, events: AsyncIterator[Any]) -> AsyncIterator[dict[str, Any]]:
         def on_loop(coroutine: Any) -> asyncio.Future[Any]:
-            return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+            return asyncio.wrap_future(self._submit(coroutine))
 
         try:
             while (event := await on_loop(_next(events))) is not None:
                 yield event
         finally:
-            await on_loop(close(events))
+            if not self._loop.is_closed():
+                await on_loop(close(events))
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
         """End the requests with this rid, or all. They answer with the tokens that they have, and finish reason

@@ -331,7 +331,7 @@ def sampling_params(fields: SamplingFields, names: Mapping[str, str] = {}) -> Sa
         params.top_k == -1 or 1 <= params.top_k <= 1 << 31,
         "top_k",
         params.top_k,
-        "at least 1, or -1 for the whole vocabulary",
+        "from 1 to 2147483648, or -1 for the whole vocabulary",
     )
     require(0 <= params.min_p <= 1, "min_p", params.min_p, "from 0 to 1")
     require(-2 <= params.frequency_penalty <= 2, "frequency_penalty", params.frequency_penalty, "from -2 to 2")

@@ -46,7 +46,7 @@ REASONS = {
     "page_tail": "they fill no whole page",
     "logprobs": "log-probabilities of the prompt were asked for",
     "last_token": "the last token, which is always computed",
-    "restarted": "found at the first start, and gone when the request started again",
+    "restarted": "in replies only: found at the first start, and gone when the request started again",
 }
 
 

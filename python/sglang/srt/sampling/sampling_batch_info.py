@@ -60,7 +60,7 @@ class SamplingBatchInfo:
     ) -> SamplingBatchInfo:
         """positions: on `device`."""
         columns = _Columns(
-            np.array([p.temperature for p in params], np.float32),
+            np.minimum([p.temperature for p in params], np.finfo(np.float32).max).astype(np.float32),
             np.array([p.top_p for p in params], np.float32),
             np.array([p.top_k if p.top_k > 0 else vocab_size for p in params], np.int64),
             np.array([p.min_p for p in params], np.float32),

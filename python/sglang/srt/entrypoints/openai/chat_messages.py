@@ -8,6 +8,8 @@ from typing import Any
 
 from sglang.srt.utils.errors import RequestError
 
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
 
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Each content is one text, which every template takes. The arguments of calls are objects, as the templates
@@ -24,14 +26,18 @@ def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
 
 
 def _message(message: Mapping[str, Any], at: int) -> dict[str, Any]:
-    if not isinstance(message.get("role"), str):
-        raise RequestError(f"messages[{at}] has no role", param="messages")
-    content = message.get("content")
+    role, content = message.get("role"), message.get("content")
+    if role not in ROLES:
+        raise RequestError(f"messages[{at}] has the role {role!r}; use one of {', '.join(ROLES)}", param="messages")
+    if content is None and role != "assistant":
+        raise RequestError(f"messages[{at}] has no content, which only an assistant's may lack", param="messages")
     if isinstance(content, list):
         texts = []
         for part in content:
             if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
                 kind = part.get("type") if isinstance(part, dict) else None
+                if kind == "text":
+                    raise RequestError(f"messages[{at}] has a part of text without `text`", param="messages")
                 raise RequestError(
                     f"messages[{at}] has a part of type {kind!r}: only text is supported", param="messages"
                 )

@@ -96,8 +96,10 @@ class Tiles:
         """Of the tiles that fit into an SM's shared memory, of which a program may have shared_bytes, the fastest on
         an H200 with heads of 128 (docs/records/experiments.md). More keys pay where a tile is no part of a page: its
         page numbers are looked up while others are multiplied."""
-        if triton.next_power_of_2(head_dim) * dtype.itemsize > 256:
-            return cls(ExtendTile(queries=64, keys=32, keys_of_pages=32), decode_keys=32)
+        head_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
+        if head_bytes > 256:
+            keys = 16 if head_bytes > 512 or shared_bytes < HOPPER_SHARED_BYTES else 32
+            return cls(ExtendTile(queries=64, keys=keys, keys_of_pages=keys), decode_keys=keys)
         if shared_bytes < HOPPER_SHARED_BYTES or dtype.itemsize > 2:
             return cls()
         return cls(ExtendTile(keys_of_pages=128 if page_size % ExtendTile.keys else 64), SHORT_TILE)
