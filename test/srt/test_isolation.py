@@ -428,17 +428,17 @@ def test_a_server_with_another_page_size_finds_what_is_on_the_disk(places: Place
 
 # Part -> mutants.
 PART_MUTANTS: dict[str, tuple[Mutant, ...]] = {
-    "config": (Mutant(ModelConfig, "fingerprint", "json.dumps(config_json, sort_keys=True).encode()", "b''"),),
+    "config": (Mutant(ModelConfig, "_fingerprint", "json.dumps(config_json, sort_keys=True).encode()", "b''"),),
     "weights": (
-        Mutant(ModelConfig, "fingerprint", "digest.update(digest_weights(self.local_path, load_format))", "pass"),
+        Mutant(ModelConfig, "_fingerprint", "digest.update(digest_weights(self.local_path, load_format))", "pass"),
     ),
     "dtype": (
         # The file store has the contents of a token in its own names.
         Mutant(StorageOpener, "_namespace", "{pages}", "page {self.pool.page_size}", ("remote",)),
     ),
-    "rotary factors": (Mutant(ModelConfig, "fingerprint", _FACTORS, "True"),),
-    "dummy weights": (Mutant(ModelConfig, "fingerprint", "dummy {seed}", "dummy"),),
-    "model code": (Mutant(ModelConfig, "fingerprint", 'b"transformers"', 'b""'),),
+    "rotary factors": (Mutant(ModelConfig, "_fingerprint", _FACTORS, "True"),),
+    "dummy weights": (Mutant(ModelConfig, "_fingerprint", "dummy {seed}", "dummy"),),
+    "model code": (Mutant(ModelConfig, "_fingerprint", 'b"transformers"', 'b""'),),
     "layout version": (Mutant(StorageOpener, "_namespace", "v{_LAYOUT_VERSION}", ""),),
     "page size": (Mutant(StorageOpener, "_namespace", "else layout.fingerprint", "else layout.contents"),),
     "secret": (Mutant(StorageOpener, "_chain_secret", 'secret.encode(errors="surrogatepass")', "b''"),),

@@ -252,12 +252,17 @@ def link_moved(folder: Path) -> None:
     os.replace(folder.parent / "new", folder)
 
 
+def being_written(folder: Path) -> None:
+    (folder / "new").write_bytes(b"")
+    os.replace(folder / "new", folder / "model.safetensors")
+
+
 def config_changed(folder: Path) -> None:
     write(folder, rope_theta=77.0)
 
 
 @pytest.mark.parametrize("while_read", [False, True])
-@pytest.mark.parametrize("change", [replaced, link_moved, config_changed])
+@pytest.mark.parametrize("change", [replaced, being_written, link_moved, config_changed])
 def test_files_that_have_changed_name_no_kv(tmp_path, monkeypatch, change, while_read):
     """The weights in memory may be of those before."""
     folder, digest = tmp_path / "model", model_config.digest_weights
@@ -275,4 +280,12 @@ def test_files_that_have_changed_name_no_kv(tmp_path, monkeypatch, change, while
     with pytest.raises(ModelConfigError, match="have changed since this server read them: start it anew"):
         config.fingerprint()
     monkeypatch.undo()
-    ModelConfig.from_pretrained(str(folder)).fingerprint()
+    if change is not being_written:
+        ModelConfig.from_pretrained(str(folder)).fingerprint()
+
+
+def test_weights_that_cannot_be_read_are_a_sentence(tmp_path):
+    path = write(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ModelConfigError, match="cannot be read: cannot mmap an empty file"):
+        ModelConfig.from_pretrained(path).fingerprint()

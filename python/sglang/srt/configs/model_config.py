@@ -216,6 +216,22 @@ class ModelConfig:
         All bytes of all tensors are read: a checkpoint in which a few rows were trained has other KV. Raises
         ModelConfigError if a file is another than when this was made: the weights in memory may be of the one before.
         """
+        # Before and after: what is being written may not be readable.
+        self._check_files()
+        try:
+            found = self._fingerprint(load_format, seed)
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise ModelConfigError(f"the files of the model in {self.local_path} cannot be read: {error}") from error
+        self._check_files()
+        return found
+
+    def _check_files(self) -> None:
+        if self.file_stamps and stamp_files(self.local_path) != self.file_stamps:
+            raise ModelConfigError(
+                f"the files of the model in {self.local_path} have changed since this server read them: start it anew"
+            )
+
+    def _fingerprint(self, load_format: str, seed: int) -> str:
         digest = hashlib.sha256()
         config_json = json.loads((self.local_path / "config.json").read_text())
         # Written by the library that saved it last; not a property of the model.
@@ -238,11 +254,6 @@ class ModelConfig:
             digest.update(f"dummy {seed}".encode())
         else:
             digest.update(digest_weights(self.local_path, load_format))
-        # Afterwards: they may have changed while they were read here, too.
-        if self.file_stamps and stamp_files(self.local_path) != self.file_stamps:
-            raise ModelConfigError(
-                f"the files of the model in {self.local_path} have changed since this server read them: start it anew"
-            )
         return digest.hexdigest()[:32]
 
 

@@ -6,7 +6,7 @@ folder may hang. The scheduler hears of a request afterwards, so that no step wa
 
 from __future__ import annotations
 
-from collections import deque
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -20,6 +20,8 @@ from sglang.srt.managers.startup.storage import StorageOpener
 from sglang.srt.mem_cache.block_store import StoreError
 from sglang.srt.mem_cache.transfer import StorageAction
 
+logger = logging.getLogger(__name__)
+
 
 class StorageRequests:
     """Belongs to the scheduler process's main thread. opener: None where there is no host tier. notify: called from
@@ -29,11 +31,11 @@ class StorageRequests:
         self._opener = opener
         self._notify = notify
         self._thread: ThreadPoolExecutor | None = None
-        # In the order of arrival.
-        self._waiting: deque[tuple[str, Future[StorageRequest]]] = deque()
+        # By request id, in the order of arrival.
+        self._waiting: dict[str, Future[StorageRequest]] = {}
 
     def add(self, message: StorageReqInput) -> None:
-        """`take_ready` returns it later, behind those that came before."""
+        """`take_ready` returns it when it is ready; to detach and to clear wait for no folder that may hang."""
         if isinstance(message, AttachHiCacheStorageReqInput):
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="storage-settings")
@@ -43,7 +45,7 @@ class StorageRequests:
             action = StorageAction.DETACH if is_detach else StorageAction.CLEAR
             future = Future()
             future.set_result(StorageRequest(id=message.id, action=action))
-        self._waiting.append((message.id, future))
+        self._waiting[message.id] = future
         future.add_done_callback(lambda _: self._notify())
 
     def _read(self, message: AttachHiCacheStorageReqInput) -> StorageRequest:
@@ -59,13 +61,17 @@ class StorageRequests:
         """What the scheduler can hear of now, and ids of requests whose settings cannot be used, with the reason."""
         ready: list[StorageRequest] = []
         failed: list[tuple[str, str]] = []
-        while self._waiting and self._waiting[0][1].done():
-            id, future = self._waiting.popleft()
+        for id in [id for id, future in self._waiting.items() if future.done()]:
+            future = self._waiting.pop(id)
             error = future.exception()
             if isinstance(error, StoreError):
                 failed.append((id, str(error)))
-            elif isinstance(error, OSError):
-                failed.append((id, f"a file that names blocks cannot be read: {error}"))
+            elif error is not None:
+                # Whatever it is, requests go on.
+                logger.error("storage cannot be attached", exc_info=error)
+                failed.append(
+                    (id, f"storage cannot be attached, see the server's log: {type(error).__name__} {error}")
+                )
             else:
                 ready.append(future.result())
         return ready, failed
