@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -287,5 +288,9 @@ def test_files_that_have_changed_name_no_kv(tmp_path, monkeypatch, change, while
 def test_weights_that_cannot_be_read_are_a_sentence(tmp_path):
     path = write(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"")
+    config = ModelConfig.from_pretrained(path)
     with pytest.raises(ModelConfigError, match="cannot be read: cannot mmap an empty file"):
-        ModelConfig.from_pretrained(path).fingerprint()
+        config.fingerprint()
+    shutil.rmtree(path)
+    with pytest.raises(ModelConfigError, match=r"cannot be read: .*No such file or directory"):
+        config.fingerprint()

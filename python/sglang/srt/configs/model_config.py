@@ -216,13 +216,15 @@ class ModelConfig:
         All bytes of all tensors are read: a checkpoint in which a few rows were trained has other KV. Raises
         ModelConfigError if a file is another than when this was made: the weights in memory may be of the one before.
         """
-        # Before and after: what is being written may not be readable.
-        self._check_files()
         try:
+            # Before and after: what is being written may not be readable.
+            self._check_files()
             found = self._fingerprint(load_format, seed)
+            self._check_files()
+        except ModelConfigError:
+            raise
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise ModelConfigError(f"the files of the model in {self.local_path} cannot be read: {error}") from error
-        self._check_files()
         return found
 
     def _check_files(self) -> None:
