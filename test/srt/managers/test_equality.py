@@ -110,6 +110,9 @@ MODELS = {
 
 
 OF_TRANSFORMERS = ("gpt2", "gemma", "qwen3_moe", "gemma2")
+not_emulated = pytest.mark.skipif(
+    os.environ.get("SGLANG_TEST_DEVICE") == "emulated", reason="transformers needs the CPU or a real GPU"
+)
 
 
 # The others differ from these in nothing that caching touches; test_models.py runs all. What is special to models
@@ -118,7 +121,8 @@ OF_TRANSFORMERS = ("gpt2", "gemma", "qwen3_moe", "gemma2")
     scope="module",
     params=[
         *("llama", "qwen3"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral", "qwen2", *OF_TRANSFORMERS)),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral", "qwen2")),
+        *(pytest.param(name, marks=(pytest.mark.slow, not_emulated)) for name in OF_TRANSFORMERS),
     ],
 )
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
@@ -373,9 +377,7 @@ SETUP = StorageSetup(
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.skipif(
-    os.environ.get("SGLANG_TEST_DEVICE") == "emulated", reason="transformers needs the CPU or a real GPU"
-)
+@not_emulated
 @pytest.mark.parametrize(
     "name", ["gpt2", "qwen3_moe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma", "gemma2"))]
 )
