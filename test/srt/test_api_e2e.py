@@ -111,6 +111,42 @@ def test_logprobs_of_generate_are_transformers(world, start):
                 assert [triple[2] for triple in triples] == [world.tokenizer.decode(token) for token in ids]
 
 
+def test_a_prompt_without_an_answer(world):
+    """Its log-probabilities are those before an answer, and it is cached and counted all the same."""
+
+    def counted(name: str) -> float:
+        (line,) = [x for x in world.server.get("/metrics").text.splitlines() if x.startswith(f"sglang:{name}{{")]
+        return float(line.split()[-1])
+
+    names = ("prompt_tokens_total", "generation_tokens_total", "time_to_first_token_seconds_count")
+    before = [counted(name) for name in names]
+    prompt = list(reversed(PROMPT))
+    expected = world.logprobs(prompt)
+    for stream in (False, True):
+        body = {
+            "input_ids": prompt,
+            "sampling_params": {"max_new_tokens": 0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "stream": stream,
+        }
+        text = world.server.post("/generate", body).text
+        reply = json.loads(text.split("data: ")[-2] if stream else text)
+        meta = reply["meta_info"]
+        assert (reply["text"], reply["output_ids"], meta["completion_tokens"]) == ("", [], 0)
+        assert meta["finish_reason"] == {"type": "length", "length": 0}
+        assert meta["output_token_logprobs"] == []
+        found = [entry[0] for entry in meta["input_token_logprobs"]]
+        assert found[1:] == near([float(expected[i - 1, prompt[i]]) for i in range(1, len(prompt))])
+    plain = world.generate(prompt, tokens=0)
+    assert plain["meta_info"]["cached_tokens"] == len(prompt) - 1
+    assert [counted(name) - b for name, b in zip(names, before)] == [3 * len(prompt), 0, 3]
+    echoed = world.client.completions.create(model="tiny", prompt=prompt, max_tokens=0, echo=True, logprobs=0)
+    assert len(echoed.choices[0].logprobs.tokens) == len(prompt) and echoed.usage.completion_tokens == 0
+    assert echoed.choices[0].text == world.tokenizer.decode(prompt)
+    assert world.running() == 0
+
+
 def test_echoed_logprobs_are_transformers(world):
     """As evaluation harnesses ask: the log-probability of a text, nothing generated that matters."""
     reply = world.client.completions.create(

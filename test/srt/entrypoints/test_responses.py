@@ -124,8 +124,9 @@ def test_formats_and_limits(scripted: Scripted) -> None:
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input"),
         ({"input": [{"type": "reasoning", "content": 5}]}, "input"),
-        ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "response_format"),
-        ({"max_output_tokens": 0}, "max_tokens"),
+        ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text"),
+        ({"text": {"format": {"type": "structural_tag"}}}, "text"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
     ],
 )
 def test_what_is_refused(scripted: Scripted, fields: dict[str, Any], param: str) -> None:

@@ -293,7 +293,9 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     structural_tag: str | dict[str, Any] | None = None
 
 
-def sampling_params(fields: SamplingFields, names: Mapping[str, str] = {}) -> SamplingParams:
+def sampling_params(
+    fields: SamplingFields, names: Mapping[str, str] = {}, least_new_tokens: int = 0
+) -> SamplingParams:
     """names: the client's names of parameters, where they differ. Raises RequestError with the allowed range."""
 
     def require(ok: bool, name: str, value: Any, rule: str) -> None:
@@ -310,8 +312,13 @@ def sampling_params(fields: SamplingFields, names: Mapping[str, str] = {}) -> Sa
     params = SamplingParams(**given, grammar=grammar)
 
     require(1 <= n <= MAX_N, "n", n, f"from 1 to {MAX_N}")
-    require(params.max_new_tokens >= 1, "max_new_tokens", params.max_new_tokens, "at least 1")
     longest = fields.max_new_tokens
+    require(
+        params.max_new_tokens >= least_new_tokens,
+        "max_new_tokens",
+        params.max_new_tokens,
+        f"at least {least_new_tokens}",
+    )
     require(
         params.min_new_tokens >= 0 and (longest is None or params.min_new_tokens <= longest),
         "min_new_tokens",

@@ -16,6 +16,7 @@ import numpy as np
 
 from sglang.srt.mem_cache.block_history import FORGOTTEN, BlockHistory, Left
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
+from sglang.srt.mem_cache.namespaces import is_private
 from sglang.srt.mem_cache.node import Node, is_hole
 from sglang.srt.mem_cache.radix import common_len
 from sglang.srt.mem_cache.transfer import FRAME_TIERS
@@ -159,7 +160,7 @@ class LostHits:
         storable_end = len(lookup.tokens) // names.block_tokens * names.block_tokens if names is not None else 0
         for bound in sorted((end, outcome.stored_end, outcome.cut_from, storable_end)):
             if start < bound <= end:
-                reasons[_reason(left, bound, outcome, bound <= storable_end)] += bound - start
+                reasons[_reason(left, bound, lookup, bound <= storable_end)] += bound - start
                 start = bound
 
 
@@ -167,13 +168,15 @@ def _is_ready_somewhere(node: Node) -> bool:
     return any(node.frames[tier] is not None and node.tickets[tier] is None for tier in FRAME_TIERS)
 
 
-def _reason(left: Left | None, end: int, outcome: StorageOutcome, is_storable: bool) -> str:
+def _reason(left: Left | None, end: int, lookup: Lookup, is_storable: bool) -> str:
     """Of tokens that end at token `end` of their prompt. left: how they left memory, None if they never were there.
     is_storable: whether they fill blocks of storage."""
+    outcome = lookup.outcome
     if end <= outcome.stored_end:
         return outcome.reason or ("recomputed" if end > outcome.cut_from else "storage_failed")
     if left is None:
-        return "never_cached"
+        # Memory keeps nothing of a private namespace: what storage did not tell may well be there.
+        return (is_storable and is_private(lookup.namespace) and outcome.reason) or "never_cached"
     if left.cause == "erased":
         return left.cause  # from storage too
     return outcome.reason or "storage_missing" if left.is_stored and is_storable else left.cause

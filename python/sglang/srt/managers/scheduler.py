@@ -316,6 +316,10 @@ class Scheduler:
         if token == NO_TOKEN:
             self._end_without_grammar(req)
             return
+        if req.spec.params.max_new_tokens == 0:  # only the prompt was wanted
+            self.times.first_token(req.rid)
+            self._finish(req, FinishReason(type="length", length=0))
+            return
         req.tokens[req.num_known] = token
         req.num_known += 1
         self._counters["generation_tokens"] += 1

@@ -684,7 +684,7 @@ class TokenizerManager:
             state.changed.set()
             self.metrics.aborted()
             return
-        first = state.last is None and num_tokens > 0
+        first = state.last is None and (num_tokens > 0 or (reason is not None and reason.type == "length"))
         self._note_first_token(state, now)
         assert state.first is not None
         if first:

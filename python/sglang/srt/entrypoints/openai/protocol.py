@@ -88,7 +88,7 @@ class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True):
     regex: str | None = None
     ebnf: str | None = None
 
-    def sampling_params(self, max_new_tokens: int | None) -> SamplingParams:
+    def sampling_params(self, max_new_tokens: int | None, least_new_tokens: int = 0) -> SamplingParams:
         fields = SamplingFields(
             n=self.n,
             max_new_tokens=max_new_tokens,
@@ -111,7 +111,7 @@ class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True):
             ebnf=self.ebnf,
             **self._response_format(),
         )
-        return sampling_params(fields, _OPENAI_NAMES)
+        return sampling_params(fields, _OPENAI_NAMES, least_new_tokens)
 
     def _response_format(self) -> dict[str, Any]:
         """`response_format` as a field of SamplingFields."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, EngineFields
+from sglang.srt.entrypoints.request_fields import shown
 from sglang.srt.utils.errors import RequestError
 
 UNSUPPORTED_RESPONSES: dict[str, tuple[Any, ...]] = {
@@ -67,9 +68,12 @@ class ResponsesRequest(EngineFields, frozen=True, kw_only=True):
 
     def chat(self) -> ChatCompletionRequest:
         """Raises RequestError that names the field."""
+        limit = self.max_output_tokens
+        if limit is not None and limit < 1:
+            raise RequestError(f"max_output_tokens is {limit}, but it must be at least 1", param="max_output_tokens")
         return ChatCompletionRequest(
             messages=_messages(self.instructions, self.input),
-            max_completion_tokens=self.max_output_tokens,
+            max_completion_tokens=limit,
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
@@ -202,9 +206,19 @@ def _response_format(text: Mapping[str, Any] | None) -> dict[str, Any] | None:
         return None
     if not isinstance(form, Mapping):
         raise RequestError("text.format must be an object with a type", param="text")
-    if form.get("type") == "json_schema":
-        return {"type": "json_schema", "json_schema": {"name": form.get("name"), "schema": form.get("schema")}}
-    return {"type": form.get("type")}
+    kind, schema = form.get("type"), form.get("schema")
+    if kind not in ("text", "json_object", "json_schema"):
+        raise RequestError(
+            f"text.format has the type {shown(str(kind))}, but it must be text, json_object or json_schema",
+            param="text",
+        )
+    if kind != "json_schema":
+        return {"type": kind}
+    if not isinstance(schema, dict | bool):
+        raise RequestError(
+            'text.format of type json_schema must be {"type": "json_schema", "name": …, "schema": {…}}', param="text"
+        )
+    return {"type": kind, "json_schema": {"name": form.get("name"), "schema": schema}}
 
 
 def _effort(reasoning: Mapping[str, Any] | None) -> dict[str, Any]:
