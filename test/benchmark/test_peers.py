@@ -8,6 +8,7 @@ import importlib
 import json
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import threading
@@ -365,6 +366,28 @@ def test_what_a_server_does_not_report_is_left_empty(cached: float | None, text:
     compare.run(Scenario("any", lambda server, number: (1.0, cached if server.kind.name == "vLLM" else 0.25), 2))
     (row,) = compare.rows
     assert (row["ours cached"], row["peer cached"]) == ("25 %", text)
+
+
+@pytest.mark.parametrize("alone", [1, 2])
+def test_known_documents_are_known_where_only_they_are_asked(alone: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server's answers here are the documents that it has seen before."""
+    seen: dict[str, set[tuple[int, ...]]] = {"ours": set(), "vLLM": set()}
+
+    def ask(server: RunningServer, prompts: list[list[int]], tokens: int, at_once: int) -> list[bool]:
+        documents = [tuple(prompt[: comparison.DOCUMENT]) for prompt in prompts]
+        known = [document in seen[server.kind.name] for document in documents]
+        seen[server.kind.name].update(documents)
+        return known
+
+    compare = started(Scripted("ours"), Scripted("vLLM"))
+    compare.ask = ask  # type: ignore[method-assign, assignment]
+    monkeypatch.setattr(comparison, "first_token_s", lambda known: 1.0)
+    monkeypatch.setattr(comparison, "cached_share", statistics.mean)
+    monkeypatch.setattr(comparison, "forget_pages", lambda disk: None)
+    monkeypatch.setattr(Scripted, "stop", lambda server: None)
+    compare.run(compare.documents_beyond_memory(2)[alone])
+    (row,) = compare.rows
+    assert (row["ours cached"], row["peer cached"]) == ("100 %", "100 %")
 
 
 @pytest.mark.parametrize("counts, share", [((None, None), None), ((0, 0), 0.0), ((3, 5), 0.5), ((3, None), None)])

@@ -103,7 +103,7 @@ def test_a_name_may_have_a_slash(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["labels", "retention"])
 def test_a_name_that_there_is_not_is_not_found(kind: str) -> None:
     reply, _ = ask("DELETE", f"/hicache/{kind}/a", message="no prefix has it")
-    assert reply.status_code == 404 and reply.text == "no prefix has it\n"
+    assert reply.status_code == 404 and reply.json()["message"] == "no prefix has it"
     body = {"text": "a"} | ({"ttl_s": 5} if kind == "retention" else {})
     reply, _ = ask("PUT", f"/hicache/{kind}/a", body, message="too long")
     assert reply.status_code == 400

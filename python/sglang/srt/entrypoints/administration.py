@@ -338,10 +338,13 @@ async def _warm(req: WarmRequest, where: str, manager: TokenizerManager) -> list
 
 def _done(result: ControlReqOutput, what: str, failure: int = 400) -> Response:
     """failure: the status if it was not done."""
-    return PlainTextResponse((what if result.success else result.message) + "\n", 200 if result.success else failure)
+    if not result.success:
+        raise RequestError(result.message, failure)
+    return PlainTextResponse(what + "\n")
 
 
 def _result(result: ControlReqOutput) -> Response:
     if not result.success:
-        return JSONResponse({"error": result.message, **result.result}, 409 if result.result else 400)
+        error = RequestError(result.message, 409 if result.result else 400)
+        return JSONResponse({**error.body(), **result.result}, error.status_code)
     return JSONResponse(result.result)
