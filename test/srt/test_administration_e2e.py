@@ -138,10 +138,11 @@ def test_prompts_are_warmed_and_kept(server: Server, run, tmp_path: Path) -> Non
 
 def test_policies_and_quotas(server: Server, run) -> None:
     before = run("policies")
+    assert before["hicache_bubble_filling"] == "on"
     after = run("policies", "hicache_load_ratio=auto", "hicache_bubble_filling=false", "schedule-policy=lpm")
     assert after == before | {
         "hicache_load_ratio": "auto",
-        "hicache_bubble_filling": False,
+        "hicache_bubble_filling": "off",
         "schedule_policy": "lpm",
     }
     assert "fcfs, lpm" in run("policies", "schedule_policy=newest", fails=True)

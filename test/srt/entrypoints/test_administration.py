@@ -25,7 +25,7 @@ class Recording(OneWord):
         return await self.tokenize(prompt, add_special_tokens)
 
     async def get_internal_state(self) -> dict[str, Any]:
-        return {"admin": {"policies": {}}}
+        return {"admin": {"policies": {"hicache_bubble_filling": True, "hicache_load_or_recompute": False}}}
 
     async def flush_cache(self) -> ControlReqOutput:
         return await self._changed("flush")
@@ -38,10 +38,10 @@ class Recording(OneWord):
 
 
 def ask(
-    method: str, path: str, body: Any = None, key: str = "k", message: str = ""
+    method: str, path: str, body: Any = None, key: str = "k", message: str = "", **flags: Any
 ) -> tuple[httpx.Response, list[tuple[Any, ...]]]:
     manager = Recording(message)
-    app = make_app(ServerArgs(model_path="m", admin_api_key="k"), manager, {})
+    app = make_app(ServerArgs(model_path="m", admin_api_key="k", **flags), manager, {})
 
     async def main() -> httpx.Response:
         transport = httpx.ASGITransport(app)
@@ -140,6 +140,12 @@ def test_switches_have_the_values_of_their_flags() -> None:
         names = ("hicache_bubble_filling", "hicache_load_or_recompute")
         reply, changes = ask("PUT", "/hicache/policies", dict.fromkeys(names, value))
         assert reply.status_code == 200 and changes == [(dict.fromkeys(names, is_on),)]
+
+
+@pytest.mark.parametrize("given", ["on", "decode"])
+def test_policies_are_shown_as_flags(given: str) -> None:
+    reply, _ = ask("GET", "/hicache/policies", hicache_bubble_filling=given)
+    assert reply.json() == {"hicache_bubble_filling": given, "hicache_load_or_recompute": "off"}
 
 
 def test_the_largest_numbers_are_passed_on() -> None:

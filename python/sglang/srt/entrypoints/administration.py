@@ -119,7 +119,8 @@ def add_administration(app: FastAPI, args: ServerArgs, manager: TokenizerManager
 
 
 def _add_cache(app: FastAPI, manager: TokenizerManager) -> None:
-    @app.api_route("/flush_cache", methods=["GET", "POST"])
+    @app.get("/flush_cache")
+    @app.post("/flush_cache")
     async def flush_cache() -> Response:
         return _done(await manager.control.flush_cache(), "Cache flushed.")
 
@@ -181,7 +182,14 @@ def _add_tiers(app: FastAPI, args: ServerArgs, manager: TokenizerManager) -> Non
 
 def _add_policies(app: FastAPI, args: ServerArgs, manager: TokenizerManager) -> None:
     async def policies() -> dict[str, Any]:
+        """Under the names and with the values of flags."""
         found: dict[str, Any] = (await manager.get_internal_state())["admin"]["policies"]
+        decides = args.hicache_bubble_filling == "decode"
+        for name, on in (
+            ("hicache_bubble_filling", "decode" if decides else "on"),
+            ("hicache_load_or_recompute", "on"),
+        ):
+            found[name] = on if found[name] else "off"
         return found
 
     @app.get("/hicache/policies")
