@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sglang.srt.configs import model_config
+from sglang.srt.configs import model_config, weights_digest
 from sglang.srt.configs.model_config import ModelConfig, ModelConfigError
 
 LLAMA = {
@@ -283,6 +283,21 @@ def test_files_that_have_changed_name_no_kv(tmp_path, monkeypatch, change, while
     monkeypatch.undo()
     if change is not being_written:
         ModelConfig.from_pretrained(str(folder)).fingerprint()
+
+
+@pytest.mark.parametrize(("kind", "has_changed"), [("fuse.gcsfuse", False), ("ext4", True)])
+def test_a_bucket_may_give_a_file_another_inode(tmp_path, monkeypatch, kind, has_changed):
+    path = write(tmp_path)
+    device = (tmp_path / "config.json").stat().st_dev
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(f"1 2 {os.major(device)}:{os.minor(device)} / /models rw shared:3 - {kind} source rw\n")
+    monkeypatch.setattr(weights_digest, "_MOUNTS", mounts)
+    config = ModelConfig.from_pretrained(path)
+    shutil.copy2(tmp_path / "config.json", tmp_path / "copy")
+    os.replace(tmp_path / "copy", tmp_path / "config.json")
+    assert (weights_digest.stamp_files(tmp_path) != config.file_stamps) == has_changed
+    os.utime(tmp_path / "config.json", ns=(1, 1))
+    assert weights_digest.stamp_files(tmp_path) != config.file_stamps
 
 
 def test_weights_that_cannot_be_read_are_a_sentence(tmp_path):

@@ -17,14 +17,15 @@ from sglang.srt.configs.gguf_model import GGUF_LINK, read_tensor_list
 from sglang.srt.configs.model_files import is_gguf
 
 _MAX_THREADS = 8
+_MOUNTS = Path("/proc/self/mountinfo")
 
 
 class FileStamp(NamedTuple):
     """Of a file that was replaced or written, another."""
 
     name: str
-    device: int
-    inode: int
+    # Device and inode; of a file in a FUSE mount, such as a bucket, none: it may get others while it stays as it is.
+    place: tuple[int, int] | None
     size: int
     mtime_ns: int
 
@@ -55,7 +56,18 @@ def stamp_files(local_path: Path) -> tuple[FileStamp, ...]:
     """Of config and weights, behind all links."""
     names = [path for path in local_path.iterdir() if path.suffix in (".safetensors", ".gguf")]
     stats = [(path.name, path.stat()) for path in sorted([*names, local_path / "config.json"]) if path.exists()]
-    return tuple(FileStamp(name, at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns) for name, at in stats)
+    fuse = _fuse_mounts()
+
+    def place(at: os.stat_result) -> tuple[int, int] | None:
+        return None if f"{os.major(at.st_dev)}:{os.minor(at.st_dev)}" in fuse else (at.st_dev, at.st_ino)
+
+    return tuple(FileStamp(name, place(at), at.st_size, at.st_mtime_ns) for name, at in stats)
+
+
+def _fuse_mounts() -> set[str]:
+    """Devices, as in "0:45"."""
+    mounts = [line.split() for line in _MOUNTS.read_text().splitlines()] if _MOUNTS.exists() else []
+    return {fields[2] for fields in mounts if fields[fields.index("-") + 1].startswith("fuse")}
 
 
 def _add(digest: hashlib._Hash, threads: ThreadPoolExecutor, path: Path, tensors: Iterator[_Tensor]) -> None:
