@@ -110,7 +110,8 @@ def gptq(config: dict, with_biases: bool = False) -> tuple[dict, Callable]:
 
 def packed_compressed(bits: int, group_size: int | None, symmetric: bool = True, actorder: str | None = None):
     strategy = "channel" if group_size is None else "group"
-    weights = dict(num_bits=bits, type="int", strategy=strategy, symmetric=symmetric, actorder=actorder)
+    stated = "group" if actorder == "none found" else actorder
+    weights = dict(num_bits=bits, type="int", strategy=strategy, symmetric=symmetric, actorder=stated)
     weights["group_size"] = group_size
     groups = {"group_0": {"weights": weights, "targets": ["Linear"], "input_activations": None}}
 
@@ -127,6 +128,8 @@ def packed_compressed(bits: int, group_size: int | None, symmetric: bool = True,
         of = in_order(inputs, group, actorder == "group")
         if actorder == "group":
             tensors[f"{stem}.weight_g_idx"] = of.int()
+        elif actorder == "none found":
+            tensors[f"{stem}.weight_g_idx"] = torch.full((inputs,), -1, dtype=torch.int32)
         tensors[f"{stem}.weight_packed"] = bits_of(values, bits, 1)
         return tensors, (values - zeros[:, of]).float() * scales[:, of].float()
 
@@ -210,6 +213,7 @@ WAYS: dict[str, tuple[dict, Callable]] = {
     "gptq, 8 bits, zeros, one group": gptq({"bits": 8, "group_size": WHOLE, "sym": False}),
     "packed": packed_compressed(4, 8),
     "packed, zeros, ordered": packed_compressed(4, 8, symmetric=False, actorder="group"),
+    "packed, no order found": packed_compressed(4, 8, actorder="none found"),
     "packed, 8 bits by channel": packed_compressed(8, None),
     "packed, 8 bits, zeros": packed_compressed(8, 4, symmetric=False, actorder="weight"),
 }

@@ -195,6 +195,8 @@ class PackedTensor:
     def _ordered(self, groups: torch.Tensor) -> torch.Tensor | None:
         """None where they are of neighbours."""
         inputs, num_groups = self._shape[1], self._scales.shape[1]
+        if bool((groups == -1).all()):
+            return None  # as older compressed-tensors leave it where no order was found
         if tuple(groups.shape) != (inputs,) or not bool(((groups >= 0) & (groups < num_groups)).all()):
             raise ModelConfigError(
                 f"The groups of the inputs of {self._name!r} are not {inputs} numbers from 0 to {num_groups - 1}."
