@@ -61,6 +61,10 @@ class World:
         assert response.status_code == 200, response.text
         return response.json()
 
+    def counted(self, name: str) -> float:
+        (line,) = [x for x in self.server.get("/metrics").text.splitlines() if x.startswith(f"sglang:{name}{{")]
+        return float(line.split()[-1])
+
     def running(self) -> int:
         queues = self.server.state()["queues"]
         return queues["running"] + queues["waiting"]
@@ -113,13 +117,8 @@ def test_logprobs_of_generate_are_transformers(world, start):
 
 def test_a_prompt_without_an_answer(world):
     """Its log-probabilities are those before an answer, and it is cached and counted all the same."""
-
-    def counted(name: str) -> float:
-        (line,) = [x for x in world.server.get("/metrics").text.splitlines() if x.startswith(f"sglang:{name}{{")]
-        return float(line.split()[-1])
-
     names = ("prompt_tokens_total", "generation_tokens_total", "time_to_first_token_seconds_count")
-    before = [counted(name) for name in names]
+    before = [world.counted(name) for name in names]
     prompt = list(reversed(PROMPT))
     expected = world.logprobs(prompt)
     for stream in (False, True):
@@ -140,11 +139,19 @@ def test_a_prompt_without_an_answer(world):
         assert found[1:] == near([float(expected[i - 1, prompt[i]]) for i in range(1, len(prompt))])
     plain = world.generate(prompt, tokens=0)
     assert plain["meta_info"]["cached_tokens"] == len(prompt) - 1
-    assert [counted(name) - b for name, b in zip(names, before)] == [3 * len(prompt), 0, 3]
+    assert [world.counted(name) - b for name, b in zip(names, before)] == [3 * len(prompt), 0, 3]
     echoed = world.client.completions.create(model="tiny", prompt=prompt, max_tokens=0, echo=True, logprobs=0)
     assert len(echoed.choices[0].logprobs.tokens) == len(prompt) and echoed.usage.completion_tokens == 0
     assert echoed.choices[0].text == world.tokenizer.decode(prompt)
     assert world.running() == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_every_token_but_the_first_has_a_latency(world, stream):
+    before = world.counted("inter_token_latency_seconds_count")
+    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 10, "ignore_eos": True}, "stream": stream}
+    assert world.server.post("/generate", body).status_code == 200
+    assert world.counted("inter_token_latency_seconds_count") - before == 9
 
 
 def test_echoed_logprobs_are_transformers(world):

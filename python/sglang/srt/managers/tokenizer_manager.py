@@ -685,12 +685,15 @@ class TokenizerManager:
             self.metrics.aborted()
             return
         first = state.last is None and (num_tokens > 0 or (reason is not None and reason.type == "length"))
+        # The time of the first token may have come before the token.
+        known = state.first if state.last is None else state.last
+        num_gaps = num_tokens - (state.last is None) if known is not None else 0
         self._note_first_token(state, now)
         assert state.first is not None
         if first:
             details = output.cached_tokens_details or {"device": output.cached_tokens}
             self.metrics.first_token(state.first - state.arrived, output.prompt_tokens, details)
-        self.metrics.tokens(num_tokens, None if state.last is None else (now - state.last) / max(num_tokens, 1))
+        self.metrics.tokens(num_tokens, num_gaps, 0.0 if known is None else now - known)
         state.last, state.last_output = now, output
         if state.prompt is not None:
             state.answer.append(output.output_ids)

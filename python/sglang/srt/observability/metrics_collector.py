@@ -254,13 +254,14 @@ class MetricsCollector:
     def prompt_tokens_reused(self, count: int) -> None:
         self._reused_ids.inc(count)
 
-    def tokens(self, count: int, seconds_each: float | None) -> None:
-        """seconds_each: None for an answer's first tokens, which follow no other token."""
+    def tokens(self, count: int, num_gaps: int, seconds: float) -> None:
+        """num_gaps: of these tokens, those that follow a token whose time is known. seconds: from the last such token
+        to the last of these."""
         self._generation_tokens.inc(count)
-        if seconds_each is not None and count:
-            self.recent["itl"].add(seconds_each, count)
-            for _ in range(count):
-                self._inter_token.observe(seconds_each)
+        if num_gaps > 0:
+            self.recent["itl"].add(seconds / num_gaps, num_gaps)
+            for _ in range(num_gaps):
+                self._inter_token.observe(seconds / num_gaps)
 
     def finished(self, seconds: float, completion_tokens: int, decode_seconds: float) -> None:
         """seconds: of the whole request. decode_seconds: from its first token to its last."""
