@@ -210,6 +210,7 @@ WAYS: dict[str, tuple[dict, Callable]] = {
         {"bits": 4, "group_size": 8, "sym": False, "checkpoint_format": "gptq_v2", "desc_act": True}
     ),
     "gptq, 8 bits": gptq({"bits": 8, "group_size": 4}),
+    "gptq, 8 bits, one group": gptq({"bits": 8, "group_size": WHOLE}),
     "gptq, 8 bits, zeros, one group": gptq({"bits": 8, "group_size": WHOLE, "sym": False}),
     "packed": packed_compressed(4, 8),
     "packed, zeros, ordered": packed_compressed(4, 8, symmetric=False, actorder="group"),
@@ -290,7 +291,9 @@ def load_as_stored(path, group=SINGLE_RANK):
 # without blocks.
 KEPT = [(way, size) for way in WAYS for size in (1, 2) if way.startswith(("fp8, one", "modelopt", "compressed"))]
 KEPT = [each for each in KEPT if "block" not in each[0]]
-KEPT += [("gptq, 8 bits", 1), ("gptq, 8 bits", 2), ("packed, 8 bits by channel", 1)]
+KEPT += [
+    (way, size) for way in ("gptq, 8 bits", "gptq, 8 bits, one group", "packed, 8 bits by channel") for size in (1, 2)
+]
 KEPT += [(way, 1) for way in ("awq", "gptq", "gptq, zeros", "packed")]
 
 

@@ -33,13 +33,14 @@ class Leases:
         self.events: list[BorrowerEvent] = []
         self.returned: list[int] = []
         self.demand_bytes = 0
+        self.offer: LenderOffer | None = None
 
     def poll(self) -> list[BorrowerEvent]:
         events, self.events = self.events, []
         return events
 
-    def lend(self, *slabs: int, lender: str = "w") -> None:
-        self.events += [SlabLent(lender, LeaseId(1, slab), slab, SLAB_BYTES, None) for slab in slabs]
+    def lend(self, *slabs: int, lender: str = "w", size_bytes: int = SLAB_BYTES) -> None:
+        self.events += [SlabLent(lender, LeaseId(1, slab), slab, size_bytes, None) for slab in slabs]
 
     def set_demand(self, lender: str, size_bytes: int, value_us: int = 0) -> None:
         self.demand_bytes = size_bytes
@@ -51,7 +52,7 @@ class Leases:
         return {}
 
     def offers(self) -> Mapping[str, LenderOffer | None]:
-        return {}
+        return {"w": self.offer}
 
 
 class Rank:
@@ -133,6 +134,29 @@ def test_a_worker_that_was_gone_and_lends_again_has_a_line(caplog: pytest.LogCap
     assert [record.getMessage() for record in caplog.records if record.levelname == "INFO"] == [
         "the worker at w lends again"
     ]
+
+
+def test_a_lender_whose_slabs_are_of_no_use_is_asked_ever_more_rarely(caplog: pytest.LogCaptureFixture) -> None:
+    rank, all_four = Rank(), bytes([1] * 4)
+    rank.leases.offer = LenderOffer(SLAB_BYTES, strict=False, num_lendable=4)
+    asked_at = []
+    for second in range(1, 1200):
+        if asks := rank.leases.demand_bytes > 0:
+            asked_at.append(second)
+            rank.leases.lend(1, 2, size_bytes=SLAB_BYTES + 1)
+        rank.step(float(second), all_four)
+        assert not asks or len(rank.places.state()["problems"]) == 1
+    assert len(asked_at) < 12 and max(np.diff(asked_at)) <= 301
+    assert len(rank.leases.returned) == 2 * len(asked_at)
+    assert len([record for record in caplog.records if "cannot be used: a slab of 101 bytes" in record.message]) == 1
+    while not rank.leases.demand_bytes:
+        second += 1
+        rank.step(float(second), all_four)
+    rank.leases.lend(1, 2)
+    assert len(rank.step(second + 1.0, all_four)) == 2 and not rank.places.state()["problems"]
+    rank.leases.lend(3, size_bytes=SLAB_BYTES + 1)
+    rank.step(second + 2.0, all_four)
+    assert len(caplog.records) == 2, "it is news again"
 
 
 def test_the_demand_falls_before_slabs_that_are_not_used_go_back() -> None:

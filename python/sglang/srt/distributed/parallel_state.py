@@ -60,6 +60,12 @@ class TensorParallelGroup:
             dist.all_reduce(x, group=self.model)
         return x
 
+    def connect(self, device: torch.device) -> None:
+        """Connect the ranks' GPUs, which takes memory of each. Raises RuntimeError where they cannot be."""
+        if self.size > 1 and device.type == "cuda":
+            self.all_reduce(torch.zeros(1, device=device))
+            torch.cuda.synchronize(device)
+
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Concatenate the ranks' x: (..., n) to (..., size * n), in the order of ranks."""
         if self.size == 1:
@@ -90,7 +96,8 @@ def init_tensor_parallel(rank: int, size: int, store_file: str, device: torch.de
     run."""
     if size == 1:
         return SINGLE_RANK
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, "lo")
     dist.init_process_group(
         "gloo", rank=rank, world_size=size, store=dist.FileStore(store_file, size), timeout=_TIMEOUT
     )

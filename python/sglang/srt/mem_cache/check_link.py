@@ -63,6 +63,9 @@ class CheckLink:
         self._notify = notify
         self._stream = stream
         self._cuda_stream = torch.cuda.Stream(pool.kv.device) if pool.kv.is_cuda else None
+        if pool.kv.is_cuda:
+            # A thread begins on the first GPU, and would make a context there.
+            stream.enqueue(partial(torch.cuda.set_device, pool.kv.device))
         self._next_seq = 0
         self._results: deque[OpResult] = deque()
 

@@ -255,8 +255,7 @@ class MetricsCollector:
         self._reused_ids.inc(count)
 
     def tokens(self, count: int, num_gaps: int, seconds: float) -> None:
-        """num_gaps: of these tokens, those that follow a token whose time is known. seconds: from the last such token
-        to the last of these."""
+        """num_gaps: how many of the tokens follow one whose time is known. seconds: all these gaps together."""
         self._generation_tokens.inc(count)
         if num_gaps > 0:
             self.recent["itl"].add(seconds / num_gaps, num_gaps)

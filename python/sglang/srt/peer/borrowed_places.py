@@ -35,6 +35,15 @@ from sglang.srt.utils.clock import monotonic
 from sglang.srt.utils.peer_timing import PeerTiming
 
 logger = logging.getLogger(__name__)
+# A lender whose slab is of no use is asked for none for so many seconds, each time for twice as long.
+_FIRST_REFUSAL_S, _MAX_REFUSAL_S = 5.0, 300.0
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    problem: str
+    until: float
+    wait_s: float
 
 
 @dataclass(frozen=True)
@@ -110,6 +119,8 @@ class BorrowedPlaces:
         self._num_lendable = num_places
         # Lender -> why none of its slabs can be used; was logged.
         self._problems: dict[str, str] = {}
+        # By lender whose last slab was of no use.
+        self._refused: dict[str, _Refusal] = {}
         num_wanted = num_places if options.num_wanted is None else options.num_wanted
         self._demand = (num_wanted, options.value_us)
         # (n,) whether the place may be used, see `SlabReport`.
@@ -292,6 +303,9 @@ class BorrowedPlaces:
             if offer is None:
                 num_lendable = len(self._leases)
                 continue
+            refusal = self._refused.get(lender)
+            if refusal is not None and self._now() < refusal.until:
+                continue
             problem = self._problem_of(lender, offer)
             if problem != self._problems.get(lender, ""):
                 if problem:
@@ -424,13 +438,12 @@ class BorrowedPlaces:
                 raise SlabError(f"a slab of {event.size_bytes:,} bytes, where {self.slab_bytes:,} were agreed on")
             self._take(free, event)
         except SlabError as error:
-            logger.error(
-                "a slab from %s cannot be used: %s (see --peer-slab-size, on both sides)", event.lender, error
-            )
+            self._refuse(event.lender, f"slabs from {event.lender} cannot be used: {error}")
             self._coordinator.give_back(event.lender, event.lease)
             return
         finally:
             self._drop(event)
+        self._refused.pop(event.lender, None)
         if event.lender in self._gone:
             self._gone.discard(event.lender)
             logger.info("the worker at %s lends again", event.lender)
@@ -439,6 +452,18 @@ class BorrowedPlaces:
         self._unagreed_since.pop(free, None)
         self._mapped[free] = True
         self._report = None
+
+    def _refuse(self, lender: str, problem: str) -> None:
+        """Ask a lender for nothing for a while: it would clear memory for us again and again."""
+        before, now = self._refused.get(lender), self._now()
+        if before is not None and now < before.until:
+            return  # it has lent several
+        if before is None or problem != before.problem:
+            logger.error(problem)
+        wait_s = _FIRST_REFUSAL_S if before is None else min(2 * before.wait_s, _MAX_REFUSAL_S)
+        self._refused[lender] = _Refusal(problem, now + wait_s, wait_s)
+        self._problems[lender] = problem
+        self._spread_demand()
 
     def _source_of(self, event: SlabLent) -> int:
         return source_of(self._lenders[event.lender], event.slab)

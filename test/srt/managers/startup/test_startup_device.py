@@ -6,11 +6,12 @@ import json
 import logging
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from sglang.srt.distributed.parallel_state import SINGLE_RANK
+from sglang.srt.distributed.parallel_state import SINGLE_RANK, TensorParallelGroup
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.managers.engine_core import EngineCore
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, bytes_to_ids, ids_to_bytes
@@ -32,6 +33,10 @@ def args(**options: object) -> ServerArgs:
     return ServerArgs(model_path="embedded", **options)  # type: ignore[arg-type]
 
 
+def gpu(name: str, processors: int = 132) -> SimpleNamespace:
+    return SimpleNamespace(name=name, major=9, minor=0, multi_processor_count=processors)
+
+
 @pytest.fixture
 def gpus(monkeypatch):
     """Two GPUs of 100 GB, of which 60 are free."""
@@ -39,6 +44,7 @@ def gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * 10**9, 100 * 10**9))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu("H100"))
     # Whatever is installed here.
     monkeypatch.setattr(device_setup, "why_not", lambda backend, device: None)
 
@@ -55,6 +61,25 @@ def test_ranks_take_a_gpu_each(gpus):
     assert pick_device(args(device="cpu"), 1) == CPU
     with pytest.raises(StartupError, match="--tp-size 4 needs as many GPUs, and there are 2"):
         pick_device(args(tp_size=4), 2)
+
+
+def test_ranks_need_gpus_of_one_kind(gpus, monkeypatch):
+    """The batches that warm up kernels, whose collectives must be the same, depend on it."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", [gpu("H100"), gpu("H100 PCIe", 114)].__getitem__)
+    with pytest.raises(StartupError, match="needs GPUs of one kind, and there are 0: H100, 1: H100 PCIe; name equal"):
+        pick_device(args(tp_size=2), 1)
+    assert pick_device(args(), 0) == CUDA
+
+
+def test_gpus_that_cannot_be_connected(monkeypatch, tmp_path):
+    def fail(x, group):
+        raise RuntimeError("NCCL error: unhandled system error\nLast error: no space left on device")
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", fail)
+    group = TensorParallelGroup(0, 2)
+    with emulated_device(), pytest.raises(StartupError, match=r"\(NCCL error: unhandled system error\): a container"):
+        startup_engine.build_core(args(tp_size=2), RankSetup(group, lambda: None, tmp_path, ExitStack(), device=CUDA))
+    group.connect(CPU)
 
 
 def test_auto_takes_float32_on_a_cpu_without_the_models_instructions(monkeypatch, caplog):

@@ -36,6 +36,15 @@ def pick_device(args: ServerArgs, rank: int) -> torch.device:
         raise StartupError(
             f"--tp-size {args.tp_size} needs as many GPUs, and there are {torch.cuda.device_count()}; lower it"
         )
+    gpus = [torch.cuda.get_device_properties(i) for i in range(args.tp_size)]
+    # Of them depend the batches that warm up kernels, whose collectives must be the same.
+    kinds = {(gpu.major, gpu.minor, gpu.multi_processor_count) for gpu in gpus}
+    if len(kinds) > 1:
+        names = ", ".join(f"{i}: {gpu.name}" for i, gpu in enumerate(gpus))
+        raise StartupError(
+            f"--tp-size {args.tp_size} needs GPUs of one kind, and there are {names}; name equal ones in "
+            "CUDA_VISIBLE_DEVICES"
+        )
     # For whatever names no index: kernels that are loaded, collectives.
     torch.cuda.set_device(rank)
     return torch.device("cuda", rank)

@@ -121,6 +121,14 @@ class EngineBuilder:
 
     def build(self) -> tuple[EngineCore, Storage | None]:
         args, rank = self.args, self.rank
+        try:
+            # Before memory is measured, and before minutes of loading.
+            rank.group.connect(rank.device)
+        except RuntimeError as error:
+            raise StartupError(
+                f"the GPUs of the ranks cannot be connected by NCCL ({str(error).splitlines()[0]}): a container "
+                "needs --shm-size 1g or more; NCCL_DEBUG=INFO tells why"
+            ) from error
         rank.progress.stage("reading the model's config")
         attention = self._read_model_config()
         model = load_model(
