@@ -154,6 +154,18 @@ def test_every_token_but_the_first_has_a_latency(world, stream):
     assert world.counted("inter_token_latency_seconds_count") - before == 9
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_a_stop_string_ends_tells_why_tokens_were_computed(world, stream):
+    prompt = [PROMPT[1], *PROMPT]
+    whole = world.generate(prompt)["text"]
+    stop, params = whole[4:6], {"temperature": 0, "ignore_eos": True, "max_new_tokens": 200}
+    body = {"input_ids": prompt, "sampling_params": {**params, "stop": stop}, "stream": stream}
+    text = world.server.post("/generate", {**body, "return_computed_tokens_details": True}).text
+    meta = json.loads(text.split("data: ")[-2] if stream else text)["meta_info"]
+    assert meta["finish_reason"] == {"type": "stop", "matched": stop}
+    assert sum(meta["computed_tokens_details"].values()) == len(prompt) - meta["cached_tokens"] > 0
+
+
 def test_echoed_logprobs_are_transformers(world):
     """As evaluation harnesses ask: the log-probability of a text, nothing generated that matters."""
     reply = world.client.completions.create(

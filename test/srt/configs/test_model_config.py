@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
 from sglang.srt.configs import model_config, weights_digest
 from sglang.srt.configs.model_config import ModelConfig, ModelConfigError
@@ -258,12 +258,22 @@ def being_written(folder: Path) -> None:
     os.replace(folder / "new", folder / "model.safetensors")
 
 
+def written_with_the_same_times(folder: Path) -> None:
+    """As an archive does whose files all have one time."""
+    file = folder / "model.safetensors"
+    before = file.stat()
+    other = save({"a": torch.ones(3)})
+    assert len(other) == before.st_size
+    file.write_bytes(other)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
 def config_changed(folder: Path) -> None:
     write(folder, rope_theta=77.0)
 
 
 @pytest.mark.parametrize("while_read", [False, True])
-@pytest.mark.parametrize("change", [replaced, being_written, link_moved, config_changed])
+@pytest.mark.parametrize("change", [replaced, being_written, link_moved, written_with_the_same_times, config_changed])
 def test_files_that_have_changed_name_no_kv(tmp_path, monkeypatch, change, while_read):
     """The weights in memory may be of those before."""
     folder, digest = tmp_path / "model", model_config.digest_weights

@@ -163,6 +163,9 @@ def test_parsers_for_a_text_that_a_client_has(scripted: Scripted) -> None:
     assert scripted.server.post("/parse_function_call", bare).json()["calls"][0]["parameters"] == '{"a": 1}'
     assert scripted.server.post("/parse_function_call", {**body, "tool_call_parser": "x"}).status_code == 400
     thought = {"text": "a</think>b", "reasoning_parser": "deepseek-r1"}
+    for path, named in (("/parse_function_call", body), ("/separate_reasoning", thought)):
+        refused = scripted.server.post(path, {**named, "text": "a" * 10_000_000})
+        assert refused.status_code == 400 and "longer than any answer" in refused.json()["message"]
     assert scripted.server.post("/separate_reasoning", thought).json() == {"reasoning_text": "a", "text": "b"}
     assert scripted.server.post("/separate_reasoning", {"text": "<think>a</think>b"}).json()["text"] == "b"
 

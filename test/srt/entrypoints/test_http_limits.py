@@ -449,6 +449,13 @@ def test_content_types(send):
         assert post(kind).status_code == 415 and post(kind).json()["object"] == "error"
 
 
+@pytest.mark.parametrize(("coding", "status"), [("identity", 200), ("gzip", 415)])
+def test_content_encodings(send, coding, status):
+    headers = {"content-type": "application/json", "content-encoding": coding}
+    reply = send("POST", "/v1/completions", content=b'{"prompt": [100], "max_tokens": 1}', headers=headers)
+    assert reply.status_code == status
+
+
 def test_an_oversized_body(send):
     body = b'{"prompt": "' + b"a" * http_limits.MAX_BODY_BYTES + b'"}'
     assert send("POST", "/v1/completions", content=body).status_code == 413

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from collections.abc import Iterable
 
 import msgspec
@@ -19,6 +20,7 @@ from sglang.srt.function_call.function_call_parser import (
     joined,
 )
 from sglang.srt.function_call.json_array_parser import JsonArrayParser
+from sglang.srt.function_call.text_reader import TextReader
 from sglang.srt.managers.detokenizer_manager import IncrementalDecoder, load_decode
 from support.tool_texts import ENDS, EXAMPLES, TEMPLATES, TOOLS, Example, render, shown
 
@@ -82,6 +84,51 @@ def test_random_texts_are_read_whatever_their_pieces() -> None:
         found += bool(whole.calls)
         assert whole.calls or whole.normal_text == text, (parser, text)
     assert found > 100
+
+
+# Each looks like the beginning of a call, or leaves a format's next marker far away.
+LONG_TEXTS = [
+    *("[f(", "[f(a=", "[f(a='", "[f(a=\\'", "[f(a='\"", "[f(a=[", "[f(a=1)]", "<|python_start|>["),
+    *("<tool_call>", '<tool_call>{"name":"f","arguments":{}}</tool_call>', '<tool_call>{"arguments":{"a":[{"'),
+    *("<function=f><parameter=a>1", "<tool_call><function=f><parameter=a>", '[TOOL_CALLS][{"arguments":{"a'),
+    *('{"name":"f","parameters":{}};', '{"parameters":"', '{"parameters":{"', "[   ", "<tool_call>   "),
+]
+
+
+@pytest.mark.parametrize("parser", ["pythonic", "llama3", "qwen25", "qwen3_coder", "mistral"])
+def test_a_long_text_takes_time_in_proportion(parser: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In calls of functions, and in characters that are searched for markers."""
+    next_place = TextReader._next_place
+    searched = 0
+
+    def search(reader: TextReader, word: str) -> int:
+        nonlocal searched
+        before = reader._found.get(word)
+        place = next_place(reader, word)
+        searched += place - reader._at if reader._found[word] is not before else 0
+        return place
+
+    monkeypatch.setattr(TextReader, "_next_place", search)
+
+    def effort(text: str) -> tuple[int, int]:
+        nonlocal searched
+        searched = num_calls = 0
+
+        def count(frame: object, event: str, argument: object) -> None:
+            nonlocal num_calls
+            num_calls += event == "call"
+
+        one = FunctionCallParser(TOOL_CALL_PARSERS[parser], (Tool("f", {"type": "object"}),))
+        sys.setprofile(count)
+        try:
+            one.parse_non_stream(text)
+        finally:
+            sys.setprofile(None)
+        return num_calls, searched
+
+    for unit in LONG_TEXTS:
+        (calls, chars), (more_calls, more_chars) = effort(unit * 50), effort(unit * 200)
+        assert more_calls < 5 * calls + 200 and more_chars < 5 * chars + 200 * len(unit), unit
 
 
 def test_arguments_are_passed_on_as_they_come() -> None:

@@ -24,8 +24,9 @@ class FileStamp(NamedTuple):
     """Of a file that was replaced or written, another."""
 
     name: str
-    # Device and inode; of a file in a FUSE mount, such as a bucket, none: it may get others while it stays as it is.
-    place: tuple[int, int] | None
+    # Device, inode and the time of its last change, which nobody can set. None for a file in a FUSE mount, such as a
+    # bucket, which may change them while the file stays as it is.
+    place: tuple[int, int, int] | None
     size: int
     mtime_ns: int
 
@@ -58,8 +59,9 @@ def stamp_files(local_path: Path) -> tuple[FileStamp, ...]:
     stats = [(path.name, path.stat()) for path in sorted([*names, local_path / "config.json"]) if path.exists()]
     fuse = _fuse_mounts()
 
-    def place(at: os.stat_result) -> tuple[int, int] | None:
-        return None if f"{os.major(at.st_dev)}:{os.minor(at.st_dev)}" in fuse else (at.st_dev, at.st_ino)
+    def place(at: os.stat_result) -> tuple[int, int, int] | None:
+        is_fuse = f"{os.major(at.st_dev)}:{os.minor(at.st_dev)}" in fuse
+        return None if is_fuse else (at.st_dev, at.st_ino, at.st_ctime_ns)
 
     return tuple(FileStamp(name, place(at), at.st_size, at.st_mtime_ns) for name, at in stats)
 

@@ -215,14 +215,15 @@ def _add_tokenization(app: FastAPI, args: ServerArgs, manager: TokenizerManager)
 
     @app.post("/parse_function_call")
     async def parse_function_call_(request: Request) -> Response:
-        return JSONResponse(
-            parse_function_call(await parsed(request, args, ParseFunctionCallReq), manager.chat_format)
-        )
+        req = await parsed(request, args, ParseFunctionCallReq)
+        manager.check_answer_length(req.text)
+        return JSONResponse(await manager.off_loop(parse_function_call, req, manager.chat_format))
 
     @app.post("/separate_reasoning")
     async def separate_reasoning_(request: Request) -> Response:
         req = await parsed(request, args, SeparateReasoningReqInput)
-        return JSONResponse(separate_reasoning(req, manager.chat_format))
+        manager.check_answer_length(req.text)
+        return JSONResponse(await manager.off_loop(separate_reasoning, req, manager.chat_format))
 
     @app.post("/detokenize")
     @app.post("/v1/detokenize")

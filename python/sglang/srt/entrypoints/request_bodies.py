@@ -21,6 +21,9 @@ async def body_of(request: Request) -> dict[str, Any]:
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise RequestError(f"the body's content type is {kind!r}, but it must be application/json", 415)
+    coding = request.headers.get("content-encoding", "identity")
+    if coding.lower() != "identity":
+        raise RequestError(f"the body's content encoding is {coding!r}: send it as it is", 415)
     return decode_body(await request.body())
 
 

@@ -7,6 +7,10 @@ between `<|python_start|>` and `<|python_end|>`; SGLang's documentation of `pyth
 
 A list counts as calls if its first function is one of the tools. Arguments have names; their values are Python's
 literals, or JSON's true, false and null. A call is put out when it is whole, because Python's text becomes JSON.
+
+What is no call is read again from its bracket on. That stays linear, because reading ends where no literal goes on: a
+call within arguments is text unless it stands in a string, and each text within two strings stands outside of one of
+them.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from sglang.srt.function_call.text_reader import Steps
 
 _START, _END = "<|python_start|>", "<|python_end|>"
 _NAME = re.compile(r"[\w.-]*")
+_ENDS_NAME = re.compile(r"\w")
 _MAX_NAME = 256
 # What takes part in finding the end of the arguments; any other text is passed over.
 _OTHER = re.compile(r"""[^()\[\]{}"'\\]*""")
@@ -84,11 +89,12 @@ class PythonicDetector(BaseFormatDetector):
         """The text up to the closing parenthesis, which is passed over; None if there is none."""
         parts: list[str] = []
         closing = [")"]
-        quote = ""
+        quote = before = ""
         while True:
             parts.append((yield from self.reader.take_while(_OTHER, _MAX_ARGUMENTS)))
+            before = parts[-1][-1:] or before
             char = yield from self.reader.peek()
-            if not char:
+            if not char or (not quote and (char == "\\" or (char == "(" and _ENDS_NAME.match(before)))):
                 return None
             self.reader.skip(1)
             if quote:
@@ -108,6 +114,7 @@ class PythonicDetector(BaseFormatDetector):
                 if not closing:
                     return "".join(parts)
             parts.append(char)
+            before = char
 
     @classmethod
     def matches_template(cls, template: str) -> bool:

@@ -28,6 +28,8 @@ class TextReader:
         # The text from here on is kept, for `rewind`.
         self._mark: int | None = None
         self._ended = False
+        # Word -> from where on it was searched for, and where it is; the end of the text if nowhere.
+        self._found: dict[str, tuple[int, int]] = {}
 
     def push(self, text: str, final: bool) -> None:
         kept = self._at if self._mark is None else self._mark
@@ -35,6 +37,7 @@ class TextReader:
         self._at -= kept
         self._mark = None if self._mark is None else 0
         self._ended = final
+        self._found.clear()
 
     def set_mark(self) -> None:
         self._mark = self._at
@@ -114,9 +117,9 @@ class TextReader:
         """Pass the text before the first of the words to `out`. Returns that word, which is not passed over; empty at
         the end. drop_cut: a word that is cut off by the end is not text."""
         while True:
-            places = [(at, word) for word in words if (at := self._text.find(word, self._at)) >= 0]
-            if places:
-                at, word = min(places, key=lambda place: place[0])
+            places = [(self._next_place(word), word) for word in words]
+            at, word = min(places, key=lambda place: place[0], default=(len(self._text), ""))
+            if at < len(self._text):
                 self._pass_to(at, out)
                 return word
             rest = self._text[self._at :]
@@ -128,6 +131,15 @@ class TextReader:
                 self._at = len(self._text)
                 return ""
             yield
+
+    def _next_place(self, word: str) -> int:
+        """Where the word is next. It may be far where another is near: it is not searched for again until then."""
+        begin, place = self._found.get(word, (0, -1))
+        if not begin <= self._at <= place:
+            found = self._text.find(word, self._at)
+            place = found if found >= 0 else len(self._text)
+            self._found[word] = (self._at, place)
+        return place
 
     def _pass_to(self, end: int, out: Callable[[str], None]) -> None:
         if end > self._at:

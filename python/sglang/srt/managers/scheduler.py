@@ -560,6 +560,8 @@ class Scheduler:
             return
         if reason is None and (req.rid not in self.queues or req.num_emitted == req.num_known):
             return
+        # A stop string ends an answer without the scheduler.
+        may_be_last = reason is not None or req.spec.params.stop
         self._outputs.append(
             TokenOutput(
                 rid=req.rid,
@@ -569,7 +571,7 @@ class Scheduler:
                 completion_tokens=req.num_known - req.num_prompt,
                 cached_tokens=sum(req.cached_tokens_details.values()),
                 cached_tokens_details=req.cached_tokens_details,
-                computed_tokens_details=req.computed_tokens_details if reason is not None else {},
+                computed_tokens_details=req.computed_tokens_details if may_be_last else {},
                 logprobs=req.logprobs[req.num_emitted - req.num_prompt :] if req.logprobs else [],
                 prompt_logprobs=req.prompt_logprobs if req.num_emitted == req.num_prompt else [],
                 embedding=req.embedding if reason is not None else b"",

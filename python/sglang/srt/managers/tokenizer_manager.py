@@ -542,6 +542,14 @@ class TokenizerManager:
                 f"the prompt has {num_tokens} tokens{or_more}, which leaves no room for an answer in {what}"
             )
 
+    def check_answer_length(self, text: str) -> None:
+        """Raises RequestError for a text that is too long to be an answer."""
+        if self._encoder.min_tokens(text) > self.context_length:
+            raise RequestError(
+                f"the text is longer than any answer in the model's context of {self.context_length} tokens",
+                param="text",
+            )
+
     def _max_new_tokens(self, prompt_tokens: int, wanted: int | None) -> int:
         self.check_prompt_length(prompt_tokens)
         limit, what = self._prompt_limit()

@@ -599,6 +599,10 @@ def test_folders_that_cannot_be_used_are_refused_with_what_to_do(disk: Disk, mon
     with pytest.raises(StoreError, match="cannot use the folder"):
         storage_secret(disk.root)
     disk.root.unlink()
+    disk.root.symlink_to(disk.root.parent / "absent")
+    with pytest.raises(StoreError, match="a link to what is not there"):
+        storage_secret(disk.root)
+    disk.root.unlink()
 
     def mkdir(path: Path, **options: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")

@@ -272,7 +272,8 @@ def _read_if_there(path: Path) -> bytes | None:
 
 
 def cannot_use(root: Path, error: OSError) -> str:
+    reason = "a link to what is not there" if root.is_symlink() and not root.exists() else error.strerror
     return (
-        f"{BACKEND_FLAG} file cannot use the folder {root} ({error.strerror}): name one that this user "
+        f"{BACKEND_FLAG} file cannot use the folder {root} ({reason}): name one that this user "
         f"can read and write with path in {CONFIG_FLAG}"
     )
