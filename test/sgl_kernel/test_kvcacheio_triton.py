@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from support.triton_runs import compile_for_sm_90, needs_triton, run_interpreted
+from support.triton_runs import compile_kernel, needs_triton, run_interpreted
 
 
 @needs_triton
@@ -25,7 +25,7 @@ def test_it_compiles_for_sm_90(pointer: str, rows: int, cols: int, divisible: bo
     types = {name: pointers.get(name, "i32" if name.startswith("num_") else "i64") for name in names}
     aligned = ("src_ptr", "dst_ptr", "run_words", *(n for n in names if n.endswith("stride"))) if divisible else ()
     constants = {"ROWS": rows, "COLS": cols}
-    ptx = compile_for_sm_90(copy_pages_kernel, types, constants, aligned, NUM_WARPS).asm["ptx"]
+    ptx = compile_kernel(copy_pages_kernel, types, constants, aligned, NUM_WARPS).asm["ptx"]
     loads = [line for line in ptx.splitlines() if "ld.global.cg" in line]
     stores = [line for line in ptx.splitlines() if "st.global.cs" in line]
     assert loads and stores, ptx

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from sgl_kernel import quantized
 from sgl_kernel.quantized import FOUR_BITS, MatrixFormat, QuantizedMatrix
-from support.triton_runs import compile_for_sm_90, needs_triton, run_interpreted
+from support.triton_runs import compile_kernel, needs_triton, run_interpreted
 
 FP8 = torch.float8_e4m3fn
 FORMATS = [
@@ -102,7 +102,7 @@ def test_they_compile_for_sm_90(dtype, values):
             name: pointers.get(name, f"*{dtype}" if name.endswith("_ptr") else "i32") for name in kernel.arg_names
         }
         aligned = {name for name in types if not name.startswith("num_")}
-        result = compile_for_sm_90(kernel, types, constants | absent, aligned, **options)
+        result = compile_kernel(kernel, types, constants | absent, aligned, **options)
         assert result.metadata.shared <= 227 << 10
         return result.asm["ptx"]
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from support.triton_runs import compile_for_sm_90, needs_triton, run_interpreted
+from support.triton_runs import compile_kernel, needs_triton, run_interpreted
 
 TORCH_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Memory, and in it pages of K and of V.
@@ -44,7 +44,7 @@ def test_they_compile_for_sm_90(dtype: str):
         types = {name: pointers.get(name, f"*{dtype}" if name.endswith("_ptr") else "i32") for name in names}
         types |= {name: "fp32" for name in names if name in floats}
         aligned = {name for name in names if name not in floats and not name.startswith("num_")}
-        return compile_for_sm_90(kernel, types, constants, aligned, num_warps).asm["ptx"]
+        return compile_kernel(kernel, types, constants, aligned, num_warps).asm["ptx"]
 
     for residual in ({"residual_ptr": None}, {}):
         ptx = compiled(kernels._rmsnorm_kernel, {"BLOCK": 4096, **residual}, 16)

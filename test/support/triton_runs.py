@@ -1,4 +1,4 @@
-"""Triton kernels where there is no GPU: under its interpreter, and compiled for sm_90.
+"""Triton kernels where there is no GPU: under its interpreter, and compiled.
 
 The interpreter has to be chosen before Triton is imported, so it runs in a process of its own: the test's file as a
 script. It checks index arithmetic and masks, not races, and multiplies no matrices of bfloat16.
@@ -18,8 +18,8 @@ import pytest
 
 TRITON = importlib.util.find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(not TRITON, reason="Triton is not installed: pip install '.[gpu]'")
-# Shared memory that a program may use on Hopper.
-_SHARED_BYTES = 227 << 10
+# Shared memory that a program may use, by capability: of Hopper, Ampere and Ada.
+_SHARED_BYTES = {90: 227 << 10, 80: 163 << 10, 89: 99 << 10}
 
 
 def run_interpreted(file: str, *args: str) -> str:
@@ -35,16 +35,17 @@ def run_interpreted(file: str, *args: str) -> str:
     return done.stdout
 
 
-def compile_for_sm_90(
+def compile_kernel(
     kernel: Any,
     types: Mapping[str, str],
     constants: Mapping[str, Any],
     aligned: Collection[str],
     num_warps: int = 4,
     num_stages: int = 3,
+    capability: int = 90,
 ) -> Any:
     """What `triton.compile` returns: `asm["ptx"]`, `metadata.shared`. types: of the arguments that are no constants.
-    aligned: those that are multiples of 16."""
+    aligned: those that are multiples of 16. Fails if it does not fit into shared memory."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -61,6 +62,6 @@ def compile_for_sm_90(
         },
     )
     options = {"num_warps": num_warps, "num_stages": num_stages}
-    result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    assert result.metadata.shared <= _SHARED_BYTES
+    result = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    assert result.metadata.shared <= _SHARED_BYTES[capability]
     return result

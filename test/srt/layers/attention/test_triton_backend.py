@@ -30,7 +30,7 @@ from support.attention_cases import (
     make_view,
     on_gpu,
 )
-from support.triton_runs import compile_for_sm_90, needs_triton, run_interpreted
+from support.triton_runs import compile_kernel, needs_triton, run_interpreted
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 # KV heads, query heads for each, head size: a size of no tile, more than a tile of heads, and the usual one.
@@ -148,8 +148,9 @@ def compiled(
     out: str | None = None,
     starts: str | None = None,
     kv: str | None = None,
+    capability: int = 90,
 ) -> Any:
-    """As `compile_for_sm_90`, of arguments that are aligned as torch's are. pages: type of the table. starts: of
+    """As `compile_kernel`, of arguments that are aligned as torch's are. pages: type of the table. starts: of
     starts and kv_lens; by default int64 where pages is int32, as in a `PagedSegments`, and else int32. out,
     kv: dtypes, where they are not q's."""
     names = kernel.arg_names
@@ -167,7 +168,29 @@ def compiled(
         return "fp32" if name == "scale" else "i64" if name.endswith("stride") else "i32"
 
     types = {name: type_of(name) for name in names}
-    return compile_for_sm_90(kernel, types, constants, aligned, num_warps, num_stages)
+    return compile_kernel(kernel, types, constants, aligned, num_warps, num_stages, capability)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("capability", "dtype", "head_dim"),
+    [(89, "fp32", 64), (89, "bf16", 512), pytest.param(90, "fp32", 512, marks=pytest.mark.slow)],
+)
+def test_tiles_fit_into_shared_memory(capability: int, dtype: str, head_dim: int):
+    """Of 64 query heads to a KV head, too."""
+    from sglang.srt.layers.attention.triton_backend import ADA_SHARED_BYTES, HOPPER_SHARED_BYTES, Tiles
+    from sglang.srt.layers.attention.triton_kernels import decode_kernel, extend_kernel
+
+    shared_bytes = {89: ADA_SHARED_BYTES, 90: HOPPER_SHARED_BYTES}[capability]
+    tiles = Tiles.of(head_dim, TORCH_TYPES[dtype], 16, shared_bytes)
+    shape = {"PAGE_SIZE": 16, "BY_SLOT": False, "HEAD_DIM": head_dim, "BLOCK_D": head_dim, "GROUP": 64}
+    shape |= {"IN_TOKENS": True, "TILE_IN_PAGE": False, "lse_ptr": None}
+    of_extend = {**shape, "BLOCK_M": tiles.extend.queries, "BLOCK_N": tiles.extend.keys_of_pages}
+    compiled(extend_kernel, dtype, of_extend, tiles.extend.warps, tiles.num_stages, "i32", capability=capability)
+    of_decode = {**shape, "BLOCK_H": tiles.decode_rows, "BLOCK_N": tiles.decode_keys, "LEAST": 256, "AT_ONCE": 128}
+    of_decode |= {"reqs_ptr": None, "row_starts_ptr": None}
+    warps = tiles.decode_warps(tiles.decode_rows, head_dim, TORCH_TYPES[dtype])
+    compiled(decode_kernel, dtype, of_decode, warps, tiles.num_stages, "i32", capability=capability)
 
 
 @needs_triton

@@ -40,8 +40,8 @@ _MORE_DECODE_PROGRAMS = 2
 _LENS_AT_ONCE = 128
 # Rows that a program merges.
 _MERGED_ROWS = 16
-# That a program may have.
-HOPPER_SHARED_BYTES = 227 << 10
+# That a program may have: of an H100, an A100, and an L4 or a GPU for games.
+HOPPER_SHARED_BYTES, AMPERE_SHARED_BYTES, ADA_SHARED_BYTES = 227 << 10, 163 << 10, 99 << 10
 # The plans of partials that are kept. A request that streams has one for its pieces, one for its last piece, and a
 # few for the tokens on the device.
 _KEPT_PARTIALS = 16
@@ -88,6 +88,8 @@ class Tiles:
     extend: ExtendTile = ExtendTile()
     short: ExtendTile | None = None
     decode_keys: int = 64
+    # The most query heads of a program of decodes.
+    decode_rows: int = 64
     # The fewest at which Triton holds K and V twice, so that the next keys come while these are multiplied.
     num_stages: int = 5
 
@@ -97,9 +99,16 @@ class Tiles:
         an H200 with heads of 128 (docs/records/experiments.md). More keys pay where a tile is no part of a page: its
         page numbers are looked up while others are multiplied."""
         head_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
+        if head_bytes > 1024:
+            queries = 32 if shared_bytes >= HOPPER_SHARED_BYTES else 16
+            return cls(ExtendTile(queries, keys=16, keys_of_pages=16), decode_keys=16, decode_rows=16)
+        is_small = shared_bytes < AMPERE_SHARED_BYTES
         if head_bytes > 256:
             keys = 16 if head_bytes > 512 or shared_bytes < HOPPER_SHARED_BYTES else 32
-            return cls(ExtendTile(queries=64, keys=keys, keys_of_pages=keys), decode_keys=keys)
+            rows = 32 if head_bytes > 512 and is_small else 64
+            return cls(ExtendTile(rows, keys=keys, keys_of_pages=keys), decode_keys=keys, decode_rows=rows)
+        if is_small and dtype.itemsize > 2 and head_bytes > 128:
+            return cls(ExtendTile(keys=32, keys_of_pages=32))
         if shared_bytes < HOPPER_SHARED_BYTES or dtype.itemsize > 2:
             return cls()
         return cls(ExtendTile(keys_of_pages=128 if page_size % ExtendTile.keys else 64), SHORT_TILE)
@@ -433,7 +442,7 @@ class TritonAttnBackend:
                     ROWS=_MERGED_ROWS,
                 )
         if num_decodes := plan.num_decodes:
-            rows = min(64, max(16, triton.next_power_of_2(heads.group)))
+            rows = min(tiles.decode_rows, max(16, triton.next_power_of_2(heads.group)))
             head_blocks = -(-heads.group // rows)
             num_more = 0
             if self.capturing or plan.longest_decode > _MIN_DECODE_SPLIT:

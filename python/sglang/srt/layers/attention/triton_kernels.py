@@ -71,7 +71,8 @@ def _as_multiplied(q, KV: tl.constexpr):
     """Queries in the data type of both products: float16 for K and V of 8 bits, all of which it has, and gets by one
     instruction; bfloat16 takes three. Queries beyond its range, which models do not have, become its largest."""
     if KV.primitive_bitwidth == 8 and q.dtype == tl.bfloat16:
-        return tl.clamp(q.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
+        # NaN stays NaN, by which damage is found.
+        return tl.clamp(q.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
     else:
         return q
 
