@@ -28,10 +28,9 @@ DECODE_REQ_S = 100e-6
 NUM_LAYERS = 8
 BYTES_PER_TOKEN = 1 << 16
 LINK_LATENCY_S = 50e-6
-# By tier: a probe's answer, tokens of a block, and blocks of one operation.
+# By tier: a probe's answer.
 PROBE_S = {Tier.DISK: 0.0002, Tier.REMOTE: 0.002}
-BLOCK_TOKENS = {Tier.DISK: 64, Tier.REMOTE: 256}
-BLOCKS_PER_OP = {Tier.DISK: 8, Tier.REMOTE: 2}
+BLOCK_TOKENS, BLOCKS_PER_OP = 64, 8
 LINKS_OF = {
     Tier.HOST: (H2D, D2H),
     Tier.PEER: (P2D, D2P),
@@ -101,7 +100,7 @@ class SmallMachine:
             probe_s=PROBE_S[storage] if storage is not None else 0.0,
             fetch=self._data_plane(storage).fetch if storage is not None else None,
             store_bandwidth=self._bandwidth(storage) if storage is not None else 0.0,
-            storage_blocks=self.sizes[storage] // BLOCK_TOKENS[storage] if storage is not None else None,
+            storage_blocks=self.sizes[storage] // BLOCK_TOKENS if storage is not None else None,
             health={link: health for tier, health in self.health.items() for link in LINKS_OF[tier]},
         )
 
@@ -125,8 +124,8 @@ class SmallMachine:
             backend="simulated",
             setup="",
             secret=b"small machine",
-            block_tokens=BLOCK_TOKENS[tier],
-            limits=StorageLimits.of_host(num_host_pages, BLOCK_TOKENS[tier] // self.page_size, BLOCKS_PER_OP[tier]),
+            block_tokens=BLOCK_TOKENS,
+            limits=StorageLimits.of_host(num_host_pages, BLOCK_TOKENS // self.page_size, BLOCKS_PER_OP),
             prefetch=PrefetchConfig(),
             write_policy=write_policy,
             tiers=(tier,),

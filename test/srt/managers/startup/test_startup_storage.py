@@ -281,7 +281,7 @@ def two(extra: dict[str, Any], backend: str = "file,remote") -> StorageSetup:
 
 def test_two_backends_have_their_settings_under_their_names() -> None:
     found = two({"file": {"path": "/there"}, "remote": {"url": "redis://there"}, "secret": "s"})
-    assert found.tiers == (Tier.DISK, Tier.REMOTE) and found.block_tokens == 256 and not found.is_lossy
+    assert found.tiers == (Tier.DISK, Tier.REMOTE) and found.block_tokens == 64 and not found.is_lossy
     assert json.loads(found.setup)["config"] == {"file": {"path": "/there"}, "remote": {"url": "redis://there"}}
     assert found.secret != two({"secret": "t"}).secret == two({"secret": "t"}).secret
 

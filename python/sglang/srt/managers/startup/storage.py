@@ -28,7 +28,6 @@ from sglang.srt.mem_cache.storage.registry import (
     storage_backend,
 )
 from sglang.srt.mem_cache.storage.tiered_store import TieredStore
-from sglang.srt.mem_cache.transfer import Tier
 from sglang.srt.utils.registry import (
     STRING,
     Kind,
@@ -44,9 +43,9 @@ from sglang.srt.utils.registry import (
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 
+# What follows a prompt's last whole block is computed. ShadowServe's and CacheGen's chunks have 256, which a network
+# needs to be large; here a store keeps a block in pieces, which are as large as they can be.
 BLOCK_TOKENS = 64
-# ShadowServe 5, as CacheGen: a block is a piece of work for the network, too.
-REMOTE_BLOCK_TOKENS = 256
 # What is in a block, and in which order; another number makes all that was stored before unknown.
 _LAYOUT_VERSION = 1
 # An operation moves about so much: long enough to be efficient, short enough to be cut off in time.
@@ -64,7 +63,7 @@ COMMON_OPTIONS = (
         whole_number(1, _MAX_TOKENS),
         None,
         "tokens per block; a quarter of the host pool must hold one block",
-        f"{BLOCK_TOKENS}, with a remote store {REMOTE_BLOCK_TOKENS}; rounded up to whole pages",
+        f"{BLOCK_TOKENS}, rounded up to whole pages",
     ),
     Option(
         "prefetch_threshold",
@@ -125,7 +124,6 @@ class StorageOpener:
         """What the scheduler has to know of a backend. extra_config: JSON, or @ and a file with it. Raises
         StoreError."""
         names = parse_backends(backend)
-        is_remote = STORAGE_BACKENDS[names[-1]].tier == Tier.REMOTE
         if prefetch_policy not in PREFETCH_POLICIES:
             raise StoreError(f"the prefetch policy {prefetch_policy!r} is none of {', '.join(PREFETCH_POLICIES)}")
         if write_policy not in WRITE_POLICIES:
@@ -136,8 +134,7 @@ class StorageOpener:
         own, config = _split(config)
         page_size = self.pool.page_size
         # The smallest whole number of pages that is at least a block.
-        usual = REMOTE_BLOCK_TOKENS if is_remote else BLOCK_TOKENS
-        block_tokens = own["block_tokens"] or -(-usual // page_size) * page_size
+        block_tokens = own["block_tokens"] or -(-BLOCK_TOKENS // page_size) * page_size
         if block_tokens % page_size:
             raise StoreError(
                 f"{CONFIG_FLAG}: block_tokens is {block_tokens}, no multiple of the page size {page_size}"
