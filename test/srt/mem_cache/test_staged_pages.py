@@ -52,6 +52,7 @@ def test_what_a_link_writes_a_layer_stream_reads(
                 staged.load_layer(layer, pages, torch.from_numpy(there), torch.from_numpy(mine), io_backend)
 
         loads.enqueue(load)
+        loads.when_done(lambda: None)  # else the device may be later than the thread, and than what reads here
         loads.close()
         loads.raise_if_dead()
         found = back.pages(torch.from_numpy(mine).to(DEVICE)).cpu()

@@ -24,7 +24,7 @@ class FileStamp(NamedTuple):
     """Of a file that was replaced or written, another."""
 
     name: str
-    # Device, inode and the time of its last change, which nobody can set. None for a file in a FUSE mount, such as a
+    # Device, inode and the time of its last change, which cannot be set. None for a file in a FUSE mount, such as a
     # bucket, which may change them while the file stays as it is.
     place: tuple[int, int, int] | None
     size: int
