@@ -2,7 +2,7 @@
 
     PYTHONPATH=test python benchmark/bench_offload.py [--blocks N] [--rounds N] [--links GBPS ...]
 
-Blocks of 256 tokens of synthetic KV of a Llama-8B's shape (32 MiB in 16 pieces), in a Redis server, fetched by a
+Blocks of 64 tokens of synthetic KV of a Llama-8B's shape (8 MiB in 4 pieces), in a Redis server, fetched by a
 `Plane` in this process into pages that lie in one run, as the host pool's mostly do.
 
 *socket*: the server is on a Unix socket, and all stages share this machine's cores with it. *link*: it is in another
@@ -57,7 +57,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "no preallocation": {"preallocated": False},
 }
 STAGES = ("receive", "decompress", "dequantize")
-BLOCK_TOKENS = 256
+BLOCK_TOKENS = 64
 BUFFERS = {f"{name}_buffer_bytes": 64 << 20 for name in ("compressed", "decompressed", "dequantized")}
 SMALL_BYTES = (4 << 10, 64 << 10)
 NUM_SMALL = 4096
@@ -231,7 +231,7 @@ def small_pieces(address: StoreAddress, rounds: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--blocks", type=int, default=8)
+    parser.add_argument("--blocks", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rate", type=float, default=10.0, help="the emulated network, in 10^9 bits per second")
     parser.add_argument("--links", type=float, nargs="*", default=[1.0, 10.0], help="10^9 bits per second")

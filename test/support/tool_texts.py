@@ -213,6 +213,8 @@ EXAMPLES = (
     Example("pythonic", "[f(1)] [f(a=b)] [f(**c)]", "[f(1)] [f(a=b)] [f(**c)]"),
     Example("pythonic", "[f(a=1), f(2)]", ", f(2)]", (_WHOLE,)),
     Example("pythonic", "[f(a=1),]", "", (_WHOLE,)),
+    Example("pythonic", "[f(a=\\\n1)]", "", (_WHOLE,)),
+    Example("pythonic", "[f(a=-(1))] [f(a=f(a=1))]", "[f(a=f(a=1))]", (("f", '{"a": -1}'),)),
     Example("pythonic", "[f(a=1", "[f(a=1"),
     # Qwen3-Coder
     Example(

@@ -300,7 +300,10 @@ def test_a_bucket_may_give_a_file_another_inode(tmp_path, monkeypatch, kind, has
     path = write(tmp_path)
     device = (tmp_path / "config.json").stat().st_dev
     mounts = tmp_path / "mountinfo"
-    mounts.write_text(f"1 2 {os.major(device)}:{os.minor(device)} / /models rw shared:3 - {kind} source rw\n")
+    number = f"{os.major(device)}:{os.minor(device)}"
+    mounts.write_bytes(
+        f"1 2 0:0 / /caf\xe9\x0c rw - tmpfs a rw\n1 2 {number} / /m rw shared:3 - {kind} a rw\n".encode("latin-1")
+    )
     monkeypatch.setattr(weights_digest, "_MOUNTS", mounts)
     config = ModelConfig.from_pretrained(path)
     shutil.copy2(tmp_path / "config.json", tmp_path / "copy")

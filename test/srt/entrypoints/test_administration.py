@@ -146,6 +146,9 @@ def test_switches_have_the_values_of_their_flags() -> None:
 def test_policies_are_shown_as_flags(given: str) -> None:
     reply, _ = ask("GET", "/hicache/policies", hicache_bubble_filling=given)
     assert reply.json() == {"hicache_bubble_filling": given, "hicache_load_or_recompute": "off"}
+    again, changes = ask("PUT", "/hicache/policies", reply.json(), hicache_bubble_filling=given)
+    assert again.status_code == 200
+    assert changes == [({"hicache_bubble_filling": True, "hicache_load_or_recompute": False},)]
 
 
 def test_the_largest_numbers_are_passed_on() -> None:

@@ -88,7 +88,19 @@ def test_random_texts_are_read_whatever_their_pieces() -> None:
 
 # Each looks like the beginning of a call, or leaves a format's next marker far away.
 LONG_TEXTS = [
-    *("[f(", "[f(a=", "[f(a='", "[f(a=\\'", "[f(a='\"", "[f(a=[", "[f(a=1)]", "<|python_start|>["),
+    *(
+        "[f(",
+        "[f(a=",
+        "[a-(",
+        "[a.(x=",
+        "[f(a=\\\n",
+        "[f(a='",
+        "[f(a=\\'",
+        "[f(a='\"",
+        "[f(a=[",
+        "[f(a=1)]",
+        "<|python_start|>[",
+    ),
     *("<tool_call>", '<tool_call>{"name":"f","arguments":{}}</tool_call>', '<tool_call>{"arguments":{"a":[{"'),
     *("<function=f><parameter=a>1", "<tool_call><function=f><parameter=a>", '[TOOL_CALLS][{"arguments":{"a'),
     *('{"name":"f","parameters":{}};', '{"parameters":"', '{"parameters":{"', "[   ", "<tool_call>   "),
@@ -118,7 +130,9 @@ def test_a_long_text_takes_time_in_proportion(parser: str, monkeypatch: pytest.M
             nonlocal num_calls
             num_calls += event == "call"
 
-        one = FunctionCallParser(TOOL_CALL_PARSERS[parser], (Tool("f", {"type": "object"}),))
+        one = FunctionCallParser(
+            TOOL_CALL_PARSERS[parser], [Tool(name, {"type": "object"}) for name in ("f", "a-", "a.")]
+        )
         sys.setprofile(count)
         try:
             one.parse_non_stream(text)

@@ -156,6 +156,16 @@ def test_a_lender_whose_slabs_are_of_no_use_is_asked_ever_more_rarely(caplog: py
     assert len(rank.step(second + 1.0, all_four)) == 2 and not rank.places.state()["problems"]
     rank.leases.lend(3, size_bytes=SLAB_BYTES + 1)
     rank.step(second + 2.0, all_four)
+    rank.step(second + 3.0, all_four)
+    assert len(caplog.records) == 1 and rank.leases.demand_bytes == 2 * SLAB_BYTES
+    assert rank.places.poll_mapped().num_lendable == 2, "what it has lent stays of use"
+    rank.leases.offer = None
+    rank.step(second + 4.0, all_four)
+    rank.leases.offer = LenderOffer(SLAB_BYTES, strict=False, num_lendable=4)
+    rank.step(second + 5.0, all_four)
+    assert rank.leases.demand_bytes == 4 * SLAB_BYTES, "who comes back is asked at once"
+    rank.leases.lend(3, size_bytes=SLAB_BYTES + 1)
+    rank.step(second + 6.0, all_four)
     assert len(caplog.records) == 2, "it is news again"
 
 

@@ -21,7 +21,7 @@ _MOUNTS = Path("/proc/self/mountinfo")
 
 
 class FileStamp(NamedTuple):
-    """Of a file that was replaced or written, another."""
+    """Another of a file that was replaced or written, or got another mode, owner or number of links."""
 
     name: str
     # Device, inode and the time of its last change, which cannot be set. None for a file in a FUSE mount, such as a
@@ -67,9 +67,10 @@ def stamp_files(local_path: Path) -> tuple[FileStamp, ...]:
 
 
 def _fuse_mounts() -> set[str]:
-    """Devices, as in "0:45"."""
-    mounts = [line.split() for line in _MOUNTS.read_text().splitlines()] if _MOUNTS.exists() else []
-    return {fields[2] for fields in mounts if fields[fields.index("-") + 1].startswith("fuse")}
+    """Devices, as in "0:45". Paths in the list have any bytes but spaces and line breaks."""
+    lines = _MOUNTS.read_bytes().split(b"\n") if _MOUNTS.exists() else []
+    mounts = [line.partition(b" - ") for line in lines if b" - " in line]
+    return {fields.split(b" ")[2].decode() for fields, _, kind in mounts if kind.startswith(b"fuse")}
 
 
 def _add(digest: hashlib._Hash, threads: ThreadPoolExecutor, path: Path, tensors: Iterator[_Tensor]) -> None:

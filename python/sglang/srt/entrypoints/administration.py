@@ -208,9 +208,9 @@ def _add_policies(app: FastAPI, args: ServerArgs, manager: TokenizerManager) -> 
                 raise RequestError(f"{name} must be a number from 0 to {MAX_TOKENS}", param=name)
         for name in ("hicache_bubble_filling", "hicache_load_or_recompute"):
             if isinstance(value := wanted.get(name), str):
-                if value == "decode":
+                if value == "decode" != args.hicache_bubble_filling:
                     raise RequestError(f"{name} is on or off here: start the server with decode", param=name)
-                wanted[name] = value == "on"
+                wanted[name] = value != "off"
         request.state.audit = ", ".join(f"{name} {value}" for name, value in wanted.items())
         result = await manager.control.set_policies(wanted)
         return JSONResponse(await policies()) if result.success else _done(result, "")

@@ -8,9 +8,9 @@ between `<|python_start|>` and `<|python_end|>`; SGLang's documentation of `pyth
 A list counts as calls if its first function is one of the tools. Arguments have names; their values are Python's
 literals, or JSON's true, false and null. A call is put out when it is whole, because Python's text becomes JSON.
 
-What is no call is read again from its bracket on. That stays linear, because reading ends where no literal goes on: a
-call within arguments is text unless it stands in a string, and each text within two strings stands outside of one of
-them.
+What is no call is read again from its bracket on. That takes time in proportion to the text, because arguments end
+where no literal goes on: at the next call, unless that stands in a string. What begins a string in one reading ends
+it in another, so that few readings are under way at any place.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sglang.srt.function_call.text_reader import Steps
 
 _START, _END = "<|python_start|>", "<|python_end|>"
 _NAME = re.compile(r"[\w.-]*")
-_ENDS_NAME = re.compile(r"\w")
+_NAME_AT_END = re.compile(r"[\w.-]*\Z")
 _MAX_NAME = 256
 # What takes part in finding the end of the arguments; any other text is passed over.
 _OTHER = re.compile(r"""[^()\[\]{}"'\\]*""")
@@ -85,16 +85,22 @@ class PythonicDetector(BaseFormatDetector):
         self.output.arguments(arguments)
         return True
 
+    def _is_call(self, text: str) -> bool:
+        """Whether a parenthesis behind the text begins a call's arguments, and no tuple."""
+        found = _NAME_AT_END.search(text)
+        name = found[0] if found else ""
+        return name in self.tools or name[-1:].isidentifier() or name[-1:].isdigit()
+
     def _arguments_text(self) -> Steps[str | None]:
         """The text up to the closing parenthesis, which is passed over; None if there is none."""
         parts: list[str] = []
         closing = [")"]
-        quote = before = ""
+        quote = end = ""
         while True:
             parts.append((yield from self.reader.take_while(_OTHER, _MAX_ARGUMENTS)))
-            before = parts[-1][-1:] or before
+            end = (end + parts[-1])[-_MAX_NAME:]
             char = yield from self.reader.peek()
-            if not char or (not quote and (char == "\\" or (char == "(" and _ENDS_NAME.match(before)))):
+            if not char or (char == "(" and not quote and self._is_call(end)):
                 return None
             self.reader.skip(1)
             if quote:
@@ -104,6 +110,10 @@ class PythonicDetector(BaseFormatDetector):
                     self.reader.skip(len(char))
                 elif char == quote:
                     quote = ""
+            elif char == "\\":  # only between two lines
+                if not (yield from self.reader.take("\n")):
+                    return None
+                char += "\n"
             elif char in "\"'":
                 quote = char
             elif char in "([{":
@@ -114,7 +124,7 @@ class PythonicDetector(BaseFormatDetector):
                 if not closing:
                     return "".join(parts)
             parts.append(char)
-            before = char
+            end += char
 
     @classmethod
     def matches_template(cls, template: str) -> bool:

@@ -300,11 +300,16 @@ class BorrowedPlaces:
         """How much lenders may lend, and in the log, once, why one is of no use."""
         num_lendable = 0
         for lender, offer in self._coordinator.offers().items():
+            refusal = self._refused.get(lender)
             if offer is None:
                 num_lendable = len(self._leases)
+                if refusal is not None:  # a worker that comes back may be another
+                    del self._refused[lender]
+                    self._problems.pop(lender, None)
+                    self._spread_demand()
                 continue
-            refusal = self._refused.get(lender)
             if refusal is not None and self._now() < refusal.until:
+                num_lendable += sum(lease is not None and lease[0] == lender for lease in self._leases)
                 continue
             problem = self._problem_of(lender, offer)
             if problem != self._problems.get(lender, ""):
@@ -443,7 +448,6 @@ class BorrowedPlaces:
             return
         finally:
             self._drop(event)
-        self._refused.pop(event.lender, None)
         if event.lender in self._gone:
             self._gone.discard(event.lender)
             logger.info("the worker at %s lends again", event.lender)
@@ -458,6 +462,8 @@ class BorrowedPlaces:
         before, now = self._refused.get(lender), self._now()
         if before is not None and now < before.until:
             return  # it has lent several
+        if before is not None and now >= before.until + _MAX_REFUSAL_S:
+            before = None  # it was of use for so long
         if before is None or problem != before.problem:
             logger.error(problem)
         wait_s = _FIRST_REFUSAL_S if before is None else min(2 * before.wait_s, _MAX_REFUSAL_S)

@@ -208,8 +208,9 @@ def _response_format(text: Mapping[str, Any] | None) -> dict[str, Any] | None:
         raise RequestError("text.format must be an object with a type", param="text")
     kind, schema = form.get("type"), form.get("schema")
     if kind not in ("text", "json_object", "json_schema"):
+        has = "no type" if kind is None else f"the type {shown(str(kind))}"
         raise RequestError(
-            f"text.format has the type {shown(str(kind))}, but it must be text, json_object or json_schema",
+            f"text.format has {has}, but it must be text, json_object or json_schema",
             param="text",
         )
     if kind != "json_schema":

@@ -32,7 +32,7 @@ def pick_device(args: ServerArgs, rank: int) -> torch.device:
     if not torch.cuda.is_available():
         build = "" if torch.version.cuda else f" (torch {torch.__version__} is a build without CUDA)"
         raise StartupError(f"--device cuda: torch finds no GPU here{build}; use --device cpu")
-    if rank >= torch.cuda.device_count():
+    if args.tp_size > torch.cuda.device_count():
         raise StartupError(
             f"--tp-size {args.tp_size} needs as many GPUs, and there are {torch.cuda.device_count()}; lower it"
         )

@@ -126,8 +126,8 @@ class EngineBuilder:
             rank.group.connect(rank.device)
         except RuntimeError as error:
             raise StartupError(
-                f"the GPUs of the ranks cannot be connected by NCCL ({str(error).splitlines()[0]}): a container "
-                "needs --shm-size 1g or more; NCCL_DEBUG=INFO tells why"
+                f"the GPUs of the ranks cannot be connected by NCCL ({str(error).partition(chr(10))[0]}): "
+                "NCCL_DEBUG=INFO tells why; where a container's /dev/shm is small, give --shm-size 1g"
             ) from error
         rank.progress.stage("reading the model's config")
         attention = self._read_model_config()

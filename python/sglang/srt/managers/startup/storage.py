@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 
 # What follows a prompt's last whole block is computed. ShadowServe's and CacheGen's chunks have 256, which a network
-# needs to be large; here a store keeps a block in pieces, which are as large as they can be.
+# needs to be large; here a store keeps a block in pieces of up to 2 MiB.
 BLOCK_TOKENS = 64
 # What is in a block, and in which order; another number makes all that was stored before unknown.
 _LAYOUT_VERSION = 1
