@@ -196,12 +196,16 @@ def test_a_gate_needs_a_submitted_load(stream):
     d2h = CopyLink(D2H, pools.device, pools.host, stream, no_fence)
     with pytest.raises(GateError, match="never submitted"):
         h2d.gate(Ticket(H2D, 0))
+    # What is over needs no waiting.
+    go_on = threading.Event()
+    stream.enqueue(lambda: go_on.wait(60))
     h2d.submit(pools.load(0, ids(0), ids(0)))
     with pytest.raises(GateError, match=f"layer {LAYERS} is awaited but was never enqueued"):
         h2d.gate(Ticket(H2D, 0)).wait(LAYERS, stream)
     d2h.submit(pools.backup(0, ids(0), ids(0)))
     with pytest.raises(GateError, match="layer 0 is awaited"):
         d2h.gate(Ticket(D2H, 0)).wait(0, stream)
+    go_on.set()
 
 
 def test_the_backend_that_was_asked_for_copies(stream, monkeypatch):
