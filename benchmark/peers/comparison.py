@@ -208,7 +208,7 @@ class Comparison:
             return [Prompts(500 + 100 * number + i).text(DOCUMENT) for i in range(NUM_DOCUMENTS)]
 
         known = documents(rounds - 1)
-        # The servers that were asked about them: not all need be where the scenarios are a choice.
+        # The servers that were asked about them: --only may leave out the scenario that does so.
         asked: set[str] = set()
 
         def median_first_token(

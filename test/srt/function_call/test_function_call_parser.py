@@ -145,6 +145,23 @@ def test_a_long_text_takes_time_in_proportion(parser: str, monkeypatch: pytest.M
         assert more_calls < 5 * calls + 200 and more_chars < 5 * chars + 200 * len(unit), unit
 
 
+def test_a_word_is_found_again_after_going_back() -> None:
+    reader, texts = TextReader(), []
+    reader.push("a<b<c", final=True)
+
+    def until() -> str:
+        with pytest.raises(StopIteration) as end:
+            next(reader.until(("<",), texts.append))
+        return end.value.value
+
+    reader.set_mark()
+    assert until() == "<"
+    reader.skip(1)
+    assert until() == "<"
+    reader.rewind()
+    assert until() == "<" and texts == ["a", "b", "a"]
+
+
 def test_arguments_are_passed_on_as_they_come() -> None:
     for parser, text in (
         ("qwen25", '<tool_call>\n{"name": "f", "arguments": {"a": "long'),

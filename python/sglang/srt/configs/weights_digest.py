@@ -21,7 +21,7 @@ _MOUNTS = Path("/proc/self/mountinfo")
 
 
 class FileStamp(NamedTuple):
-    """Another of a file that was replaced or written, or got another mode, owner or number of links."""
+    """Differs once a file was replaced or written, or got another mode, owner or number of links."""
 
     name: str
     # Device, inode and the time of its last change, which cannot be set. None for a file in a FUSE mount, such as a

@@ -184,12 +184,9 @@ def _add_policies(app: FastAPI, args: ServerArgs, manager: TokenizerManager) -> 
     async def policies() -> dict[str, Any]:
         """Under the names and with the values of flags."""
         found: dict[str, Any] = (await manager.get_internal_state())["admin"]["policies"]
-        decides = args.hicache_bubble_filling == "decode"
-        for name, on in (
-            ("hicache_bubble_filling", "decode" if decides else "on"),
-            ("hicache_load_or_recompute", "on"),
-        ):
-            found[name] = on if found[name] else "off"
+        on = "decode" if args.hicache_bubble_filling == "decode" else "on"
+        for name, value in (("hicache_bubble_filling", on), ("hicache_load_or_recompute", "on")):
+            found[name] = value if found[name] else "off"
         return found
 
     @app.get("/hicache/policies")

@@ -296,7 +296,8 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
 def sampling_params(
     fields: SamplingFields, names: Mapping[str, str] = {}, least_new_tokens: int = 0
 ) -> SamplingParams:
-    """names: the client's names of parameters, where they differ. Raises RequestError with the allowed range."""
+    """names: the client's names of parameters, where they differ. least_new_tokens: 0 where a prompt alone is of use,
+    for its log-probabilities. Raises RequestError with the allowed range."""
 
     def require(ok: bool, name: str, value: Any, rule: str) -> None:
         if not ok:

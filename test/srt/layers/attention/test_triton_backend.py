@@ -30,7 +30,7 @@ from support.attention_cases import (
     make_view,
     on_gpu,
 )
-from support.triton_runs import compile_kernel, needs_triton, run_interpreted
+from support.triton_runs import SHARED_BYTES, compile_kernel, needs_triton, run_interpreted
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 # KV heads, query heads for each, head size: a size of no tile, more than a tile of heads, and the usual one.
@@ -178,11 +178,10 @@ def compiled(
 )
 def test_tiles_fit_into_shared_memory(capability: int, dtype: str, head_dim: int):
     """Of 64 query heads to a KV head, too."""
-    from sglang.srt.layers.attention.triton_backend import ADA_SHARED_BYTES, HOPPER_SHARED_BYTES, Tiles
+    from sglang.srt.layers.attention.triton_backend import Tiles
     from sglang.srt.layers.attention.triton_kernels import decode_kernel, extend_kernel
 
-    shared_bytes = {89: ADA_SHARED_BYTES, 90: HOPPER_SHARED_BYTES}[capability]
-    tiles = Tiles.of(head_dim, TORCH_TYPES[dtype], 16, shared_bytes)
+    tiles = Tiles.of(head_dim, TORCH_TYPES[dtype], 16, SHARED_BYTES[capability])
     shape = {"PAGE_SIZE": 16, "BY_SLOT": False, "HEAD_DIM": head_dim, "BLOCK_D": head_dim, "GROUP": 64}
     shape |= {"IN_TOKENS": True, "TILE_IN_PAGE": False, "lse_ptr": None}
     of_extend = {**shape, "BLOCK_M": tiles.extend.queries, "BLOCK_N": tiles.extend.keys_of_pages}
@@ -203,7 +202,7 @@ def test_a_gpu_with_less_shared_memory_and_wide_heads_get_other_tiles():
         Tiles,
     )
 
-    ada, bf16 = 99 << 10, torch.bfloat16
+    ada, bf16 = SHARED_BYTES[89], torch.bfloat16
     assert Tiles.of(128, bf16, 1, HOPPER_SHARED_BYTES).extend.keys_of_pages == 128
     assert Tiles.of(128, bf16, 64, HOPPER_SHARED_BYTES) == Tiles(short=SHORT_TILE)
     assert Tiles.of(128, bf16, 1, ada) == Tiles.of(64, torch.float32, 1, HOPPER_SHARED_BYTES) == Tiles()

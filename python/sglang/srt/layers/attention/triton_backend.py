@@ -40,8 +40,8 @@ _MORE_DECODE_PROGRAMS = 2
 _LENS_AT_ONCE = 128
 # Rows that a program merges.
 _MERGED_ROWS = 16
-# That a program may have: of an H100, an A100, and an L4 or a GPU for games.
-HOPPER_SHARED_BYTES, AMPERE_SHARED_BYTES, ADA_SHARED_BYTES = 227 << 10, 163 << 10, 99 << 10
+# That a program may have, of an H100 and an A100. Other GPUs have less.
+HOPPER_SHARED_BYTES, AMPERE_SHARED_BYTES = 227 << 10, 163 << 10
 # The plans of partials that are kept. A request that streams has one for its pieces, one for its last piece, and a
 # few for the tokens on the device.
 _KEPT_PARTIALS = 16
