@@ -13,10 +13,15 @@ from typing import Any, cast
 import openai
 import pytest
 
-from sglang.srt.entrypoints.answer_parts import AnswerFormat
+from sglang.srt.entrypoints.answer_parts import AnswerFormat, AnswerParser
+from sglang.srt.entrypoints.anthropic.protocol import MessagesRequest
+from sglang.srt.entrypoints.anthropic.serving import serve_messages
 from sglang.srt.entrypoints.openai import serving_chat
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+from sglang.srt.entrypoints.openai.responses_protocol import ResponsesRequest
+from sglang.srt.entrypoints.openai.serving_responses import serve_responses
 from sglang.srt.parser.chat_format import ChatFormat
+from support.one_word import OneWord
 from support.scripted_server import ASKED, BROKEN, CALLS, FIRST, NAMED, SECOND, SEED, TOOLS, Scripted
 from support.server_fixture import Server
 from support.tool_texts import TEMPLATES, render
@@ -199,31 +204,63 @@ def test_a_model_that_is_forced_to_call() -> None:
         assert reply.choices[0].finish_reason == "tool_calls" and reply.choices[0].message.content is None
 
 
+def off(function: Any, *args: Any) -> Any:
+    """A manager's off_loop."""
+
+    async def call() -> Any:
+        with ThreadPoolExecutor(1, thread_name_prefix="off") as pool:
+            return await asyncio.get_running_loop().run_in_executor(pool, function, *args)
+
+    return call()
+
+
+def noting(threads: list[str], function: Any) -> Any:
+    def call(*args: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return function(*args)
+
+    return call
+
+
 def test_tools_and_their_grammar_are_made_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """They may be a megabyte."""
     threads: list[str] = []
 
-    def noting(function: Any) -> Any:
-        def call(*args: Any) -> Any:
-            threads.append(threading.current_thread().name)
-            return function(*args)
-
-        return call
-
     class Manager:
         chat_format = ChatFormat.of("", "hermes", None)
         token_texts = SimpleNamespace(is_special_text=lambda text: False)
+        off_loop = staticmethod(off)
 
         async def render_chat(self, *_: Any) -> str:
             return "prompt"
 
-        async def off_loop(self, function: Any, *args: Any) -> Any:
-            with ThreadPoolExecutor(1, thread_name_prefix="off") as pool:
-                return await asyncio.get_running_loop().run_in_executor(pool, function, *args)
-
-    monkeypatch.setattr(serving_chat, "tool_request", noting(serving_chat.tool_request))
-    monkeypatch.setattr(AnswerFormat, "sampling_params", noting(AnswerFormat.sampling_params))
+    monkeypatch.setattr(serving_chat, "tool_request", noting(threads, serving_chat.tool_request))
+    monkeypatch.setattr(AnswerFormat, "sampling_params", noting(threads, AnswerFormat.sampling_params))
     chat = ChatCompletionRequest(messages=[{"role": "user", "content": "a"}], tools=TOOLS, tool_choice="required")
     request, _ = asyncio.run(serving_chat.chat_request(chat, cast(Any, Manager())))
     assert request.params.grammar is not None and len(threads) == 2
     assert all(name.startswith("off") for name in threads)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_long_answers_are_parsed_off_the_event_loop(monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    """By each endpoint that reads calls. A stream whose client reads slowly has many tokens at once, too."""
+    threads: list[str] = []
+
+    class Manager(OneWord):
+        async def off_loop_if_many(self, num_tokens: int, function: Any, *args: Any) -> Any:
+            assert num_tokens == 1
+            return await off(function, *args)
+
+    monkeypatch.setattr(AnswerParser, "push", noting(threads, AnswerParser.push))
+    manager = cast(Any, Manager())
+
+    async def read(events: Any) -> None:
+        assert [event async for event in events]
+
+    messages = [{"role": "user", "content": "a"}]
+    chat = ChatCompletionRequest(messages=messages, stream=stream)
+    asyncio.run(read(serving_chat.serve_chat(chat, manager, "m")))
+    asyncio.run(read(serve_responses(ResponsesRequest(input="a", stream=stream), manager, "m")))
+    asyncio.run(read(serve_messages(MessagesRequest(messages=messages, max_tokens=5, stream=stream), manager, "m")))
+    assert len(threads) == 3 and all(name.startswith("off") for name in threads)

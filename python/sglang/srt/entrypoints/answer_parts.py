@@ -1,7 +1,7 @@
 """From an answer's text to its parts: reasoning, content and tool calls. The seam between parsers and endpoints.
 
 AnswerFormat.of(the server's format, the request's tools, the prompt) --parser()--> AnswerParser, one per answer
-Chunk --AnswerParser.push--> AnswerDelta
+Chunk --parse(AnswerParser)--> AnswerDelta
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sglang.srt.function_call.base_format_detector import BaseFormatDetector
 from sglang.srt.function_call.function_call_parser import FunctionCallParser
 from sglang.srt.function_call.json_array_parser import JsonArrayParser
 from sglang.srt.managers.io_struct import FinishReason
-from sglang.srt.managers.tokenizer_manager import Chunk
+from sglang.srt.managers.tokenizer_manager import Chunk, TokenizerManager
 from sglang.srt.parser.chat_format import ChatFormat
 from sglang.srt.parser.reasoning_parser import ReasoningFormat, ReasoningParser, Start, find_start, reasoning_format
 from sglang.srt.sampling.sampling_params import GrammarSpec, SamplingParams
@@ -196,6 +196,11 @@ class AnswerParser:
     def finish_reason(self, reason: FinishReason) -> str:
         """OpenAI's name of the reason."""
         return "tool_calls" if reason.type == "stop" and self.num_calls else reason.type
+
+
+async def parse(parser: AnswerParser, chunk: Chunk, manager: TokenizerManager) -> AnswerDelta:
+    """push, off the event loop for many tokens: a whole answer full of calls may take a second."""
+    return await manager.off_loop_if_many(len(chunk.output_ids), parser.push, chunk)
 
 
 class _ReasoningTokens:

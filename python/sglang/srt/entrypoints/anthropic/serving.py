@@ -19,7 +19,7 @@ from sglang.srt.entrypoints.answer_blocks import (
     BlockStart,
     whole_blocks,
 )
-from sglang.srt.entrypoints.answer_parts import AnswerParser
+from sglang.srt.entrypoints.answer_parts import AnswerParser, parse
 from sglang.srt.entrypoints.anthropic.protocol import MessagesRequest, error_body
 from sglang.srt.entrypoints.openai.serving_chat import chat_request
 from sglang.srt.entrypoints.streams import StreamForm, close, encode_named_event
@@ -46,11 +46,11 @@ async def serve_messages(req: MessagesRequest, manager: TokenizerManager, model:
     chunks = manager.generate(replace(request, rid=common["id"]))
     try:
         if req.stream:
-            async for event in _events(req, parser, chunks, common):
+            async for event in _events(req, parser, manager, chunks, common):
                 yield event
         else:
             async for chunk in chunks:
-                blocks = whole_blocks(parser.push(chunk), req.wants_thinking)
+                blocks = whole_blocks(await parse(parser, chunk, manager), req.wants_thinking)
                 yield {
                     **common,
                     "content": [_block(event.block, event.text) for event in blocks],
@@ -69,7 +69,7 @@ async def count_tokens(req: MessagesRequest, manager: TokenizerManager) -> Event
 
 
 async def _events(
-    req: MessagesRequest, parser: AnswerParser, chunks: AsyncIterator[Chunk], common: Event
+    req: MessagesRequest, parser: AnswerParser, manager: TokenizerManager, chunks: AsyncIterator[Chunk], common: Event
 ) -> AsyncIterator[Event]:
     blocks = AnswerBlocks(req.wants_thinking)
     has_begun = False
@@ -79,7 +79,7 @@ async def _events(
             empty: Event = {"content": [], "stop_reason": None, "stop_sequence": None}
             yield {"type": "message_start", "message": {**common, **empty, "usage": _usage(chunk)}}
         final = chunk.finish_reason is not None
-        for event in blocks.push(parser.push(chunk), final):
+        for event in blocks.push(await parse(parser, chunk, manager), final):
             yield _block_event(event)
         if final:
             yield {"type": "message_delta", "delta": _end(req, parser, chunk), "usage": _usage(chunk)}

@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from sglang.srt.entrypoints.answer_parts import AnswerDelta, AnswerFormat, AnswerParser
+from sglang.srt.entrypoints.answer_parts import AnswerDelta, AnswerFormat, AnswerParser, parse
 from sglang.srt.entrypoints.openai.chat_messages import template_messages
 from sglang.srt.entrypoints.openai.logprobs import LogprobStream, chat_logprobs
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, UsageOfChoices, choice_end
@@ -16,7 +16,6 @@ from sglang.srt.entrypoints.tool_request import tool_request
 from sglang.srt.managers.tokenizer_manager import Chunk, GenerateRequest, TokenizerManager
 from sglang.srt.sampling.logprob_types import TokenLogprob
 from sglang.srt.utils.errors import RequestError
-from sglang.srt.utils.token_texts import TokenTexts
 
 Event = dict[str, Any]
 Chunks = AsyncIterator[tuple[int, Chunk]]
@@ -28,7 +27,7 @@ _NOT_FOR_CLIENTS = ("chat_template", "tokenize", "add_generation_prompt", "conti
 async def serve_chat(req: ChatCompletionRequest, manager: TokenizerManager, model: str) -> AsyncIterator[Event]:
     """Chunks if req.stream, else one whole reply. Choice i is the conversation's i-th answer."""
     request, form = await chat_request(req, manager)
-    reply = _Reply(req, form, manager.token_texts, {"id": request.rid, "created": int(time.time()), "model": model})
+    reply = _Reply(req, form, manager, {"id": request.rid, "created": int(time.time()), "model": model})
     chunks = merge(manager.generate_all(request.copies(req.num_choices)))
     try:
         if req.stream:
@@ -100,10 +99,13 @@ async def chat_request(req: ChatCompletionRequest, manager: TokenizerManager) ->
 class _Reply:
     """Builds one reply. common: the fields that its events share."""
 
-    def __init__(self, req: ChatCompletionRequest, form: AnswerFormat, texts: TokenTexts, common: Event) -> None:
+    def __init__(
+        self, req: ChatCompletionRequest, form: AnswerFormat, manager: TokenizerManager, common: Event
+    ) -> None:
         self._req = req
         self._form = form
-        self._texts = texts
+        self._manager = manager
+        self._texts = manager.token_texts
         self._common = common
         self._usage = UsageOfChoices(req)
 
@@ -114,7 +116,7 @@ class _Reply:
         choices = {}
         async for index, chunk in chunks:
             parser = self._form.parser(self._texts)
-            delta = parser.push(chunk)
+            delta = await parse(parser, chunk, self._manager)
             self._usage.add(index, chunk, parser.reasoning_tokens)
             choices[index] = {
                 "index": index,
@@ -142,7 +144,7 @@ class _Reply:
                 self._usage.add(index, chunk, parsers[index].reasoning_tokens)
                 yield self._event(index, chunk, {"role": "assistant", "content": ""})
             final = chunk.finish_reason is not None
-            deltas = _deltas(parsers[index].push(chunk))
+            deltas = _deltas(await parse(parsers[index], chunk, self._manager))
             self._usage.add(index, chunk, parsers[index].reasoning_tokens)
             held[index] += [entry for _, entry in streams[index].take(chunk.logprobs, chunk.text, final)]
             for delta in deltas:

@@ -16,7 +16,7 @@ from sglang.srt.entrypoints.answer_blocks import (
     BlockKind,
     BlockStart,
 )
-from sglang.srt.entrypoints.answer_parts import AnswerParser
+from sglang.srt.entrypoints.answer_parts import AnswerParser, parse
 from sglang.srt.entrypoints.openai.responses_protocol import ResponsesRequest
 from sglang.srt.entrypoints.openai.serving_chat import chat_request
 from sglang.srt.entrypoints.streams import StreamForm, close, encode_named_event
@@ -43,7 +43,7 @@ async def serve_responses(req: ResponsesRequest, manager: TokenizerManager, mode
     """Events if req.stream, else one response."""
     request, form = await chat_request(req.chat(), manager)
     response_id = req.rid or f"resp_{uuid.uuid4().hex}"
-    reply = _Reply(req, form.parser(manager.token_texts), response_id, model)
+    reply = _Reply(req, form.parser(manager.token_texts), manager, response_id, model)
     chunks = manager.generate(replace(request, rid=response_id))
     try:
         if req.stream:
@@ -58,9 +58,12 @@ async def serve_responses(req: ResponsesRequest, manager: TokenizerManager, mode
 class _Reply:
     """Builds one response. Owns its finished items and the number of its next event."""
 
-    def __init__(self, req: ResponsesRequest, parser: AnswerParser, response_id: str, model: str) -> None:
+    def __init__(
+        self, req: ResponsesRequest, parser: AnswerParser, manager: TokenizerManager, response_id: str, model: str
+    ) -> None:
         self._req = req
         self._parser = parser
+        self._manager = manager
         self._id = response_id
         self._model = model
         self._created = int(time.time())
@@ -72,7 +75,8 @@ class _Reply:
         last: Chunk | None = None
         async for chunk in chunks:
             last = chunk
-            for event in blocks.push(self._parser.push(chunk), chunk.finish_reason is not None):
+            delta = await parse(self._parser, chunk, self._manager)
+            for event in blocks.push(delta, chunk.finish_reason is not None):
                 if isinstance(event, BlockEnd):
                     self._items.append(self._item(event.block, event.text, _status(chunk)))
         assert last is not None
@@ -87,7 +91,8 @@ class _Reply:
                     for kind in ("response.created", "response.in_progress"):
                         yield self._event(kind, response=self._response(None))
                 last = chunk
-                for event in blocks.push(self._parser.push(chunk), chunk.finish_reason is not None):
+                delta = await parse(self._parser, chunk, self._manager)
+                for event in blocks.push(delta, chunk.finish_reason is not None):
                     for made in self._of_block(event, chunk):
                         yield made
         except RequestError as error:
