@@ -127,6 +127,8 @@ def test_formats_and_limits(scripted: Scripted) -> None:
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text"),
         ({"text": {"format": {"type": "structural_tag"}}}, "text"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"truncation": "middle"}, "truncation"),
+        ({"include": ["reasoning.encrypted_content", "message.output_text.logprobs"]}, "include"),
     ],
 )
 def test_what_is_refused(scripted: Scripted, fields: dict[str, Any], param: str) -> None:

@@ -31,6 +31,8 @@ UNSUPPORTED_RESPONSES: dict[str, tuple[Any, ...]] = {
     "data_parallel_rank": (),
 }
 
+_LOGPROBS = "message.output_text.logprobs"
+
 
 class ResponsesRequest(EngineFields, frozen=True, kw_only=True):
     """The fields of POST /v1/responses, and this engine's own beside them. input: a text, or items."""
@@ -57,6 +59,7 @@ class ResponsesRequest(EngineFields, frozen=True, kw_only=True):
     metadata: dict[str, Any] | None = None
     user: str | None = None
     # These change nothing here. They ask OpenAI's service for storage, prices, checks or its own caching.
+    # "auto" drops no items: a conversation that is too long is refused.
     store: bool | None = None
     include: list[str] | None = None
     truncation: str | None = None
@@ -71,6 +74,15 @@ class ResponsesRequest(EngineFields, frozen=True, kw_only=True):
         limit = self.max_output_tokens
         if limit is not None and limit < 1:
             raise RequestError(f"max_output_tokens is {limit}, but it must be at least 1", param="max_output_tokens")
+        if self.truncation not in (None, "auto", "disabled"):
+            raise RequestError(
+                f"truncation is {shown(self.truncation)}, but it must be auto or disabled", param="truncation"
+            )
+        if _LOGPROBS in (self.include or ()):
+            raise RequestError(
+                f"include holds {_LOGPROBS}, which this engine does not give here: use /v1/chat/completions",
+                param="include",
+            )
         return ChatCompletionRequest(
             messages=_messages(self.instructions, self.input),
             max_completion_tokens=limit,
