@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -231,7 +230,8 @@ parser.add_argument("--script", default="", help="a file with a JSON list of the
 parser.add_argument("--deaf", action="store_true", help="never answer questions about the state")
 parser.add_argument("--stuck", action="store_true", help="do not stop when asked to")
 parser.add_argument("--max-req-input-len", type=int, default=4000)
-FLAGS, REST = parser.parse_known_args()
+parser.add_argument("name", nargs="?")
+FLAGS = parser.parse_args()
 
 if __name__ == "__main__":
-    run_child(start, [sys.argv[0], *REST])
+    run_child(start)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,14 @@ class OneWord:
     """Every answer is one word."""
 
     is_ready = True
+    is_active = False
     context_length = 100
     token_texts = None
     chat_format = ChatFormat()
+
+    @property
+    def token_came(self) -> asyncio.Event:
+        return asyncio.Event()
 
     def check_prompt_length(self, num_tokens) -> None:
         if num_tokens >= self.context_length:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 import json
 import logging
+import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,12 @@ Aliases = Mapping[str, str]
 
 def variable_of(name: str) -> str:
     return PREFIX + name.upper()
+
+
+def environment_without_keys() -> dict[str, str]:
+    """For child processes, which have no use for the server's keys: storage plugins run in one of them."""
+    keys = variable_of("api_key"), variable_of("admin_api_key")
+    return {name: value for name, value in os.environ.items() if name not in keys}
 
 
 def from_environment(

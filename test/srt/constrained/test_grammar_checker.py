@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import resource
 import sys
@@ -25,7 +26,8 @@ import json, os, sys, time
 import msgspec
 from sglang.srt.constrained.check_process import CheckOrder, CheckResult, read_frame, write_frame
 folder = json.loads(sys.argv[1])["vocabulary_file"]
-open(f"{folder}/start-{os.getpid()}", "w").close()
+with open(f"{folder}/start-{os.getpid()}", "w") as file:
+    json.dump(sorted(os.environ), file)
 out = sys.stdout.buffer
 if os.path.exists(f"{folder}/broken"):
     sys.exit(1)
@@ -102,6 +104,16 @@ async def test_results_are_kept_and_shared(checker: GrammarChecker, folder: Path
     for _ in range(2):
         assert await why_not(checker, "bad") == (400, "bad is bad")
     assert checked(folder) == ["good", "bad"]
+
+
+@run
+async def test_the_process_has_no_keys(checker: GrammarChecker, folder: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("API_KEY", "ADMIN_API_KEY", "LOG_LEVEL"):
+        monkeypatch.setenv(f"SGLANG_{name}", "warning")
+    await checker.check(spec("good"))
+    (start,) = folder.glob("start-*")
+    names = set(json.loads(start.read_text()))
+    assert "SGLANG_LOG_LEVEL" in names and not names & {"SGLANG_API_KEY", "SGLANG_ADMIN_API_KEY"}
 
 
 @run

@@ -20,7 +20,8 @@ def echo_server() -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def keyed_server() -> Iterator[Server]:
     """With the keys "user" and "root"."""
-    with Server("--api-key", "user", "--admin-api-key", "root", fake=[]) as server:
+    keys = {"SGLANG_API_KEY": "user", "SGLANG_ADMIN_API_KEY": "root"}
+    with Server(fake=[], environment=keys) as server:
         yield server
 
 

@@ -365,7 +365,11 @@ def test_keys_are_shown_nowhere(keyed_server):
         server.url + "/get_server_info", headers={"Authorization": "Bearer user"}, timeout=PATIENCE_S, verify=NO_TLS
     ).json()
     assert info["api_key"] is None and info["admin_api_key"] is None
-    assert not any("root" in word for child in server.children for word in child.cmdline() if "{" in word)
+    assert len(server.children) == 2
+    for child in server.children:
+        assert not {"SGLANG_API_KEY", "SGLANG_ADMIN_API_KEY"} & child.environ().keys()
+        # No settings either, which may have a store's password.
+        assert not any("model_path" in word for word in child.cmdline())
 
 
 # Bad input

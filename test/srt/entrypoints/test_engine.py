@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -69,6 +70,15 @@ def test_async_generate(engine):
         return [event async for event in stream]
 
     assert asyncio.run(main())[-1]["meta_info"]["completion_tokens"] == 5
+
+
+def test_an_engine_that_is_busy_is_not_dead(engine, monkeypatch):
+    manager = engine._processes.manager
+    monkeypatch.setattr(manager, "_args", replace(manager._args, max_queued_requests=1))
+    monkeypatch.setattr(manager, "_num_waiting", 1)
+    with pytest.raises(RuntimeError, match="the queue is full") as error:
+        engine.generate("a b", PARAMS)
+    assert not isinstance(error.value, EngineDeadError)
 
 
 def test_wrong_requests(engine):
@@ -137,8 +147,10 @@ def test_a_crash_raises_and_shutdown_leaves_nothing():
     assert children
     with pytest.raises(EngineDeadError, match="the scheduler process ended with exit code 1"):
         engine.generate("a b", {"max_new_tokens": 50})
-    with pytest.raises(EngineDeadError):
-        engine.generate("a b", PARAMS)
+    for use in (lambda: engine.generate("a b", PARAMS), engine.flush_cache, engine.get_server_info):
+        with pytest.raises(EngineDeadError, match="the scheduler process ended with exit code 1"):
+            use()
+    engine.abort_request(abort_all=True)  # there is none
     engine.shutdown()
     engine.shutdown()
     with pytest.raises(EngineDeadError, match="the engine was shut down"):

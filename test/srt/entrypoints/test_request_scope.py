@@ -186,3 +186,10 @@ def test_the_id_reaches_what_makes_the_answer():
 
     ask(whole(Looking()), generate(**{"x-request-id": "abc"}), generate(**{"x-request-id": "def"}))
     assert seen == ["abc", "def"] and REQUEST_ID.get() == ""
+
+
+@pytest.mark.parametrize("level", ["info", "critical"])
+def test_changes_are_logged_at_any_level(level: str, capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging(level)
+    ask(whole(), ("POST", "/flush_cache", {}))
+    assert "AUDIT: POST /flush_cache from" in capsys.readouterr().err

@@ -31,6 +31,13 @@ def start(args, on_exit):
 
 run_child(start)
 """
+
+
+def run(args: ChildArgs, start: str, serve: str) -> subprocess.CompletedProcess[str]:
+    command, settings = [sys.executable, "-c", CHILD.format(start=start, serve=serve)], msgspec.json.encode(args)
+    return subprocess.run(command, input=settings.decode(), capture_output=True, text=True, timeout=120)
+
+
 STOP = "os.kill(os.getpid(), signal.SIGUSR1); os.kill(os.getpid(), signal.SIGUSR1)"
 
 
@@ -53,8 +60,7 @@ STOP = "os.kill(os.getpid(), signal.SIGUSR1); os.kill(os.getpid(), signal.SIGUSR
 )
 def test_a_child_closes_what_it_has_and_ends(start: str, serve: str, code: int, error: str, tmp_path: Path) -> None:
     args = ChildArgs(server_args={}, ipc={}, error_file=str(tmp_path / "error"))
-    command = [sys.executable, "-c", CHILD.format(start=start, serve=serve), msgspec.json.encode(args).decode()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = run(args, start, serve)
     assert (done.returncode, done.stdout) == (code, "closed\n"), done.stderr
     assert (tmp_path / "error").exists() == bool(error)
     assert not error or (tmp_path / "error").read_text() == error
@@ -68,8 +74,7 @@ def test_what_must_not_be_half_made_is_not_interrupted(tmp_path: Path) -> None:
         print("made", flush=True)
     """
     args = ChildArgs(server_args={}, ipc={})
-    command = [sys.executable, "-c", CHILD.format(start=start, serve=STOP), msgspec.json.encode(args).decode()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = run(args, start, STOP)
     assert (done.returncode, done.stdout) == (0, "made\nclosed\n"), done.stderr
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import select
 import subprocess
 import sys
@@ -27,6 +26,7 @@ import msgspec
 from sglang.srt.constrained.check_process import CheckOrder, CheckResult, CheckSettings, read_frame, write_frame
 from sglang.srt.constrained.xgrammar_backend import is_installed
 from sglang.srt.sampling.sampling_params import GrammarSpec
+from sglang.srt.setting_sources import environment_without_keys
 from sglang.srt.utils.errors import RequestError
 
 CHECK_COMMAND = (sys.executable, "-m", "sglang.srt.constrained.check_process")
@@ -186,7 +186,7 @@ class _Lane:
             stdout=subprocess.PIPE,
             start_new_session=True,
             # One thread of each library: it is going to fork, and has a limit of address space.
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            env={**environment_without_keys(), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         )
         try:
             result = self._read(process, _START_TIMEOUT_S)

@@ -15,6 +15,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from sglang.srt.entrypoints.auth import is_admin_path
 
 logger = logging.getLogger("sglang.audit")
+# Whatever --log-level is.
+logger.setLevel(logging.WARNING)
 
 _KEY = secrets.token_bytes(32)
 # Characters of a line.
@@ -45,7 +47,6 @@ class AuditLog:
             if changes or "audit" in state:
                 host, port = scope.get("client") or ("?", 0)
                 what = f" ({state['audit']})" if state.get("audit") else ""
-                # A warning, so that --log-level warning keeps it.
                 asked = _printable(f"{method} {path}{what}")
                 logger.warning("AUDIT: %s from %s:%s: status %s", asked, host, port, status or "none")
 

@@ -51,7 +51,7 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.observability.metrics_collector import MetricsCollector
 from sglang.srt.observability.trace import NO_TRACE, Tracer, open_tracer
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.setting_sources import variable_of
+from sglang.srt.setting_sources import environment_without_keys
 from sglang.srt.utils.chat_template import read_chat_template
 from sglang.srt.utils.child_process import STOP_SIGNAL, ChildArgs, StartupError, open_pull, open_push
 from sglang.srt.utils.errors import RequestError
@@ -67,9 +67,6 @@ DETOKENIZER_COMMAND = (sys.executable, "-m", "sglang.srt.managers.detokenizer_ma
 # Torch's threads sleep between its parallel operations. Spinning, they held the cores that the threads of our own
 # kernels wait for: a prompt of 512 tokens took a third more of the processor's time. Read when OpenMP is loaded.
 _CHILD_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
-
-# What children have no use for: storage plugins run in one of them.
-_KEYS = (variable_of("api_key"), variable_of("admin_api_key"))
 _WATCH_INTERVAL_S = 0.1
 _STOP_TIMEOUT_S = 10.0
 _STOP_INTERVAL_S = 0.02
@@ -94,14 +91,18 @@ class Child:
         self._stage_file = args.stage_file
         self._tail = b""
         self._ended_at = math.inf
-        # A session of its own: the terminal's Ctrl-C reaches only the parent, which drains first.
-        self.process = subprocess.Popen(
-            [*command, msgspec.json.encode(args).decode()],
-            stdin=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            env={**_CHILD_ENVIRONMENT, **{name: value for name, value in os.environ.items() if name not in _KEYS}},
-        )
+        # A file without a name: other users can read a command line, and a pipe would have to be written meanwhile.
+        with tempfile.TemporaryFile() as settings:
+            settings.write(msgspec.json.encode(args))
+            settings.seek(0)
+            # A session of its own: the terminal's Ctrl-C reaches only the parent, which drains first.
+            self.process = subprocess.Popen(
+                [*command, name],
+                stdin=settings,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+                env={**environment_without_keys(), **_CHILD_ENVIRONMENT},
+            )
         assert self.process.stderr is not None
         self._reader = threading.Thread(target=self._pass_on, args=(self.process.stderr,), daemon=True)
         self._reader.start()
@@ -238,7 +239,7 @@ class EngineProcesses:
                 name,
                 command,
                 ChildArgs(
-                    server_args=asdict(args.without_keys()),  # a child's command line is public
+                    server_args=asdict(args.without_keys()),
                     ipc={key: ipc[key] for key in sockets},
                     error_file=f"{self._directory}/{name}.error".replace(" ", "_"),
                     stage_file=f"{self._directory}/{name}.stage".replace(" ", "_"),
@@ -476,7 +477,8 @@ class Engine:
     ) -> dict[str, Any] | list[dict[str, Any]] | Iterator[dict[str, Any]]:
         """fields: other fields of GenerateReqInput, such as rid, return_logprob or cache_salt. With stream, an
         iterator of dicts, each with the whole text so far. Raises ValueError for a request that is wrong,
-        EngineDeadError if the engine died."""
+        RuntimeError for one that this engine could not serve (its queue is full, it took too long), EngineDeadError
+        if the engine died."""
         events = self._events(_request(prompt, sampling_params, input_ids, stream, fields))
         if stream:
             return self._iterate(events)
@@ -503,9 +505,14 @@ class Engine:
             async for event in events:
                 yield event
         except RequestError as error:
-            raise (EngineDeadError if error.status_code >= 500 else ValueError)(error.message) from None
+            raise self._raised(error) from None
         finally:
             await close(events)
+
+    def _raised(self, error: RequestError) -> Exception:
+        if not self._processes.manager.is_ready:
+            return EngineDeadError(error.message)
+        return (RuntimeError if error.status_code >= 500 else ValueError)(error.message)
 
     def _iterate(self, events: AsyncIterator[Any]) -> Iterator[dict[str, Any]]:
         try:
@@ -532,14 +539,20 @@ class Engine:
         self._loop.call_soon_threadsafe(self._processes.manager.abort, None if abort_all else rid)
 
     def flush_cache(self) -> bool:
-        return self._run(self._processes.manager.control.flush_cache()).success
+        return self._ask(self._processes.manager.control.flush_cache()).success
 
     def get_server_info(self) -> dict[str, Any]:
         return {
             **self._args.shown(),
             **self._processes.ready_info,
-            "internal_states": [self._run(self._processes.manager.get_internal_state())],
+            "internal_states": [self._ask(self._processes.manager.get_internal_state())],
         }
+
+    def _ask(self, question: Any) -> Any:
+        try:
+            return self._run(question)
+        except RequestError as error:
+            raise self._raised(error) from None
 
     def shutdown(self) -> None:
         """End the processes; running requests fail. May be called twice."""

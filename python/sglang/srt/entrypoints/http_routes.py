@@ -5,7 +5,6 @@ A reply that takes a while goes through streams.answer, which notices clients th
 
 from __future__ import annotations
 
-import asyncio
 import math
 import re
 import time
@@ -27,6 +26,7 @@ from sglang.srt.entrypoints.anthropic.serving import ANTHROPIC_STREAM, count_tok
 from sglang.srt.entrypoints.audit import AuditLog
 from sglang.srt.entrypoints.auth import ApiKeyMiddleware
 from sglang.srt.entrypoints.error_bodies import error_body
+from sglang.srt.entrypoints.health_probe import wait_for_token
 from sglang.srt.entrypoints.hicache_page import hicache_page
 from sglang.srt.entrypoints.loads import check_loads_query, get_load, loads
 from sglang.srt.entrypoints.missing_endpoints import missing_endpoint
@@ -53,8 +53,7 @@ from sglang.srt.entrypoints.request_fields import (
 )
 from sglang.srt.entrypoints.streams import answer, unless_disconnected
 from sglang.srt.entrypoints.tokenization import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
-from sglang.srt.managers.tokenizer_manager import GenerateRequest, TokenizerManager
-from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.errors import RequestError
 
@@ -62,9 +61,6 @@ T = TypeVar("T", bound=msgspec.Struct)
 Generation = TypeVar(
     "Generation", ChatCompletionRequest, CompletionRequest, GenerateReqInput, ResponsesRequest, MessagesRequest
 )
-
-# The timeout of /health_generate, as upstream has it.
-_HEALTH_TIMEOUT_S = 20.0
 
 
 def make_app(args: ServerArgs, manager: TokenizerManager, ready_info: dict[str, Any]) -> FastAPI:
@@ -266,13 +262,7 @@ def _add_information(app: FastAPI, args: ServerArgs, manager: TokenizerManager, 
 
     @app.get("/health_generate")
     async def health_generate() -> Response:
-        probe = GenerateRequest(prompt=[0], params=SamplingParams(max_new_tokens=1, temperature=0.0))
-        try:
-            async with asyncio.timeout(_HEALTH_TIMEOUT_S):
-                async for _ in manager.generate(probe):
-                    pass
-        except TimeoutError:
-            raise RequestError(f"no token was generated within {_HEALTH_TIMEOUT_S:g} s", 503) from None
+        await wait_for_token(manager)
         return Response()
 
     @app.get("/v1/models")

@@ -112,6 +112,8 @@ class GenerateRequest:
     priority: int | None = None
     session_id: str = ""
     stream: bool = False
+    # Of the server itself: for it the queue is never full.
+    is_probe: bool = False
 
     def copies(self, n: int) -> list[GenerateRequest]:
         """n requests for one prompt, for n answers. If there is a seed, they use seed, seed + 1 and so on."""
@@ -292,6 +294,8 @@ class TokenizerManager:
         self.control = SchedulerControl(send, self._encoder.forget)
         self._refusal: RequestError | None = None
         self._is_leaving = False
+        # Set by every token, for those who clear it and wait.
+        self.token_came = asyncio.Event()
         self.ready: asyncio.Future[SchedulerReady] = asyncio.get_running_loop().create_future()
         self.last_state: dict[str, Any] = {}
         # How storage names blocks; None while there is none.
@@ -313,7 +317,7 @@ class TokenizerManager:
         if self._refusal is not None:
             raise self._refusal
         priority = self._priority_of(req)
-        if together is None or together.comes_first():
+        if not req.is_probe and (together is None or together.comes_first()):
             # A body's requests find the queue full together, or not at all: tried again, it would be as long.
             self._take_place_in_queue(priority)
         state = ReqState(
@@ -686,6 +690,8 @@ class TokenizerManager:
             return
         reason = output.finish_reason
         num_tokens = len(output.output_ids) // 4
+        if num_tokens:
+            self.token_came.set()
         if reason is not None and reason.type == "abort" and not state.aborting:
             state.finished = True
             state.error = RequestError(reason.message or "the request was aborted", reason.status_code or 500)
@@ -762,6 +768,10 @@ class TokenizerManager:
     def is_ready(self) -> bool:
         """Whether load balancers should send requests."""
         return self._refusal is None and not self._is_leaving
+
+    @property
+    def is_active(self) -> bool:
+        return self._num_active > 0
 
     def announce_end(self) -> None:
         """Tell load balancers to send no more requests. What they send meanwhile is still taken."""

@@ -2,8 +2,9 @@
 
 The protocol of a child:
 
-    python -m sglang.srt.managers.<child> '<json of ChildArgs>'
+    python -m sglang.srt.managers.<child> <name> < <json of ChildArgs>
 
+- Settings come on stdin, as other users of the machine can read a command line. The name is for readers of `ps`.
 - The child calls `run_child(start)` under `if __name__ == "__main__"`. start(ChildArgs, on_exit) builds everything
   and returns `serve`, a function without arguments that runs until the parent asks it to stop. The process that reads
   a socket binds it (`open_pull`), the one that writes connects (`open_push`): ZeroMQ keeps what is sent before the
@@ -56,7 +57,7 @@ class StartupError(Exception):
 
 
 class ChildArgs(msgspec.Struct, frozen=True, kw_only=True):
-    """What the parent passes to a child on its command line."""
+    """What the parent passes to a child."""
 
     # The fields of `ServerArgs`.
     server_args: dict[str, Any]
@@ -97,8 +98,8 @@ def open_push(context: zmq.Context, address: str) -> zmq.Socket:
     return socket
 
 
-def run_child(start: Callable[[ChildArgs, ExitStack], Callable[[], None]], argv: list[str] | None = None) -> NoReturn:
-    args = msgspec.json.decode((argv or sys.argv)[1], type=ChildArgs)
+def run_child(start: Callable[[ChildArgs, ExitStack], Callable[[], None]]) -> NoReturn:
+    args = msgspec.json.decode(sys.stdin.buffer.read(), type=ChildArgs)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(STOP_SIGNAL, _stop)
