@@ -244,7 +244,7 @@ class ServerArgs:
     max_queued_requests: int | None = arg(
         SCHEDULING,
         None,
-        "the most requests that wait for their first token; more get status 503",
+        "the most requests that wait for their first token; more get status 503, but one body is let in whole",
         unset="no limit",
     )
     chunked_prefill_size: int = arg(

@@ -149,6 +149,10 @@ def test_policies_are_shown_as_flags(given: str) -> None:
     again, changes = ask("PUT", "/hicache/policies", reply.json(), hicache_bubble_filling=given)
     assert again.status_code == 200
     assert changes == [({"hicache_bubble_filling": True, "hicache_load_or_recompute": False},)]
+    # What this server cannot be without a new start.
+    other = "on" if given == "decode" else "decode"
+    reply, changes = ask("PUT", "/hicache/policies", {"hicache_bubble_filling": other}, hicache_bubble_filling=given)
+    assert reply.status_code == 400 and f"start the server with {other}" in reply.text and not changes
 
 
 def test_the_largest_numbers_are_passed_on() -> None:

@@ -26,7 +26,7 @@ def test_a_faithful_record_agrees(record: bytes, tmp_path: Path) -> None:
         [sys.executable, "-m", "sglang.srt.managers.replay", str(path)], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    assert "steps, every decision as recorded" in done.stdout
+    assert "steps, all recorded decisions the same" in done.stdout
 
 
 def test_a_changed_decision_is_named(record: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -181,12 +181,16 @@ def _add_tiers(app: FastAPI, args: ServerArgs, manager: TokenizerManager) -> Non
 
 
 def _add_policies(app: FastAPI, args: ServerArgs, manager: TokenizerManager) -> None:
+    # What a switch is if it is not off.
+    on = {
+        "hicache_bubble_filling": "decode" if args.hicache_bubble_filling == "decode" else "on",
+        "hicache_load_or_recompute": "on",
+    }
+
     async def policies() -> dict[str, Any]:
         """Under the names and with the values of flags."""
         found: dict[str, Any] = (await manager.get_internal_state())["admin"]["policies"]
-        on = "decode" if args.hicache_bubble_filling == "decode" else "on"
-        for name, value in (("hicache_bubble_filling", on), ("hicache_load_or_recompute", "on")):
-            found[name] = value if found[name] else "off"
+        found |= {name: value if found[name] else "off" for name, value in on.items()}
         return found
 
     @app.get("/hicache/policies")
@@ -203,10 +207,10 @@ def _add_policies(app: FastAPI, args: ServerArgs, manager: TokenizerManager) -> 
         for name in ("hicache_load_ratio", "hicache_deferral_threshold"):
             if isinstance(value := wanted.get(name), int | float) and not 0 <= value <= MAX_TOKENS:
                 raise RequestError(f"{name} must be a number from 0 to {MAX_TOKENS}", param=name)
-        for name in ("hicache_bubble_filling", "hicache_load_or_recompute"):
+        for name, value_on in on.items():
             if isinstance(value := wanted.get(name), str):
-                if value == "decode" != args.hicache_bubble_filling:
-                    raise RequestError(f"{name} is on or off here: start the server with decode", param=name)
+                if value not in (value_on, "off"):
+                    raise RequestError(f"{name} is {value_on} or off here: start the server with {value}", param=name)
                 wanted[name] = value != "off"
         request.state.audit = ", ".join(f"{name} {value}" for name, value in wanted.items())
         result = await manager.control.set_policies(wanted)

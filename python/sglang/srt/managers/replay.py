@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     except (ValueError, msgspec.MsgspecError, zstandard.ZstdError) as error:
         print(f"error: {path} cannot be replayed: {error}", file=sys.stderr)
         return 2
-    print(f"{path}: {num_steps} steps, every decision as recorded")
+    print(f"{path}: {num_steps} steps, all recorded decisions the same")
     return 0
 
 

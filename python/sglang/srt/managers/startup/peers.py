@@ -112,11 +112,12 @@ def lend_memory(
     except (PeerError, SlabError, ValueError) as error:
         raise StartupError(str(error)) from error
     logger.info(
-        "peers: up to %d of %d slabs of %d MiB, %.1f %% of them padding, to be lent at %s",
-        num_lent,
+        "peers: %d tokens on the device are %d slabs of %d MiB, %.1f %% of them padding; up to %d to be lent at %s",
+        num_slabs * slab_pages * config.page_size,
         num_slabs,
         args.peer_slab_size,
         100 * memory.pool.slab_padding_bytes / slab_bytes,
+        num_lent,
         endpoint,
     )
     return memory
