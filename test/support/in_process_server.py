@@ -122,7 +122,7 @@ class InProcessServer:
         )
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        reply = asyncio.run_coroutine_threadsafe(self._client.post(path, json=body), self.engine._loop).result()
+        reply = self.engine._loop.run(self._client.post(path, json=body))
         assert reply.status_code == 200, reply.text
         return reply.json()
 
@@ -137,7 +137,7 @@ class InProcessServer:
         async def call() -> T:
             return work(self.rank)
 
-        return asyncio.run_coroutine_threadsafe(call(), self.engine._loop).result()
+        return self.engine._loop.run(call())
 
     def close(self) -> None:
         self.engine.shutdown()

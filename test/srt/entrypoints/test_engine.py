@@ -120,6 +120,18 @@ def test_abort(engine, rid, abort_all):
     assert last["meta_info"]["finish_reason"]["type"] == "abort"
 
 
+def test_a_stream_may_be_given_up_in_the_engines_own_thread(engine):
+    """Where garbage collection may close it."""
+    stream = engine.generate("a b", {"max_new_tokens": 3900, "ignore_eos": True}, stream=True)
+    next(stream)
+
+    async def give_up() -> None:
+        stream.close()
+
+    engine._loop.run(give_up())
+    assert engine._loop.run(engine._processes.manager.drained(60))
+
+
 def test_threads_may_share_it(engine):
     results = []
     threads = [

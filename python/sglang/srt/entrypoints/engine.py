@@ -28,7 +28,6 @@ import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -56,6 +55,7 @@ from sglang.srt.utils.chat_template import read_chat_template
 from sglang.srt.utils.child_process import STOP_SIGNAL, ChildArgs, StartupError, open_pull, open_push
 from sglang.srt.utils.errors import RequestError
 from sglang.srt.utils.hf_transformers_utils import get_context_and_vocab, get_tokenizer
+from sglang.srt.utils.loop_thread import LoopThread
 
 T = TypeVar("T")
 
@@ -436,14 +436,12 @@ class Engine:
     def __init__(self, *, scheduler_command: Sequence[str] = SCHEDULER_COMMAND, **server_args: Any) -> None:
         self._args = ServerArgs(**{"log_level": "error", **server_args})
         self._args = replace(self._args, model_path=fetched_or_embedded(self._args.model_path))
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="sglang-engine", daemon=True)
-        self._thread.start()
+        self._loop = LoopThread("the engine", EngineDeadError)
         self._processes = EngineProcesses(self._args, scheduler_command)
         self._watch: asyncio.Task[None] | None = None
         atexit.register(self.shutdown)
         try:
-            self._run(self._start())
+            self._loop.run(self._start())
         except BaseException:
             self.shutdown()
             raise
@@ -456,15 +454,6 @@ class Engine:
         why = await self._processes.wait_for_death()
         logger.error("%s; this engine can only be shut down", why)
         self._processes.manager.fail_all(why)
-
-    def _submit(self, coroutine: Any) -> Future[Any]:
-        if self._loop.is_closed():
-            coroutine.close()
-            raise EngineDeadError("the engine was shut down")
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    def _run(self, coroutine: Any) -> Any:
-        return self._submit(coroutine).result()
 
     def generate(
         self,
@@ -481,8 +470,8 @@ class Engine:
         if the engine died."""
         events = self._events(_request(prompt, sampling_params, input_ids, stream, fields))
         if stream:
-            return self._iterate(events)
-        return self._run(_only(events))
+            return self._iterate(_Stream(events))
+        return self._loop.run(_only(events))
 
     async def async_generate(
         self,
@@ -496,8 +485,8 @@ class Engine:
         """`generate` for a running event loop; with stream an asynchronous iterator."""
         events = self._events(_request(prompt, sampling_params, input_ids, stream, fields))
         if stream:
-            return self._iterate_async(events)
-        return await asyncio.wrap_future(self._submit(_only(events)))
+            return self._iterate_async(_Stream(events))
+        return await asyncio.wrap_future(self._loop.submit(_only(events)))
 
     async def _events(self, request: GenerateReqInput) -> AsyncIterator[Any]:
         events = serve_generate(request, self._processes.manager, _MAX_ANSWERS)
@@ -514,29 +503,29 @@ class Engine:
             return EngineDeadError(error.message)
         return (RuntimeError if error.status_code >= 500 else ValueError)(error.message)
 
-    def _iterate(self, events: AsyncIterator[Any]) -> Iterator[dict[str, Any]]:
+    def _iterate(self, stream: _Stream) -> Iterator[dict[str, Any]]:
         try:
-            while (event := self._run(_next(events))) is not None:
+            while (event := self._loop.run(stream.next())) is not None:
                 yield event
         finally:
-            if not self._loop.is_closed():
-                self._run(close(events))
+            # Garbage collection may run this in any thread, also in the loop's.
+            self._loop.post(stream.close())
 
-    async def _iterate_async(self, events: AsyncIterator[Any]) -> AsyncIterator[dict[str, Any]]:
-        def on_loop(coroutine: Any) -> asyncio.Future[Any]:
-            return asyncio.wrap_future(self._submit(coroutine))
-
+    async def _iterate_async(self, stream: _Stream) -> AsyncIterator[dict[str, Any]]:
         try:
-            while (event := await on_loop(_next(events))) is not None:
+            while (event := await asyncio.wrap_future(self._loop.submit(stream.next()))) is not None:
                 yield event
         finally:
-            if not self._loop.is_closed():
-                await on_loop(close(events))
+            self._loop.post(stream.close())
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
         """End the requests with this rid, or all. They answer with the tokens that they have, and finish reason
         abort."""
-        self._loop.call_soon_threadsafe(self._processes.manager.abort, None if abort_all else rid)
+
+        async def abort() -> None:
+            self._processes.manager.abort(None if abort_all else rid)
+
+        self._loop.run(abort())
 
     def flush_cache(self) -> bool:
         return self._ask(self._processes.manager.control.flush_cache()).success
@@ -550,25 +539,22 @@ class Engine:
 
     def _ask(self, question: Any) -> Any:
         try:
-            return self._run(question)
+            return self._loop.run(question)
         except RequestError as error:
             raise self._raised(error) from None
 
     def shutdown(self) -> None:
         """End the processes; running requests fail. May be called twice."""
         atexit.unregister(self.shutdown)
-        if not self._thread.is_alive():
-            return
-        self._run(self._stop())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._loop.stop(self._stop())
 
     async def _stop(self) -> None:
         if self._watch is not None:
             self._watch.cancel()
             self._processes.manager.fail_all("the engine was shut down", 503)
             await self._processes.manager.drained(1.0)
+            # Streams that are not read, which tell the scheduler that they end.
+            await asyncio.get_running_loop().shutdown_asyncgens()
         await self._processes.stop()
 
     def __enter__(self) -> Engine:
@@ -592,8 +578,21 @@ def _request(
         raise ValueError(error.message) from None
 
 
-async def _next(events: AsyncIterator[T]) -> T | None:
-    return await anext(events, None)
+class _Stream:
+    """An answer's events, read and closed by other threads. The close waits for a read that is being cancelled."""
+
+    def __init__(self, events: AsyncIterator[Any]) -> None:
+        self._events = events
+        self._lock = asyncio.Lock()
+
+    async def next(self) -> Any:
+        """None at the end."""
+        async with self._lock:
+            return await anext(self._events, None)
+
+    async def close(self) -> None:
+        async with self._lock:
+            await close(self._events)
 
 
 async def _only(events: AsyncIterator[T]) -> T:

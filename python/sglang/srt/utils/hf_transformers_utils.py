@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from typing import Any
 
 from sglang.srt.utils.child_process import StartupError, one_sentence
@@ -18,16 +19,20 @@ _TOKENIZER_CLASSES = {
     ("Qwen2Tokenizer", "qwen3"): "Qwen2Tokenizer",
 }
 
+# Transformers imports its parts when they are asked for, and two threads that do so disturb each other.
+_IMPORTING = threading.Lock()
+
 
 def get_tokenizer(path: str, named: str | None = None) -> Any:
     """A transformers tokenizer, the one of AutoTokenizer. named: what stands in the error in place of the path.
     Raises StartupError."""
     try:
-        import transformers
+        with _IMPORTING:
+            import transformers
 
-        name = _known_tokenizer_class(path)
-        tokenizer_class = getattr(transformers, name) if name else transformers.AutoTokenizer
-        return tokenizer_class.from_pretrained(path)
+            name = _known_tokenizer_class(path)
+            tokenizer_class = getattr(transformers, name) if name else transformers.AutoTokenizer
+            return tokenizer_class.from_pretrained(path)
     except Exception as error:  # transformers raises anything from KeyError to its own errors for a broken file
         raise StartupError(f"{named or path} holds no usable tokenizer ({one_sentence(error)[:200]})") from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import logging
 import random
@@ -266,7 +267,9 @@ def test_the_facade_refuses_what_is_not_a_page():
 
 @both
 @pytest.mark.parametrize(
-    "error", [RuntimeError("no"), SystemExit(1), AssertionError()], ids=lambda e: type(e).__name__
+    "error",
+    [RuntimeError("no"), SystemExit(1), AssertionError(), asyncio.CancelledError()],
+    ids=lambda e: type(e).__name__,
 )
 @pytest.mark.parametrize("method", ["batch_exists", "get", "set", "clear", "close"])
 def test_an_exception_is_counted_and_the_rest_goes_on(method, error, v1):
@@ -857,6 +860,11 @@ class RefusesPool(Plugin):
         raise RuntimeError("no RDMA here")
 
 
+class IsCancelled(Plugin):
+    def register_mem_pool_host(self, mem_pool_host):
+        raise asyncio.CancelledError
+
+
 class RefusesAllPools(Plugin):
     def on_host_pools_registered(self):
         raise RuntimeError(f"no room for {self.mem_pool_host.page_num} pages")
@@ -895,6 +903,7 @@ not_a_class = 3
         (mine("Incomplete"), "Incomplete does not start (TypeError: Can't instantiate abstract class"),
         (mine("TakesOne"), "it is made as TakesOne(storage_config, {})"),
         (mine("RefusesPool"), "RefusesPool does not start (RuntimeError: no RDMA here)"),
+        (mine("IsCancelled"), "IsCancelled does not start (CancelledError: )"),
         (mine("RefusesAllPools"), "RefusesAllPools does not start (RuntimeError: no room for "),
     ],
 )

@@ -74,7 +74,7 @@ class DynamicBackend(StorageBackend):
         try:
             plugin = plugin_class(_plugin_config(params), {})
             store = PluginStore(plugin, params, plugin_name, interface_v1, int(values["staging_mb"] * 1e6))
-        except (Exception, SystemExit) as error:
+        except BaseException as error:  # as asyncio.CancelledError, which a plugin with a loop of its own may let out
             raise StoreError(
                 f"{self.flag}: {plugin_class.__name__} does not start ({type(error).__name__}: {error}); it is made "
                 f"as {plugin_class.__name__}(storage_config, {{}}) and then gets register_mem_pool_host(pool):"
@@ -96,7 +96,7 @@ class DynamicBackend(StorageBackend):
     def _plugin_class(self, module_path: str, class_name: str, interface_v1: bool) -> type:
         try:
             module = importlib.import_module(module_path)
-        except (Exception, SystemExit) as error:  # it runs the plugin's code
+        except BaseException as error:  # it runs the plugin's code
             if isinstance(error, ImportError) and (error.name or "").startswith("sglang."):
                 hint = "it needs a part of upstream SGLang that this engine does not have"
             elif isinstance(error, ModuleNotFoundError):

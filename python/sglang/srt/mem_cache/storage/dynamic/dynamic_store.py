@@ -372,7 +372,7 @@ class PluginStore:
     def _call(self, kind: str, method: Callable[..., Any], *args: Any) -> Any:
         try:
             return method(*args)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:  # as asyncio.CancelledError, which a plugin with a loop of its own may let out
             self._complain(kind, f"{getattr(method, '__name__', method)} raised {type(error).__name__}: {error}")
             logger.debug("storage plugin %s", self._plugin_name, exc_info=True)
             return _RAISED

@@ -1,0 +1,120 @@
+"""An event loop for callers of any thread: interrupted callers, the end, forks."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from typing import NoReturn
+
+import pytest
+
+from sglang.srt.utils.loop_thread import LoopThread
+
+
+class TooLateError(Exception):
+    pass
+
+
+async def nothing() -> None:
+    pass
+
+
+@pytest.fixture
+def loop() -> Iterator[LoopThread]:
+    made = LoopThread("the loop", TooLateError)
+    yield made
+    made.stop(nothing())
+
+
+def test_results_and_errors(loop: LoopThread) -> None:
+    async def fails() -> NoReturn:
+        raise KeyError("a")
+
+    assert loop.run(asyncio.sleep(0, 3)) == 3
+    with pytest.raises(KeyError):
+        loop.run(fails())
+
+
+def test_a_caller_that_is_interrupted_cancels(loop: LoopThread) -> None:
+    ended = threading.Event()
+
+    async def waits() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGUSR2)  # Python handles it in the main thread, which waits
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    def interrupt(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR2, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            loop.run(waits())
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert ended.wait(60)
+
+
+def test_its_own_thread_may_post(loop: LoopThread) -> None:
+    """As garbage collection does, which closes a stream in any thread."""
+    done = threading.Event()
+
+    async def sets() -> None:
+        done.set()
+
+    async def posts() -> None:
+        loop.post(sets())
+
+    loop.run(posts())
+    assert done.wait(60)
+
+
+def test_the_end_comes_once_and_for_all() -> None:
+    loop = LoopThread("the loop", TooLateError)
+    began, found, ends = threading.Event(), [], []
+
+    async def waits() -> None:
+        began.set()
+        await asyncio.Event().wait()
+
+    async def last() -> None:
+        ends.append("last")
+        with pytest.raises(TooLateError, match="the loop was shut down"):
+            loop.submit(nothing())
+
+    def caller() -> None:
+        with pytest.raises(TooLateError, match="the loop was shut down") as error:
+            loop.run(waits())
+        found.append(error)
+
+    running = threading.Thread(target=caller)
+    running.start()
+    began.wait()
+    stopping = [threading.Thread(target=lambda: loop.stop(last())) for _ in range(8)]
+    for thread in stopping:
+        thread.start()
+    for thread in (running, *stopping):
+        thread.join(60)
+        assert not thread.is_alive()
+    assert len(found) == 1 and ends == ["last"]
+    with pytest.raises(TooLateError):
+        loop.run(nothing())
+    loop.post(nothing())
+
+
+def test_a_fork_has_no_loop(loop: LoopThread) -> None:
+    child = os.fork()
+    if child == 0:
+        try:
+            loop.run(nothing())
+        except TooLateError as error:
+            loop.stop(nothing())
+            os._exit(0 if "fork" in str(error) else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
