@@ -260,6 +260,63 @@ def test_a_slab_that_waits_for_rank_0_goes_first_where_some_are_wanted() -> None
     assert sum(ranks.step(0.1).mapped) == 1 and ranks.leases[1].returned == [2]
 
 
+def test_what_was_given_back_is_not_wanted_any_more_though_it_was_not_counted_yet() -> None:
+    """Else another slab is given up in its place."""
+    rank = Rank()
+    rank.leases.lend(0, 1, 2, 3)
+    rank.step(0.0, b"\1" * 4)
+    rank.leases.events.append(SlabsWanted("w", 2))
+    assert rank.places.poll_mapped().num_wanted == (2,)
+    rank.places.give_back([2], [2])
+    assert rank.leases.returned == [2] and rank.places.poll_mapped().num_wanted == (1,)
+    rank.leases.events.append(SlabsWanted("w", 3))  # counted before
+    assert rank.places.poll_mapped().num_wanted == (2,)
+    rank.leases.events.append(SlabsWanted("w", 2, num_given_back=1))
+    assert rank.places.poll_mapped().num_wanted == (2,)
+
+
+class TwoLenders(Leases):
+    """Notes how many slabs each is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.demands: dict[str, int] = {}
+        self.all_offers: dict[str, LenderOffer | None] = {}
+
+    def set_demand(self, lender: str, size_bytes: int, value_us: int = 0) -> None:
+        self.demands[lender] = size_bytes // SLAB_BYTES
+
+    def offers(self) -> Mapping[str, LenderOffer | None]:
+        return self.all_offers
+
+
+def test_a_lender_whose_slabs_cannot_be_used_is_asked_for_none_and_the_other_for_all() -> None:
+    leases = TwoLenders()
+    places = BorrowedPlaces(leases, ["v", "w"], 4, SLAB_BYTES, BorrowedOptions(), now=lambda: 0.0)
+    assert leases.demands == {"v": 2, "w": 2}
+    leases.all_offers = {"v": LenderOffer(SLAB_BYTES + 1, False, 4), "w": LenderOffer(SLAB_BYTES, False, 4)}
+    places.poll_mapped()
+    assert leases.demands == {"v": 0, "w": 4}
+
+
+def test_more_than_there_are_places_for_goes_back_at_once() -> None:
+    rank = Rank()
+    rank.leases.lend(0, 1, 2, 3, 4)
+    assert rank.step(0.0, b"\1" * 4) == [0, 1, 2, 3]
+    assert rank.leases.returned == [4] and not rank.places.state()["problems"]
+
+
+def test_a_lender_that_was_refused_and_comes_back_is_asked_at_once() -> None:
+    rank = Rank()
+    rank.leases.offer = LenderOffer(SLAB_BYTES, False, 4)
+    rank.leases.lend(0, size_bytes=SLAB_BYTES + 1)
+    rank.step(0.0, b"\0" * 4)
+    assert rank.leases.returned == [0] and rank.leases.demand_bytes == 0 and rank.places.state()["problems"]
+    rank.leases.offer = None  # its process has ended: another may come
+    rank.step(0.1, b"\0" * 4)
+    assert rank.leases.demand_bytes == 4 * SLAB_BYTES and not rank.places.state()["problems"]
+
+
 def test_many_slabs_are_released_a_few_at_a_time() -> None:
     """Because the memory of a dead lender goes with its mapping, which takes time."""
     rank, calls = Rank(), []

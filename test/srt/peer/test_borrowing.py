@@ -15,6 +15,7 @@ from sglang.srt.mem_cache.slab_ledger import SlabLedger, SlabReport, SlabState, 
 from sglang.srt.mem_cache.slab_use import VALUE_S, SlabUse
 from sglang.srt.mem_cache.transfer import H2D, P2D, Tier
 from sglang.srt.peer.borrowing import Borrowing, BorrowingConfig, Shortage
+from sglang.srt.utils.time_units import Seconds
 from support.soak import Soak, SoakConfig
 
 FRAMES = [(4 * i, 4 * i + 4) for i in range(6)]
@@ -41,6 +42,20 @@ class Rig:
         given_up = self.policy.adjust(now, shortage)
         self.policy.check_invariants()
         return given_up
+
+
+def test_slabs_are_worth_something_while_a_long_request_needs_them():
+    values = []
+    for has_long_reqs in (False, True):
+        rig = Rig()
+        rig.lend(0, 0, None, None, None, None)
+        rig.adjust(0.0)
+        rig.use.note(1.0, np.arange(4, dtype=np.int32), 1.0)
+        rig.adjust(30.0, replace(NOTHING, has_long_reqs=has_long_reqs))
+        demand = rig.policy.take_demand(Seconds(30.0))
+        assert demand is not None
+        values.append(demand[1])
+    assert values[0] == 0 < values[1]
 
 
 @pytest.mark.parametrize(

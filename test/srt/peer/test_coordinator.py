@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import zmq
 
+from sglang.srt.peer import lender_coordinator
 from sglang.srt.peer.borrower_coordinator import BorrowerCoordinator
 from sglang.srt.peer.lender_coordinator import LenderCoordinator
 from sglang.srt.peer.memory import slab_channel
@@ -338,6 +339,28 @@ def test_one_connection_is_one_borrower(make_lender_side, make_borrower_side):
         assert ask(sock, fetch_of(lender_side, slab=0)) == Refused(1), "another borrower's slab"
 
 
+def test_a_connection_that_ends_is_not_polled_any_more(make_lender_side):
+    coordinator = make_lender_side().coordinator
+    before = len(coordinator._poller.sockets)
+    for _ in range(2):
+        sock = slab_channel.connect(coordinator._slab_socket)
+        wait_until(lambda: coordinator._connections, "it is connected")
+        sock.close()
+        wait_until(lambda: not coordinator._connections, "it is not")
+        assert len(coordinator._poller.sockets) == before
+
+
+def test_connections_beyond_the_most_are_turned_away(make_lender_side, monkeypatch):
+    monkeypatch.setattr(lender_coordinator, "_MAX_CONNECTIONS", 1)
+    coordinator = make_lender_side().coordinator
+    with slab_channel.connect(coordinator._slab_socket):
+        wait_until(lambda: coordinator._connections, "it is connected")
+        with slab_channel.connect(coordinator._slab_socket) as second:
+            wait_until(lambda: coordinator.status()["rejected"] == 1, "the second is turned away")
+            wait_until(lambda: is_closed(second), "the connection to be closed")
+        assert len(coordinator._connections) == 1
+
+
 def test_garbage_is_ignored_and_counted(make_lender_side, make_borrower_side):
     lender_side = make_lender_side()
     path = lender_side.coordinator._slab_socket
@@ -362,6 +385,11 @@ def test_garbage_is_ignored_and_counted(make_lender_side, make_borrower_side):
         )
         stranger.send(msgspec.msgpack.encode(forged))
         wait_until(lambda: rejected(4), "a forged heartbeat to be counted")
+        # Ranks add such numbers in 64 bits.
+        greedy = msgspec.structs.replace(register, name="greedy", slab_value_us=1 << 63)
+        view = BorrowerHeartbeat(sequence=1, register=greedy, epoch=lent.lease.epoch, mapped=(), given_back=())
+        stranger.send(msgspec.msgpack.encode(view))
+        wait_until(lambda: rejected(5), "an amount beyond all memory to be counted")
     assert lender_side.coordinator.status()["held_slabs"] == 1
 
     for data in (b"garbage", b"x" * 100_000, b""):

@@ -71,6 +71,28 @@ def test_only_slabs_that_borrowers_would_take_are_drained():
     assert each.adjust(13.0, 1) == [2]
 
 
+def test_a_late_slab_that_is_not_waited_for_recalls_no_other():
+    each, _ = lending()
+    each.adjust(0.0, 1)
+    assert each.adjust(10.0, 1) == [1, 2, 3, 4] and each.ledger.take_drained() == (1, 2, 3, 4)
+    # A borrower's next life has begun, and the last one has not given its slab back: nothing was recalled here.
+    each.update(SlabReport(b"\1\0\0\0\0", 0, num_late=1))
+    each.adjust(11.0, 1)
+    assert each.take_num_recalled() == 0 and not each.awaits_slabs
+    each.adjust(12.0, 8)
+    assert each.take_num_recalled() == 1
+    each.check_invariants()
+
+
+def test_before_the_first_launch_nothing_counts_as_used():
+    each, _ = lending()
+    each.adjust(0.0, 1)
+    assert each.adjust(10.0, 1) == [1, 2, 3, 4] and each.ledger.take_drained() == (1, 2, 3, 4)
+    each.update(SlabReport(b"\1\0\0\0\0", 0))
+    each.adjust(20.0, 1, OwnCache(num_evicted=6, next_victim=0, launch=0))
+    assert each.take_num_recalled() == 0
+
+
 def test_another_slab_is_recalled_in_place_of_a_late_one():
     each, _ = lending()
     each.adjust(0.0, 1)

@@ -153,7 +153,7 @@ class MapsWhatComesTooLate(Borrower):
 
 class DoesNotCountWhatItGivesBack(Borrower):
     def give_back(self, lease: LeaseId) -> None:
-        self._count_wanted, counted = lambda: None, self._count_wanted  # type: ignore[method-assign]
+        self._count_wanted, counted = lambda **_: None, self._count_wanted  # type: ignore[method-assign]
         super().give_back(lease)
         self._count_wanted = counted  # type: ignore[method-assign]
 

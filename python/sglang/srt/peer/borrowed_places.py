@@ -113,8 +113,10 @@ class BorrowedPlaces:
         self._sources = np.zeros(num_places, np.int64)
         # Lender -> its place among all.
         self._lenders = {endpoint: i for i, endpoint in enumerate(dict.fromkeys(lenders))}
-        # By lender: how many slabs of this rank's choice it wants back.
-        self._wanted = [0] * len(self._lenders)
+        # By lender: how many slabs of this rank's choice it wanted back when that was counted, and how many were
+        # given back to it.
+        self._last_wanted = [SlabsWanted(endpoint, 0) for endpoint in self._lenders]
+        self._num_given_back = [0] * len(self._lenders)
         # See `SlabReport`.
         self._num_lendable = num_places
         # Lender -> why none of its slabs can be used; was logged.
@@ -155,7 +157,7 @@ class BorrowedPlaces:
                 self._leave_alone(event.lender)
                 continue
             if isinstance(event, SlabsWanted):
-                self._wanted[self._lenders[event.lender]] = event.num_slabs
+                self._last_wanted[self._lenders[event.lender]] = event
                 continue
             lease = (event.lender, event.lease)
             place = self._places.get(lease)
@@ -212,6 +214,19 @@ class BorrowedPlaces:
             num_lendable=self._num_lendable,
         )
 
+    @property
+    def _wanted(self) -> list[int]:
+        """By lender: how many slabs of this rank's choice it wants back. The coordinator may not have counted those
+        that were given back last."""
+        return [
+            max(0, last.num_slabs - (num - last.num_given_back))
+            for last, num in zip(self._last_wanted, self._num_given_back)
+        ]
+
+    def _return(self, lender: str, lease: LeaseId) -> None:
+        self._num_given_back[self._lenders[lender]] += 1
+        self._coordinator.give_back(lender, lease)
+
     def follow(self, sources: bytes) -> None:
         """See `BorrowedSlabs`."""
         table = np.frombuffer(sources, np.int64)
@@ -248,8 +263,8 @@ class BorrowedPlaces:
 
     def _give_back_unagreed(self) -> None:
         """Slabs that other ranks lack are of no use: they go first where a lender wants some back."""
-        for lender, i in self._lenders.items():
-            unplaced = [lease for lease in self._unplaced if lease[0] == lender][: self._wanted[i]]
+        for lender, num_wanted in zip(self._lenders, self._wanted):
+            unplaced = [lease for lease in self._unplaced if lease[0] == lender][:num_wanted]
             self._give_back_unplaced(unplaced)
             idle = (
                 place
@@ -259,7 +274,7 @@ class BorrowedPlaces:
                 and place not in self._in_use
                 and place not in self._ending
             )
-            self._end([place for place, _ in zip(idle, range(self._wanted[i] - len(unplaced)))])
+            self._end([place for place, _ in zip(idle, range(num_wanted - len(unplaced)))])
         self._give_back_unused()
 
     def _note_unagreed(self, agreed: bytes) -> None:
@@ -354,7 +369,7 @@ class BorrowedPlaces:
             if place in self._lost:
                 self._lost.discard(place)
             else:
-                self._coordinator.give_back(*lease)
+                self._return(*lease)
         if len(unused) > self._released_at_once:
             self._call_again()
 
@@ -430,21 +445,21 @@ class BorrowedPlaces:
             event, _ = self._unplaced.pop(lease)
             self._drop(event)
             if not is_lost:
-                self._coordinator.give_back(*lease)
+                self._return(*lease)
 
     def _borrow_at(self, free: int | None, event: SlabLent) -> None:
         """Map a slab, or have its lender copy it (strict mode). A slab that is of no use is given back at once."""
         try:
             if free is None:
                 # More than was asked for, while demands crossed.
-                self._coordinator.give_back(event.lender, event.lease)
+                self._return(event.lender, event.lease)
                 return
             if event.size_bytes != self.slab_bytes:
                 raise SlabError(f"a slab of {event.size_bytes:,} bytes, where {self.slab_bytes:,} were agreed on")
             self._take(free, event)
         except SlabError as error:
             self._refuse(event.lender, f"slabs from {event.lender} cannot be used: {error}")
-            self._coordinator.give_back(event.lender, event.lease)
+            self._return(event.lender, event.lease)
             return
         finally:
             self._drop(event)

@@ -283,6 +283,7 @@ def test_copies_that_are_not_this_borrowers_or_not_in_bounds_are_refused(
         {"pages": np.array([-1, 0], np.int32).tobytes()},
         {"pages": b"123"},
         {"page_bytes": 1 << 62, "run_bytes": 8},
+        {"page_bytes": 2 * SLAB_BYTES, "run_bytes": 8, "pages": b""},
         {"staging_byte": 4096 - 2 * 2 * 90 + 1},
         {"staging_byte": 1 << 62},
     ]

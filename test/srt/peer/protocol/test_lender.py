@@ -213,6 +213,17 @@ def test_a_deadline_that_passes_is_an_alarm_and_a_slab_that_is_given_back_late_e
     assert owner.states == [GIVEN_BACK] and owner.take_events() == [SlabGivenBack(0)]
 
 
+def test_the_alarm_of_a_slab_that_stays_away_is_raised_once():
+    owner = lent_and_fetched(1)
+    owner.recall(1, 7.0)
+    owner.tick(7.0)
+    assert owner.states == [RECALLED]
+    owner.tick(17.0)
+    assert owner.states == [QUARANTINED] and owner.take_events() == [SlabQuarantined(0, A)]
+    owner.tick(18.0)
+    assert owner.take_events() == [] and owner.counters["quarantined"] == 1
+
+
 def test_a_borrower_in_default_gets_nothing_new():
     owner = lent_and_fetched(3)
     owner.receive(heartbeat(given_back=(0,)), 0)

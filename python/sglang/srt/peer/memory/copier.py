@@ -151,6 +151,9 @@ class Copier:
                     return Copied(message.sequence)
                 except SlabError as error:
                     reason = str(error)  # not host memory: a lender on a GPU copies for no borrower
+                except Exception as error:  # a bug here must not end the copies of other borrowers
+                    logger.exception("a copy failed")
+                    reason = f"it failed: {error}"[:400]
         self.counters["refused_copies"] += 1
         logger.warning("a copy for %s is refused: %s", session.borrower.name, reason)
         return CopyRefused(message.sequence, reason)
@@ -160,6 +163,8 @@ class Copier:
         grant = self._grants.get(message.number)
         if grant is None or grant.borrower != session.borrower or not hmac.compare_digest(grant.token, message.token):
             return f"lease {message.number} is not this borrower's, or has ended"
+        if message.page_bytes > self._slabs.slab_bytes:
+            return f"a page of {message.page_bytes} bytes is larger than a slab of {self._slabs.slab_bytes}"
         part_bytes, rest = divmod(message.page_bytes, message.parts)
         if rest or message.first_byte + message.run_bytes > part_bytes:
             return f"{message.run_bytes} bytes from {message.first_byte} are not in a part of a page of {part_bytes}"

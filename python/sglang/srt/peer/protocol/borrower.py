@@ -22,7 +22,7 @@ above.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sglang.srt.peer.protocol.leases import LeaseState
 from sglang.srt.peer.protocol.messages import BorrowerHeartbeat, Lease, LeaseId, LenderHeartbeat, Register
@@ -57,10 +57,13 @@ class SlabRecalled:
 
 @dataclass(frozen=True)
 class SlabsWanted:
-    """How many HELD slabs of a lender the engine has to give back, of its choice, has changed."""
+    """How many HELD slabs of a lender the engine has to give back, of its choice, has changed, or some were given
+    back."""
 
     lender: str
     num_slabs: int
+    # How often `give_back` was called before this was counted. What the engine has given back since comes off.
+    num_given_back: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,7 @@ class Borrower:
         self._num_allowed: int | None = None
         # Of the last `SlabsWanted`.
         self._num_wanted = 0
+        self._num_given_back = 0
         # Of this epoch, by number.
         self._leases: dict[int, _BorrowedLease] = {}
         # Messages of earlier epochs are ignored.
@@ -149,10 +153,11 @@ class Borrower:
     def give_back(self, lease: LeaseId) -> None:
         """The engine will not touch the slab again, whether it was recalled or not. Does nothing if the lease is
         lost."""
+        self._num_given_back += 1
         if lease.epoch == self.epoch and self.state(lease.number) in (LeaseState.HELD, LeaseState.RECALLED):
             self._leases[lease.number].state = LeaseState.GIVEN_BACK
             self._is_sent = False
-            self._count_wanted()
+        self._count_wanted(is_given_back=True)
 
     def take_events(self) -> list[BorrowerEvent]:
         events, self._events = self._events, []
@@ -254,7 +259,7 @@ class Borrower:
         self._num_allowed = None
         self._count_wanted()
 
-    def _count_wanted(self) -> None:
+    def _count_wanted(self, is_given_back: bool = False) -> None:
         """After every change of what the borrower has, or may keep. Leases whose memory has not come go first."""
         num_wanted = 0
         if self._num_allowed is not None:
@@ -264,9 +269,9 @@ class Borrower:
                 self._leases[number].state = LeaseState.GIVEN_BACK
                 self._is_sent = False
             num_wanted = max(0, num_excess - len(granted))
-        if num_wanted != self._num_wanted:
+        if num_wanted != self._num_wanted or (is_given_back and num_wanted):
             self._num_wanted = num_wanted
-            self._events.append(SlabsWanted(self.lender, num_wanted))
+            self._events.append(SlabsWanted(self.lender, num_wanted, self._num_given_back))
 
     def _forget(self, number: int) -> None:
         """The lease has ended. A slab that the engine has is lost."""

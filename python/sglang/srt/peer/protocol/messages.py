@@ -27,7 +27,10 @@ MAX_HEARTBEAT_BYTES = 1 << 20
 # Of one Copy.
 MAX_COPY_PAGES = 8192
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
-_Number = Annotated[int, msgspec.Meta(ge=0)]
+# Names a message, a life or a lease. It fits 64 bits.
+_Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+# Ranks add amounts, in 64 bits.
+_Amount = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 _Token = Annotated[bytes, msgspec.Meta(max_length=64)]
 
 
@@ -55,9 +58,9 @@ class Register(msgspec.Struct, frozen=True, kw_only=True):
     # Of the borrower's pages. A slab must have room for one.
     page_bytes: Annotated[int, msgspec.Meta(ge=1)]
     # How much the borrower would like to have from this lender in all, what it has included.
-    demand_bytes: _Number
+    demand_bytes: _Amount
     # What a slab saves the borrower, see `SlabUse`: in microseconds. 0: nothing, or it is not known.
-    slab_value_us: _Number = 0
+    slab_value_us: _Amount = 0
     # The borrower maps no slab: the lender copies for it.
     strict: bool = False
 
@@ -101,13 +104,13 @@ class LenderHeartbeat(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     # Path of the slab channel.
     slab_socket: Annotated[str, msgspec.Meta(max_length=107)] = ""
     # How many of the leases the borrower may keep, those left out that are recalled by name; None: all.
-    num_allowed: _Number | None = None
+    num_allowed: _Amount | None = None
     # Of all slabs of this lender; 0: not told.
-    slab_bytes: _Number = 0
+    slab_bytes: _Amount = 0
     # Every lease is strict.
     strict: bool = False
     # How many slabs the lender may ever lend; 0: see `why_nothing_is_lent`.
-    num_lendable: _Number = 0
+    num_lendable: _Amount = 0
 
 
 class Fetch(msgspec.Struct, tag=True, frozen=True, kw_only=True):
