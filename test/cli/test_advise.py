@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from sglang.cli.advise import GB, Costs, Wishes, _bytes_per_token, plan
 from sglang.cli.reference_sources import read_trace
 from sglang.cli.reuse import HitCurve
 from sglang.cli.server import CommandError
+from sglang.cli.server import Server as LiveServer
 from sglang.srt.server_args import ServerArgs
 from support.server_fixture import Server
 from support.tiny_model import tiny_llama
@@ -165,7 +167,7 @@ def test_a_wrong_trace_names_this_command_s_flag(tmp_path: Path, capsys: pytest.
     ("arguments", "sentence"),
     [
         (["--sample", "nothing.json"], "save the reply of GET /hicache/sample there"),
-        (["--trace", "nothing.jsonl"], "give a trace in JSON lines"),
+        (["--trace", "nothing.jsonl"], "give --trace the trace, as .jsonl"),
         (["--url", "http://127.0.0.1:9"], "cannot be reached"),
     ],
 )
@@ -173,6 +175,73 @@ def test_what_cannot_be_read(arguments: list[str], sentence: str, capsys: pytest
     costs = ["--bytes-per-token", "1", "--prefill-tokens-per-s", "1", "--device-gb", "1"]
     assert main(["hicache", "advise", *arguments, *costs]) == 1
     assert sentence in capsys.readouterr().err
+
+
+def gzipped_but_broken() -> bytes:
+    content = bytearray(gzip.compress(b'{"timestamp": 0}\n' * 9))
+    content[12:16] = b"\xff\xff\xff\xff"
+    return bytes(content)
+
+
+EVENT = {"blocks": ["a"], "prompt_tokens": 70, "is_answer": False}
+SAMPLE = {"block_tokens": 64, "rate": 1, "seconds": 2, "events": [EVENT]}
+
+
+@pytest.mark.parametrize(
+    ("flag", "name", "content", "sentence"),
+    [
+        ("--trace", "t.jsonl.gz", gzipped_but_broken(), "is not a trace in JSON lines (Error -3"),
+        ("--trace", "t.jsonl", b"\n", "t.jsonl has no requests"),
+        ("--trace", "t.jsonl", ROWS[0] | {"output_length": 1e300}, "output_length is 1e+300"),
+        ("--trace", "t.jsonl", ROWS[0] | {"timestamp": 1e300}, "timestamp is 1e+300"),
+        ("--sample", "s.json", b"[" * 100_000, "cannot be read (maximum recursion depth"),
+        ("--sample", "s.json", {}, "block_tokens in the server's reply is None, but it must be a number from 1"),
+        ("--sample", "s.json", [], "block_tokens in the server's reply is None"),
+        ("--sample", "s.json", SAMPLE | {"block_tokens": 0}, "block_tokens in the server's reply is 0"),
+        ("--sample", "s.json", SAMPLE | {"block_tokens": [[]]}, "block_tokens in the server's reply is list"),
+        ("--sample", "s.json", SAMPLE | {"block_tokens": math.inf}, "block_tokens in the server's reply is inf"),
+        ("--sample", "s.json", SAMPLE | {"rate": 0}, "rate in the server's reply is 0"),
+        ("--sample", "s.json", SAMPLE | {"rate": 1e-320}, "rate in the server's reply is 9.99989e-321"),
+        ("--sample", "s.json", SAMPLE | {"rate": -1}, "rate in the server's reply is -1"),
+        ("--sample", "s.json", SAMPLE | {"seconds": math.nan}, "seconds in the server's reply is nan"),
+        ("--sample", "s.json", SAMPLE | {"seconds": -1}, "seconds in the server's reply is -1"),
+        ("--sample", "s.json", SAMPLE | {"events": [EVENT | {"prompt_tokens": -1}]}, "prompt_tokens in the"),
+        ("--sample", "s.json", SAMPLE | {"events": [EVENT | {"prompt_tokens": 63}]}, "1 blocks of 64 tokens in a"),
+        ("--sample", "s.json", SAMPLE | {"events": [EVENT | {"blocks": "a"}]}, "blocks is no list"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_file_with_what_no_server_writes(
+    flag: str, name: str, content: Any, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    costs = ["--bytes-per-token", "1", "--prefill-tokens-per-s", "1", "--device-gb", "1"]
+    assert main(["hicache", "advise", flag, str(path), *costs]) == 1
+    printed = capsys.readouterr()
+    assert printed.err.startswith("error: ") and sentence in printed.err and not printed.out
+
+
+@pytest.mark.parametrize(
+    ("state", "field"),
+    [
+        ({}, "page_bytes"),
+        ({"page_bytes": 4, "page_size": 0}, "page_size"),
+        ({"page_bytes": 4, "page_size": 1, "costs": []}, "costs.token_s"),
+        (
+            {"page_bytes": 4, "page_size": 1, "costs": {"token_s": 1, "pair_s": 0}, "tiers": {"device": 5}},
+            "tiers.device.total_tokens",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_state_without_a_number(
+    state: dict[str, Any], field: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = {"/hicache/state": {"links": {}, **state}, "/hicache/sample": SAMPLE}
+    monkeypatch.setattr(LiveServer, "ask", lambda self, method, path: answers[path])
+    assert main(["hicache", "advise"]) == 1
+    assert capsys.readouterr().err.startswith(f"error: {field} in the server's reply is ")
 
 
 @pytest.mark.slow

@@ -6,11 +6,14 @@ Owns the parser. A command's `run` returns what is printed, or raises `CommandEr
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
 from sglang.cli.commands import HICACHE
 from sglang.cli.server import CommandError
+
+INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,13 +28,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         made.set_defaults(run=command.run)
     args = parser.parse_args(argv)
     try:
-        print(args.run(args))
+        _print(args.run(args))
     except CommandError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except BrokenPipeError:
-        return 0
+    except KeyboardInterrupt:
+        return INTERRUPTED
     return 0
+
+
+def _print(text: str) -> None:
+    """Raises CommandError. A reader that wants no more, such as head, is no error."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        # Python writes what is left in the buffer once more, at the end of the process.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            raise CommandError(f"the answer cannot be written: {error.strerror}") from None
 
 
 if __name__ == "__main__":

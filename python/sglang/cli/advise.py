@@ -16,7 +16,7 @@ from typing import Any
 
 from sglang.cli.reference_sources import load_json, read_sample, read_trace
 from sglang.cli.reuse import HitCurve
-from sglang.cli.server import CommandError, Server, check_number
+from sglang.cli.server import CommandError, Server, check_number, number_in
 
 TIERS = ("device", "host", "disk", "remote")
 GB = 1e9
@@ -219,14 +219,14 @@ def run(args: argparse.Namespace) -> str:
         log, seconds = read_sample(load_json(args.sample))
     else:
         server = Server(args)
-        state = server.ask("GET", "/hicache/state")
-        log, seconds = read_sample(server.ask("GET", "/hicache/sample"))
+        state = server.ask_object("GET", "/hicache/state")
+        log, seconds = read_sample(server.ask_object("GET", "/hicache/sample"))
     costs = _costs(args, state, log.prompt_tokens / max(1, log.num_requests))
     device_gb = args.device_gb
     if device_gb is None:
         if not state:
             raise CommandError("how large is the KV cache on the device? Give --device-gb")
-        device_gb = state["tiers"]["device"]["total_tokens"] * costs.bytes_per_token / GB
+        device_gb = number_in(state, "tiers", "device", "total_tokens") * costs.bytes_per_token / GB
     curve = log.curve()
     wishes = Wishes(
         {"device": device_gb, "host": args.host_gb, "disk": args.disk_gb, "remote": args.remote_gb},
@@ -254,11 +254,10 @@ def _costs(args: argparse.Namespace, state: Mapping[str, Any], mean_prompt: floa
     if size is None and args.model_path is not None:
         size = _bytes_per_token(args.model_path, args.kv_cache_dtype)
     if size is None and state:
-        size = state["page_bytes"] / state["page_size"]
+        size = number_in(state, "page_bytes") / number_in(state, "page_size", least=1)
     if speed is None and state:
-        costs = state["costs"]
         # Each new token attends to half of the prompt, on average.
-        token_s = costs.get("token_s", 0.0) + costs.get("pair_s", 0.0) * mean_prompt / 2
+        token_s = number_in(state, "costs", "token_s") + number_in(state, "costs", "pair_s") * mean_prompt / 2
         if token_s > 0:
             speed = 1 / token_s
     if size is None:

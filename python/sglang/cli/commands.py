@@ -29,7 +29,7 @@ class Command:
 
 def _state(args: argparse.Namespace) -> str:
     """show the cache's state, or one part of it"""
-    state = Server(args).ask("GET", "/hicache/state")
+    state = Server(args).ask_object("GET", "/hicache/state")
     if args.part is None:
         return shown(state)
     if args.part not in state:
@@ -66,38 +66,39 @@ def _clear(args: argparse.Namespace) -> str:
 
 def _tiers(args: argparse.Namespace) -> str:
     """show which tiers are on"""
-    return shown(Server(args).ask("GET", "/hicache/tiers"))
+    return shown(Server(args).ask_object("GET", "/hicache/tiers"))
 
 
 def _tier(args: argparse.Namespace) -> str:
     """turn a tier's reads or writes on or off"""
     body = {what: value == "on" for what in ("reads", "writes") if (value := getattr(args, what)) is not None}
-    return shown(Server(args).ask("PUT", f"/hicache/tiers/{quote(args.tier, safe='')}", body))
+    return shown(Server(args).ask("PUT", f"/hicache/tiers/{_quoted(args.tier)}", body))
 
 
 def _policies(args: argparse.Namespace) -> str:
     """show the policies, or change them: NAME=VALUE …, by the names of the flags"""
     if not args.changes:
-        return shown(Server(args).ask("GET", "/hicache/policies"))
+        return shown(Server(args).ask_object("GET", "/hicache/policies"))
     wanted: dict[str, Any] = {}
     for change in args.changes:
         name, equals, value = change.partition("=")
         if not equals:
             raise CommandError(f"{change!r} is no NAME=VALUE, like hicache_load_ratio=auto")
-        found = _value(value)
+        found = _json_or_text(value)
+        if not isinstance(found, int | float):
+            found = value
         if isinstance(found, float):
             check_number(name, found, 0)
         wanted[name.strip().lstrip("-").replace("-", "_")] = found
-    return shown(Server(args).ask("PUT", "/hicache/policies", wanted))
+    return shown(Server(args).ask_object("PUT", "/hicache/policies", wanted))
 
 
-def _value(text: str) -> Any:
-    """A number, true or false, else the text."""
+def _json_or_text(text: str) -> Any:
+    """What the JSON stands for, else the text."""
     try:
-        value = json.loads(text)
-    except ValueError:
+        return json.loads(text)
+    except (ValueError, RecursionError):
         return text
-    return value if isinstance(value, int | float) else text
 
 
 def _retain(args: argparse.Namespace) -> str:
@@ -114,7 +115,7 @@ def _release(args: argparse.Namespace) -> str:
 
 def _retained(args: argparse.Namespace) -> str:
     """show the prefixes that are kept"""
-    return shown(Server(args).ask("GET", "/hicache/retention"))
+    return shown(Server(args).ask_object("GET", "/hicache/retention"))
 
 
 def _label(args: argparse.Namespace) -> str:
@@ -130,7 +131,7 @@ def _unlabel(args: argparse.Namespace) -> str:
 
 def _labels(args: argparse.Namespace) -> str:
     """show the labels of prefixes"""
-    return shown(Server(args).ask("GET", "/hicache/labels"))
+    return shown(Server(args).ask_object("GET", "/hicache/labels"))
 
 
 def _warm(args: argparse.Namespace) -> str:
@@ -139,22 +140,19 @@ def _warm(args: argparse.Namespace) -> str:
     if args.lines:
         prompts = [_prompt(line) for text in prompts for line in text.splitlines() if line.strip()]
     body = {**_tenant(args), "prompts": prompts}
-    return shown(Server(args).ask("POST", "/hicache/warm", body, patience_s=None))
+    return shown(Server(args).ask_object("POST", "/hicache/warm", body, patience_s=None))
 
 
 def _prompt(line: str) -> Any:
     """A line of a file: JSON as the endpoint takes it, else a text."""
-    try:
-        value = json.loads(line)
-    except ValueError:
-        return line
+    value = _json_or_text(line)
     return value if isinstance(value, str | list | dict) else line
 
 
 def _erase(args: argparse.Namespace) -> str:
     """drop all that requests with a cache_salt have left, on every tier, disk and remote too"""
     body = {"cache_salt": _salt(args), "abort_requests": args.abort_requests}
-    return shown(Server(args).ask("POST", "/hicache/erase", body, patience_s=None))
+    return shown(Server(args).ask_object("POST", "/hicache/erase", body, patience_s=None))
 
 
 def _quota(args: argparse.Namespace) -> str:
@@ -170,14 +168,21 @@ def _quota(args: argparse.Namespace) -> str:
             if not tokens.isdecimal() or len(tokens) > 18:
                 raise CommandError(f"{limit!r} is no TIER=TOKENS, like host=100000")
             body["tokens"][tier] = int(tokens)
-    return shown(Server(args).ask("PUT", "/hicache/quotas", body, patience_s=None))
+    return shown(Server(args).ask_object("PUT", "/hicache/quotas", body, patience_s=None))
 
 
 def _path(kind: str, name: str) -> str:
     # In a path these mean another one.
     if name in ("", ".", ".."):
         raise CommandError(f"{name!r} is no name for a prefix: give another one")
-    return f"/hicache/{kind}/{quote(name, safe='')}"
+    return f"/hicache/{kind}/{_quoted(name)}"
+
+
+def _quoted(name: str) -> str:
+    try:
+        return quote(name, safe="")
+    except UnicodeEncodeError:
+        raise CommandError(f"{name!r} is no name in UTF-8: give another one") from None
 
 
 def _read(file: str) -> str:

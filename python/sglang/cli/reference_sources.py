@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
@@ -10,10 +9,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from sglang.cli.reuse import ReferenceLog
-from sglang.cli.server import CommandError
+from sglang.cli.server import CommandError, number_in
 from sglang.serving_benchmark.datasets.errors import DatasetError
-from sglang.serving_benchmark.datasets.traces import agentic, mooncake
+from sglang.serving_benchmark.datasets.traces import agentic, has_sessions, mooncake
 from sglang.serving_benchmark.workload import Message, Session
+
+# No server samples more rarely.
+_LEAST_RATE = 1e-6
 
 
 def read_trace(path: Path, num_rows: int) -> tuple[ReferenceLog, float | None]:
@@ -30,9 +32,11 @@ def read_trace(path: Path, num_rows: int) -> tuple[ReferenceLog, float | None]:
     )
     try:
         # A trace without texts needs no vocabulary.
-        sessions = (agentic if _has_sessions(path) else mooncake)(settings, cast(Any, None)).sessions
+        sessions = (agentic if has_sessions(settings) else mooncake)(settings, cast(Any, None)).sessions
     except DatasetError as error:
         raise CommandError(str(error).replace("--dataset-path", "--trace")) from None
+    if not sessions:
+        raise CommandError(f"the trace {path} has no requests")
     log, numbers = ReferenceLog(), _Numbers()
     turns = sorted(_turns(sessions), key=lambda each: each[0])
     for _, blocks, tokens, prompt_len, num_looked_up in turns:
@@ -41,15 +45,7 @@ def read_trace(path: Path, num_rows: int) -> tuple[ReferenceLog, float | None]:
         log.use(ids, tokens, num_looked_up)
     if any(len(session.turns) > 1 for session in sessions):
         return log, None
-    return log, (turns[-1][0] - turns[0][0]) if turns else 0.0
-
-
-def _has_sessions(path: Path) -> bool:
-    try:
-        with gzip.open(path, "rt") if path.suffix == ".gz" else open(path) as lines:
-            return '"session_id"' in lines.readline(1 << 16)
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise CommandError(f"{path} cannot be read ({error}): give a trace in JSON lines") from None
+    return log, turns[-1][0] - turns[0][0]
 
 
 Parts = list[tuple[Any, ...]]
@@ -97,16 +93,21 @@ class _Numbers:
 def read_sample(sample: Mapping[str, Any]) -> tuple[ReferenceLog, float]:
     """The uses of blocks in the reply of GET /hicache/sample, and its seconds."""
     try:
-        size, rate = int(sample["block_tokens"]), float(sample["rate"])
+        size, seconds = int(number_in(sample, "block_tokens", least=1)), float(number_in(sample, "seconds"))
+        rate = float(number_in(sample, "rate", least=_LEAST_RATE, most=1))
         log, numbers = ReferenceLog(rate), _Numbers()
         for event in sample["events"]:
+            if not isinstance(event["blocks"], list):
+                raise TypeError("blocks is no list")
             # A digest stands for everything up to its block's end.
             ids = [numbers.of_path([(digest,)])[0] for digest in event["blocks"]]
-            prompt_len = int(event["prompt_tokens"])
+            prompt_len = int(number_in(event, "prompt_tokens"))
             if not event["is_answer"]:
+                if len(ids) > prompt_len // size:
+                    raise ValueError(f"{len(ids)} blocks of {size} tokens in a prompt of {prompt_len}")
                 log.add_request(prompt_len, prompt_len // size * size)
             log.use(ids, [size] * len(ids), 0 if event["is_answer"] else len(ids))
-        return log, float(sample["seconds"])
+        return log, seconds
     except (KeyError, TypeError, ValueError) as error:
         raise CommandError(f"this is no reply of GET /hicache/sample ({type(error).__name__}: {error})") from None
 
@@ -114,5 +115,5 @@ def read_sample(sample: Mapping[str, Any]) -> tuple[ReferenceLog, float]:
 def load_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CommandError(f"{path} cannot be read ({error}): save the reply of GET /hicache/sample there") from None

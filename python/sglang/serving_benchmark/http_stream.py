@@ -21,6 +21,17 @@ import orjson
 _MAX_LINE = 1 << 20
 
 
+def key_header(key: str | None) -> dict[str, str]:
+    """The header of a server's key; none for no key. Raises ValueError with the end of a sentence; the key, which is
+    secret, does not stand in it."""
+    if not key:
+        return {}
+    # As the server takes it: --api-key.
+    if not (key.isascii() and key.isprintable() and " " not in key):
+        raise ValueError("must be printable ASCII without spaces, as a header carries it")
+    return {"Authorization": f"Bearer {key}"}
+
+
 class HttpError(Exception):
     """No whole reply came; the message is a short reason that is equal for equal failures."""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import math
 import zlib
 from argparse import Namespace
 from bisect import bisect_left
@@ -23,6 +22,8 @@ from sglang.serving_benchmark.workload import Limits, Message, Session, Turn, Wo
 
 # Tokens that one hash stands for.
 BLOCK = 512
+# Of an answer: no model gives longer ones. Of a time: more than since 1970.
+_MOST_OUTPUT, _MOST_S = 10_000_000, 1e12
 SAMPLES = Path(__file__).parents[1] / "samples"
 
 
@@ -60,6 +61,12 @@ def agentic(args: Namespace, vocabulary: Vocabulary) -> Workload:
             raise _malformed(where, error) from None
     sessions = [Session(tuple(each), start_s=starts[name]) for name, each in turns.items()]
     return Workload(tuple(sessions), (*notes, *scale.notes), scale.factor)
+
+
+def has_sessions(args: Namespace) -> bool:
+    """Whether the trace is one for `agentic`."""
+    rows = _rows(_path(args.dataset_path, "", "")[0], 1)
+    return bool(rows) and "session_id" in rows[0][1]
 
 
 def fitting_scale(workload: Workload, limits: Limits) -> float:
@@ -105,8 +112,8 @@ class _Scale:
         length, output_len = int(row["input_length"]), int(row["output_length"])
         if not keys or not 0 < length <= len(keys) * BLOCK:
             raise ValueError(f"{length} tokens do not fit {len(keys)} blocks of {BLOCK}")
-        if output_len < 1:
-            raise ValueError(f"output_length is {output_len}")
+        if not 1 <= output_len <= _MOST_OUTPUT:
+            raise ValueError(f"output_length is {row['output_length']!s:.30}")
         scaled = self.prompt_len(length)
         message = Message(scaled, keys=keys[: -(-length // BLOCK)], block_len=self._block_len)
         return Turn(message, self.output_len(output_len), delay_s)
@@ -123,7 +130,7 @@ class _Scale:
 def _seconds(row: dict[str, Any], field: str) -> float:
     """Of a field in ms. Raises KeyError, TypeError or ValueError."""
     found = float(row[field]) / 1000
-    if not 0 <= found < math.inf:
+    if not 0 <= found <= _MOST_S:
         raise ValueError(f"{field} is {row[field]}")
     return found
 
