@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import math
 import re
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from sglang.bench_serving import Benchmark, main
+from sglang.serving_benchmark import plot
 from sglang.serving_benchmark.arguments import parse
 from sglang.serving_benchmark.datasets.errors import DatasetError
 from support.fake_http_server import FakeServer, reply_of, stream_of
@@ -47,7 +49,7 @@ def test_flags_have_upstreams_names_and_defaults() -> None:
         ("--nonsense", "unknown: --nonsense"),
         ("--request-rate 1,0", "'1,0' is no rate"),
         ("--request-rate x", "'x' is no rate"),
-        ("--num-prompts 0", "'0' is no whole number above 0"),
+        ("--num-prompts 0", "'0' is no whole number from 1 to 1,000,000"),
         ("--max-concurrency -1", "'-1' is no whole number"),
         ("--random-range-ratio 2", "'2' is no number from 0 to 1"),
         ("--scale-lengths 0", "'0' is no number above 0"),
@@ -73,6 +75,19 @@ def test_flags_have_upstreams_names_and_defaults() -> None:
         ("--output-file /tmp", "a folder that exists"),
         ("--temperature nan", "--temperature nan must be 0 or more"),
         ("--temperature -1", "--temperature -1 must be 0 or more"),
+        ("--top-p nan", "--top-p nan must be above 0, and 1 at most"),
+        ("--top-p 0", "--top-p 0 must be above 0"),
+        (f"--seed {1 << 64}", "no whole number from 0 to 18,446,744,073,709,551,615"),
+        ("--num-prompts 99999999999", "no whole number from 1 to 1,000,000"),
+        ("--num-prompts " + "9" * 5000, "no whole number from 1 to 1,000,000"),
+        ("--random-input-len 10000001", "no whole number from 1 to 10,000,000"),
+        ("--multi-turn-num-turns 99999999", "no whole number from 1 to 1,000,000"),
+        ("--dataset-name generated-shared-prefix --gsp-num-groups 100000", "make 1,600,000 requests"),
+        ("--tag \udcff", "is no text in UTF-8"),
+        ("--served-model-name \udcff", "is no text in UTF-8"),
+        ("--extra-request-body " + "[" * 100_000, "is no JSON object that can be sent"),
+        ('--extra-request-body {"a":"\\ud800"}', "is no JSON object that can be sent"),
+        ('--extra-request-body {"a":' + "[" * 253 + "]" * 253 + "}", "is no JSON object that can be sent"),
         ("--request-timeout-sec 0", "--request-timeout-sec"),
         ("--seed -1", "'-1' is no whole number"),
     ],
@@ -102,6 +117,17 @@ def test_a_server_that_is_not_there_is_one_sentence(
     port = free_port()
     assert main([*SMALL, "--port", str(port), *flags]) == 1
     assert message.format(port=port) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["a\nb", "é"])
+def test_a_key_that_no_header_carries_is_one_sentence(
+    key: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    assert main(SMALL) == 1
+    assert capsys.readouterr().err == (
+        "bench_serving: OPENAI_API_KEY must be printable ASCII without spaces, as a header carries it.\n"
+    )
 
 
 MEASURED = stream_of(
@@ -160,6 +186,28 @@ def test_a_rate_without_a_success_gives_code_1(tmp_path: Path, capsys: pytest.Ca
 
     assert asyncio.run(go()) == 1
     assert "no request succeeded at rates 1000, 2000" in capsys.readouterr().err
+
+
+def test_a_plot_that_cannot_be_written_loses_no_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def draw(*_: Any) -> None:
+        raise OSError(errno.ENOENT, "No such file or directory")
+
+    monkeypatch.setattr(plot, "problem_with", lambda _: None)
+    monkeypatch.setattr(plot, "draw", draw)
+    fake = FakeServer(lambda path, _: MEASURED if path == "/generate" else reply_of({"data": []}))
+
+    async def go() -> int:
+        async with fake.running() as server:
+            args = [*SMALL, "--model", "m", "--tokenizer", "embedded", "--warmup-requests", "0", "--disable-tqdm"]
+            # The largest seed can be written, too.
+            args += ["--base-url", server.url, "--output-file", str(tmp_path / "x"), "--seed", str((1 << 64) - 1)]
+            return await Benchmark(parse([*args, "--plot", "/proc/x.svg"])).run()
+
+    assert asyncio.run(go()) == 1
+    assert json.loads((tmp_path / "x").read_text())["completed"] == 4
+    assert "the plot cannot be written to /proc/x.svg: No such file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("knows_length", [True, False], ids=["known", "unknown"])

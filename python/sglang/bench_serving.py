@@ -28,7 +28,7 @@ from sglang.serving_benchmark.backends import BACKENDS, Settings
 from sglang.serving_benchmark.datasets.errors import DatasetError
 from sglang.serving_benchmark.datasets.registry import DATASETS
 from sglang.serving_benchmark.datasets.traces import fitting_scale
-from sglang.serving_benchmark.http_stream import Server
+from sglang.serving_benchmark.http_stream import Server, key_header
 from sglang.serving_benchmark.records import RequestRecord
 from sglang.serving_benchmark.runner import Outcome, Runner, Target
 from sglang.serving_benchmark.server_facts import (
@@ -123,11 +123,14 @@ class Benchmark:
 
     def _server(self) -> Server:
         args = self._args
-        key = os.environ.get("OPENAI_API_KEY")
+        try:
+            headers = key_header(os.environ.get("OPENAI_API_KEY"))
+        except ValueError as error:
+            raise ServerError(f"OPENAI_API_KEY {error}.") from None
         host = f"[{args.host}]" if ":" in args.host else args.host
         url = args.base_url or f"http://{host}:{args.port}"
         try:
-            return Server.from_url(url, {"Authorization": f"Bearer {key}"} if key else {})
+            return Server.from_url(url, headers)
         except ValueError as error:
             raise ServerError(f"{error}: name another with --base-url.") from None
 
@@ -291,21 +294,24 @@ class Benchmark:
 
     def _finish(self, was_interrupted: bool, notes: Sequence[str], problem: str | None) -> int:
         """problem: why rates were left out. Returns the exit code."""
+        problems = [] if problem is None else [problem]
         if len(self._results) > 1:
             print(report.comparison(self._results))
         failed = [result["request_rate"] for result in self._results if not result["completed"]]
         print(f"\nResults were added to {self._output_file()}.")
         if self._args.plot and len(failed) < len(self._results):
-            plot.draw(self._results, self._args.plot, notes)
-            print(f"Load against latency is drawn in {self._args.plot}.")
+            try:
+                plot.draw(self._results, self._args.plot, notes)
+                print(f"Load against latency is drawn in {self._args.plot}.")
+            except OSError as error:
+                problems.append(f"the plot cannot be written to {self._args.plot}: {error.strerror}")
         if was_interrupted:
             print("The run was interrupted.")
-            return INTERRUPTED
-        if failed:
-            _tell(f"no request succeeded at {_rates_text(failed)}")
-        if problem is not None:
-            _tell(problem)
-        return 1 if failed or problem is not None else 0
+        elif failed:
+            problems.append(f"no request succeeded at {_rates_text(failed)}")
+        for each in problems:
+            _tell(each)
+        return INTERRUPTED if was_interrupted else int(bool(problems))
 
 
 def _rates_text(rates: Sequence[float | str]) -> str:

@@ -126,6 +126,14 @@ def test_conversations_begin_alike_and_go_on_apart(sharegpt: Path, vocabulary: V
     assert first_requests(workload, 40).num_requests == 40
 
 
+def test_turns_beyond_the_requests_are_not_made(sharegpt: Path, tmp_path: Path, vocabulary: Vocabulary) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(json.dumps({"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1]}) + "\n")
+    for name, flag in (("multi-turn", "--multi-turn-num-turns"), ("mooncake", "--mooncake-num-rounds")):
+        args = flags(name, sharegpt, "--num-prompts", "3", flag, "1000000", "--dataset-path", str(path))
+        assert DATASETS[name].build(args, vocabulary).num_requests == 3
+
+
 @pytest.mark.parametrize("order", ["shuffle", "zipf"])
 def test_questions_are_about_few_documents(order: str, sharegpt: Path, vocabulary: Vocabulary) -> None:
     sizes = ("--loogle-num-documents", "4", "--loogle-document-len", "200", "--loogle-order", order)

@@ -6,15 +6,20 @@ import argparse
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import orjson
 
 from sglang.serving_benchmark import plot
 from sglang.serving_benchmark.backends import BACKENDS
 from sglang.serving_benchmark.datasets.registry import DATASETS
 
 _NUM_PROMPTS = 1000
+# Bounds of flags. A request takes about a kilobyte of memory before it is sent. No model takes longer texts. A larger
+# seed cannot be written as JSON.
+_MOST_REQUESTS, _MOST_TOKENS, _MOST_SEED = 1_000_000, 10_000_000, (1 << 64) - 1
 # Of --scale-lengths: as the server needs it.
 FIT = "fit"
 # Fields of a body that hold the prompt, by kind of server.
@@ -36,6 +41,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Ends the process with a sentence and code 2 if a flag is wrong. `request_rate` is a list; without the flag it
     is ["trace"] for a trace, else [inf]."""
     parser = _parser()
+    for word in argv:
+        if word.encode(errors="replace").decode() != word:
+            # JSON lines, which hold the flags, are UTF-8.
+            parser.error(f"{word!r} is no text in UTF-8")
     args, unknown = parser.parse_known_args(argv)
     for word in unknown:
         if word.split("=")[0] in _UPSTREAM_ONLY:
@@ -50,12 +59,17 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         args.request_rate = ["trace"]
     args.request_rate = args.request_rate or [math.inf]
     if args.num_prompts is None:
-        groups = args.gsp_num_groups * args.gsp_prompts_per_group * args.gsp_num_turns
-        args.num_prompts = groups if args.dataset_name == "generated-shared-prefix" else _NUM_PROMPTS
+        args.num_prompts = _num_sharing(args) or _NUM_PROMPTS
     if args.port is None:
         args.port = BACKENDS[args.backend].default_port
-    args.extra_request_body = json.loads(args.extra_request_body) if args.extra_request_body else {}
+    args.extra_request_body = orjson.loads(args.extra_request_body) if args.extra_request_body else {}
     return args
+
+
+def _num_sharing(args: argparse.Namespace) -> int:
+    """Requests that generated-shared-prefix makes; 0 for another dataset."""
+    is_it = args.dataset_name == "generated-shared-prefix"
+    return args.gsp_num_groups * args.gsp_prompts_per_group * args.gsp_num_turns if is_it else 0
 
 
 def _problem(args: argparse.Namespace) -> str | None:
@@ -76,11 +90,13 @@ def _problem(args: argparse.Namespace) -> str | None:
         return "--gsp-group-distribution zipf and --gsp-zipf-alpha belong together"
     if args.extra_request_body:
         try:
-            content = json.loads(args.extra_request_body)
-        except ValueError:
+            content = orjson.loads(args.extra_request_body)
+            # A body that can be read may be too deep to be sent, and a result has it below other objects.
+            orjson.dumps([[[[content]]]])
+        except (ValueError, TypeError):
             content = None
         if not isinstance(content, dict):
-            return f"--extra-request-body {args.extra_request_body!r} is no JSON object"
+            return f"--extra-request-body {args.extra_request_body[:80]!r} is no JSON object that can be sent"
         if problem := _problem_of_body(content, not args.disable_stream):
             return f"--extra-request-body {problem}"
     if args.output_file and (
@@ -91,6 +107,11 @@ def _problem(args: argparse.Namespace) -> str | None:
         return f"--output-file {args.output_file} may not be written"
     if not 0 <= args.temperature < math.inf:
         return f"--temperature {args.temperature:g} must be 0 or more"
+    if not 0 < args.top_p <= 1:
+        return f"--top-p {args.top_p:g} must be above 0, and 1 at most"
+    if (count := _num_sharing(args)) > _MOST_REQUESTS:
+        flags = "--gsp-num-groups, --gsp-prompts-per-group and --gsp-num-turns"
+        return f"{flags} make {count:,} requests, but {_MOST_REQUESTS:,} are the most"
     return plot.problem_with(args.plot) if args.plot else None
 
 
@@ -128,14 +149,18 @@ def _rates(text: str) -> list[float]:
     return rates
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
-    return int(text)
+def _whole(least: int, most: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        # Python reads no number of thousands of digits.
+        if not text.isdecimal() or len(text) > len(str(most)) or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is no whole number from {least} to {most:,}")
+        return int(text)
+
+    return read
 
 
-def _count_or_zero(text: str) -> int:
-    return 0 if text == "0" else _count(text)
+_count, _count_or_zero = _whole(1, _MOST_REQUESTS), _whole(0, _MOST_REQUESTS)
+_tokens, _tokens_or_zero = _whole(1, _MOST_TOKENS), _whole(0, _MOST_TOKENS)
 
 
 def _positive(text: str) -> float:
@@ -190,7 +215,9 @@ def _add_server(group: Any) -> None:
     add("--served-model-name", help="name that requests send in place of --model")
     add("--tokenizer", help="directory, hub name or embedded; without it as the server names it")
     add(
-        "--context-len", type=_count, help="longest prompt with its answer, in tokens; without it as the server tells"
+        "--context-len",
+        type=_tokens,
+        help="longest prompt with its answer, in tokens; without it as the server tells",
     )
     add("--ready-check-timeout-sec", type=_positive_or_zero, default=60.0, help="how long to wait for the server")
 
@@ -222,7 +249,7 @@ def _add_load(group: Any) -> None:
     )
     add("--warmup-requests", type=_count_or_zero, default=1, help="requests before the run, with other texts")
     add("--flush-cache", action="store_true", help="empty the server's cache before each rate")
-    add("--seed", type=_count_or_zero, default=42, help="of lengths, orders, texts and times")
+    add("--seed", type=_whole(0, _MOST_SEED), default=42, help="of lengths, orders, texts and times")
 
 
 def _add_requests(group: Any) -> None:
@@ -254,18 +281,18 @@ def _add_output(group: Any) -> None:
 
 def _add_datasets(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("sharegpt").add_argument
-    add("--sharegpt-output-len", type=_count, help="length of all answers; without it as in the file")
-    add("--sharegpt-context-len", type=_count, help="leave out longer chats")
+    add("--sharegpt-output-len", type=_tokens, help="length of all answers; without it as in the file")
+    add("--sharegpt-context-len", type=_tokens, help="leave out longer chats")
     add = parser.add_argument_group("random").add_argument
-    add("--random-input-len", type=_count, default=1024, help="tokens of a prompt")
-    add("--random-output-len", type=_count, default=1024, help="tokens of an answer")
+    add("--random-input-len", type=_tokens, default=1024, help="tokens of a prompt")
+    add("--random-output-len", type=_tokens, default=1024, help="tokens of an answer")
     add("--random-range-ratio", type=_share, default=0.0, help="the shortest length, as a share of the longest")
     add = parser.add_argument_group("generated-shared-prefix").add_argument
     add("--gsp-num-groups", type=_count, default=64, help="system prompts")
     add("--gsp-prompts-per-group", type=_count, default=16, help="prompts that share one")
-    add("--gsp-system-prompt-len", type=_count, default=2048, help="tokens of a system prompt")
-    add("--gsp-question-len", type=_count, default=128, help="tokens of a question")
-    add("--gsp-output-len", type=_count, default=256, help="tokens of an answer")
+    add("--gsp-system-prompt-len", type=_tokens, default=2048, help="tokens of a system prompt")
+    add("--gsp-question-len", type=_tokens, default=128, help="tokens of a question")
+    add("--gsp-output-len", type=_tokens, default=256, help="tokens of an answer")
     add("--gsp-range-ratio", type=_share, default=1.0, help="the shortest length, as a share of the longest")
     add("--gsp-num-turns", type=_count, default=1, help="turns of every prompt")
     add("--gsp-ordered", action="store_true", help="one group after another, not shuffled")
@@ -273,15 +300,15 @@ def _add_datasets(parser: argparse.ArgumentParser) -> None:
     add("--gsp-zipf-alpha", type=_positive, help="exponent of zipf")
     add = parser.add_argument_group("multi-turn").add_argument
     add("--multi-turn-num-turns", type=_count, default=5, help="turns of a conversation")
-    add("--multi-turn-system-len", type=_count_or_zero, default=256, help="tokens before all conversations; 0: none")
-    add("--multi-turn-message-len", type=_count, default=128, help="mean tokens of a message")
-    add("--multi-turn-output-len", type=_count, default=128, help="mean tokens of an answer")
+    add("--multi-turn-system-len", type=_tokens_or_zero, default=256, help="tokens before all conversations; 0: none")
+    add("--multi-turn-message-len", type=_tokens, default=128, help="mean tokens of a message")
+    add("--multi-turn-output-len", type=_tokens, default=128, help="mean tokens of an answer")
     add("--multi-turn-think-time", type=_positive_or_zero, default=1.0, help="mean seconds before the next message")
     add = parser.add_argument_group("loogle").add_argument
     add("--loogle-num-documents", type=_count, default=16, help="documents")
-    add("--loogle-document-len", type=_count, default=8192, help="mean tokens of a document")
-    add("--loogle-question-len", type=_count, default=32, help="mean tokens of a question")
-    add("--loogle-output-len", type=_count, default=16, help="mean tokens of an answer")
+    add("--loogle-document-len", type=_tokens, default=8192, help="mean tokens of a document")
+    add("--loogle-question-len", type=_tokens, default=32, help="mean tokens of a question")
+    add("--loogle-output-len", type=_tokens, default=16, help="mean tokens of an answer")
     add("--loogle-order", choices=("shuffle", "zipf"), default="shuffle", help="which document comes next")
     add("--loogle-zipf-alpha", type=_positive, default=1.0, help="exponent of zipf")
     add = parser.add_argument_group("traces").add_argument

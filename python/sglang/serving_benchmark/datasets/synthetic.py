@@ -58,7 +58,7 @@ def shared_prefixes(args: Namespace, vocabulary: Vocabulary) -> Workload:
 def multi_turn(args: Namespace, vocabulary: Vocabulary) -> Workload:
     """Conversations with time to think between the turns. All begin with one system prompt."""
     rng = np.random.default_rng(args.seed)
-    turns = args.multi_turn_num_turns
+    turns = min(args.multi_turn_num_turns, args.num_prompts)
     n = -(-args.num_prompts // turns)
     messages = lengths_with_mean(rng, n * turns, args.multi_turn_message_len, _CHAT_CV).reshape(n, turns).tolist()
     outputs = lengths_with_mean(rng, n * turns, args.multi_turn_output_len, _CHAT_CV).reshape(n, turns).tolist()

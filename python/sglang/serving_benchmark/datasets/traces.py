@@ -31,6 +31,8 @@ def mooncake(args: Namespace, vocabulary: Vocabulary) -> Workload:
     """Rows of timestamp (ms), input_length, output_length and hash_ids."""
     path, notes = _path(args.dataset_path, f"mooncake_{args.mooncake_workload}.jsonl", "--mooncake-workload")
     scale = _Scale(args.scale_lengths)
+    # More than are sent would take memory for nothing.
+    rounds = min(args.mooncake_num_rounds, args.num_prompts)
     sessions = []
     for where, row in _rows(path, args.num_prompts):
         try:
@@ -38,7 +40,7 @@ def mooncake(args: Namespace, vocabulary: Vocabulary) -> Workload:
             start = _seconds(row, "timestamp")
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise _malformed(where, error) from None
-        sessions.append(Session((turn,) * args.mooncake_num_rounds, start_s=start))
+        sessions.append(Session((turn,) * rounds, start_s=start))
     sessions.sort(key=lambda session: session.start_s or 0.0)
     return Workload(tuple(sessions), (*notes, *scale.notes), scale.factor)
 
