@@ -183,8 +183,11 @@ def test_copies_stay_within_their_share_and_fronts_go_first(start):
         assert a.stat("copied_bytes") <= 0.25 * a.stat("written_bytes")
 
 
-def test_a_damaged_block_is_not_copied(start, tmp_path: Path):
+@pytest.mark.parametrize("copy_blocks", [1, 100])
+def test_a_damaged_block_is_not_copied(start, tmp_path: Path, copy_blocks: int):
+    """Those behind it are, however many are copied at a time."""
     a = start()
+    a.store._files.copy_blocks = copy_blocks
     a.fill()
     path = a.store._index.segments[1].path
     stat = os.stat(path)

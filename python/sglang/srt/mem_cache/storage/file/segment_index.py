@@ -177,12 +177,13 @@ class SegmentIndex:
         unread = (
             segment
             for segment in self.segments.values()
-            if segment.spare
-            and not segment.pins
-            and segment.layout.page_size == page_size
-            and segment.number not in but
+            if self.is_spare(segment) and segment.layout.page_size == page_size and segment.number not in but
         )
         return max(unread, key=lambda segment: len(segment.spare), default=None)
+
+    def is_spare(self, segment: Segment) -> bool:
+        """Whether it has spare slots and is not being read by this process. One that was dropped has none."""
+        return bool(segment.spare) and not segment.pins
 
     def take_spare(self, segment: Segment, most: int) -> range:
         """Slots of the segment to overwrite, neighbours and `most` at most, whose blocks are forgotten."""

@@ -224,6 +224,8 @@ class SegmentWriter:
             with sync.table_lock:
                 sync.files.claim(claim.fd, segment.layout, claim.slot, claim.keys)
                 with sync.lock:
+                    if sync.index.segments.get(segment.number) is not segment:
+                        raise FileNotFoundError(errno.ENOENT, "a read has found the segment gone", segment.path)
                     sync.index.claim(segment, claim.slot, claim.keys)
             sync.ring_erased(segment.number)
         except OSError:
@@ -311,9 +313,9 @@ class SegmentWriter:
         with sync.lock:
             for i in bad:
                 sync.index.forget_if(segment, slots[i], *expected[i])
-        claim = self._claim_copies(segment, slots, expected, np.flatnonzero(verified).tolist())
+        has_room, claim = self._claim_copies(segment, slots, expected, np.flatnonzero(verified).tolist())
         if claim is None:
-            return 0
+            return len(slots) if has_room else 0
         copied, target = claim.positions, claim.segment
 
         def write() -> list[bytes]:
@@ -327,11 +329,11 @@ class SegmentWriter:
 
     def _claim_copies(
         self, segment: Segment, slots: list[int], expected: list[tuple[bytes, bytes]], positions: list[int]
-    ) -> _Claim | None:
-        """Claim room in the active segment for blocks of `segment`, positions: among `slots`; None: there is none.
-        Raises OSError."""
+    ) -> tuple[bool, _Claim | None]:
+        """Claim room in the active segment for blocks of `segment`, positions: among `slots`. Whether there is room,
+        and no claim where none of the blocks is there any more. Raises OSError."""
         if not self.lock_folder():
-            return None
+            return False, None
         sync = self._sync
         layout = sync.files.layout
         try:
@@ -343,16 +345,18 @@ class SegmentWriter:
                 if place_of(expected[i][0]) == segment.place(slots[i])
                 and segment.checksum(slots[i]) == expected[i][1]
             ]
+            if not positions:
+                return True, None
             held = self._usable_held() or self._adopt()
             positions = positions[: held[0].free if held is not None else layout.num_slots]
             need = len(positions) * layout.slot_bytes + (0 if held is not None else layout.data_offset)
-            is_room = not self._limit_bytes or self._fits_copies(need)
-            if not positions or not is_room or (held is not None and held[0] is segment):
-                return None
+            has_room = not self._limit_bytes or self._fits_copies(need)
+            if not has_room or (held is not None and held[0] is segment):
+                return False, None
             target, fd = held or self._begin_segment()
             claim = _Claim(target, fd, target.used, positions, [expected[i][0] for i in positions], False)
             self._write_claim(claim)
-            return claim
+            return True, claim
         finally:
             self.unlock_folder()
 
@@ -536,13 +540,17 @@ class SegmentWriter:
                 fd: int | None = os.dup(self._held[1])
             else:
                 fd = self._open_locked(segment)
-            if fd is not None:
-                break
-            written_by_others.add(segment.number)
-        with sync.lock:
-            slots = sync.index.take_spare(segment, most)
-        sync.log.count("evicted_blocks", len(slots))
-        return segment, fd, slots
+            if fd is None:
+                written_by_others.add(segment.number)
+                continue
+            with sync.lock:
+                # A read may use the segment now, or have found its blocks damaged.
+                if is_spare := sync.index.is_spare(segment):
+                    slots = sync.index.take_spare(segment, most)
+            if is_spare:
+                sync.log.count("evicted_blocks", len(slots))
+                return segment, fd, slots
+            os.close(fd)
 
     # -- room -----------------------------------------------------------------------------------------------------
 
