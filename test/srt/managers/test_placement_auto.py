@@ -6,7 +6,6 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from test_cache_controller import DEVICE, HOST, PEER, Rig, ops_of, tokens
 
 from sglang.srt.managers.slab_withdrawal import SlabWithdrawal
 from sglang.srt.mem_cache.block_names import BlockNames
@@ -15,6 +14,7 @@ from sglang.srt.mem_cache.node import Node
 from sglang.srt.mem_cache.placement import CONVENIENT, FIRST_COPYING_RATIO, LAST, MAX_COPYING_RATIO, SPARE
 from sglang.srt.mem_cache.transfer import D2H, D2P, LINKS, P2H, Ticket, Tier
 from sglang.srt.utils.time_units import Seconds
+from support.controller_rig import DEVICE, HOST, PEER, Rig, ops_of, tokens
 
 # Device pages of which a bound on copies in flight leaves room for some letters.
 LARGE = 8 * 64

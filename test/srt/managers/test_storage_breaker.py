@@ -54,11 +54,34 @@ def test_operations_of_other_links_do_not_matter() -> None:
     assert not rig.at(0.0, op(0, STORE)) and not rig.at(100.0, op(0, STORE)) and rig.breaker.next_at is None
 
 
+def test_what_the_other_link_does_well_ends_no_hang() -> None:
+    rig = Rig()
+    rig.at(0.0, op(0, PROBE), op(0))
+    assert rig.at(1.0, op(0, PROBE), op(1))
+    for seq in range(2, 5):
+        rig.breaker.end(FETCH, succeeded=True)
+        assert rig.at(1.1, op(0, PROBE), op(seq))
+    assert rig.breaker.num_opened == 1
+    rig.breaker.answer(PROBE)
+    assert not rig.at(1.2, op(4))
+
+
+def test_what_hung_and_failed_leaves_the_trial_to_the_other_link() -> None:
+    rig = Rig()
+    rig.at(0.0, op(0, PROBE))
+    assert rig.at(1.0, op(0, PROBE))
+    rig.breaker.end(PROBE, succeeded=False)
+    assert rig.at(1.1) and rig.at(3.0) and rig.breaker.may_try
+    assert rig.at(3.1, op(0))
+    rig.breaker.end(FETCH, succeeded=True)
+    assert not rig.at(3.2)
+
+
 def test_what_hung_closes_it_when_it_returns_with_something() -> None:
     rig = Rig()
     rig.at(0.0, op(0))
     assert rig.at(1.0, op(0)) and not rig.breaker.may_try
-    rig.breaker.end(succeeded=True)
+    rig.breaker.end(FETCH, succeeded=True)
     assert not rig.at(9.0)
 
 
@@ -79,11 +102,11 @@ def test_a_trial_is_due_a_pause_after_nothing_is_under_way_and_decides() -> None
     rig.at(3.0 + TRIAL_PAUSE_S)
     assert rig.breaker.may_try
     assert rig.at(5.0, op(1)) and not rig.breaker.may_try, "one at a time"
-    rig.breaker.end(succeeded=False)
+    rig.breaker.end(FETCH, succeeded=False)
     assert rig.at(5.5) and not rig.breaker.may_try
     rig.at(7.0)
     assert rig.breaker.may_try
-    rig.breaker.end(succeeded=True)
+    rig.breaker.end(FETCH, succeeded=True)
     assert not rig.at(7.1)
 
 
@@ -91,11 +114,11 @@ def test_failures_in_a_row_open_it_and_one_success_between_does_not() -> None:
     rig = Rig()
     for _ in range(5):
         for _ in range(FAILURES_IN_A_ROW - 1):
-            rig.breaker.end(succeeded=False)
-        rig.breaker.end(succeeded=True)
+            rig.breaker.end(FETCH, succeeded=False)
+        rig.breaker.end(FETCH, succeeded=True)
     assert not rig.at(0.0)
     for _ in range(FAILURES_IN_A_ROW):
-        rig.breaker.end(succeeded=False)
+        rig.breaker.end(FETCH, succeeded=False)
     assert rig.at(0.1) and "failed" in rig.breaker.reason
 
 
@@ -110,25 +133,25 @@ def test_other_storage_begins_closed() -> None:
 def test_trials_that_find_nothing_are_paced_and_close_it_at_last() -> None:
     breaker = StorageBreaker(("fetch",), 1.0, lambda op: 0.0)
     for _ in range(FAILURES_IN_A_ROW):
-        breaker.end(succeeded=False)
+        breaker.end(FETCH, succeeded=False)
     for trial in range(1, EMPTY_TRIALS + 1):
         assert breaker.is_open and not breaker.may_try
         breaker.now = Seconds(trial * TRIAL_PAUSE_S)
         assert breaker.may_try
         breaker.end_empty_trial()
     assert not breaker.is_open
-    breaker.end(succeeded=False)
+    breaker.end(FETCH, succeeded=False)
     assert breaker.is_open, "one failure is enough now"
 
 
 def test_what_had_begun_before_the_failures_does_not_close_it() -> None:
     breaker = StorageBreaker(("store",), 1.0, lambda op: 0.0)
     for _ in range(FAILURES_IN_A_ROW):
-        breaker.end(succeeded=False)
-    breaker.end(succeeded=True)
+        breaker.end(FETCH, succeeded=False)
+    breaker.end(FETCH, succeeded=True)
     assert breaker.is_open
     breaker.now = TRIAL_PAUSE_S
-    breaker.end(succeeded=True)
+    breaker.end(FETCH, succeeded=True)
     assert not breaker.is_open
 
 
@@ -147,16 +170,16 @@ def test_a_breaker_that_opens_again_soon_waits_longer_for_a_trial() -> None:
     now, pauses = 0.0, []
     for _ in range(6):
         for _ in range(FAILURES_IN_A_ROW):
-            breaker.end(succeeded=False)
+            breaker.end(FETCH, succeeded=False)
         begin = now
         while not breaker.may_try:
             now += 0.25
             breaker.now = Seconds(now)
         pauses.append(now - begin)
-        breaker.end(succeeded=True)
+        breaker.end(FETCH, succeeded=True)
     assert pauses == [1, 2, 4, MAX_PAUSES, MAX_PAUSES, MAX_PAUSES]
     breaker.now = Seconds(now + SOUND_S)
     for _ in range(FAILURES_IN_A_ROW):
-        breaker.end(succeeded=False)
+        breaker.end(FETCH, succeeded=False)
     breaker.now = Seconds(now + SOUND_S + TRIAL_PAUSE_S)
     assert breaker.may_try

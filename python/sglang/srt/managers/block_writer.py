@@ -117,7 +117,7 @@ class BlockWriter:
             now = self.breaker.now
             pause_s = min(_TRIAL_PAUSE_TIMES * (now - self._trial_began), _MAX_TRIAL_PAUSE_S)
             self._trial, self._next_trial_at = None, Seconds(now + pause_s)
-        self.breaker.end(succeeded=count > 0)
+        self.breaker.end(STORE, succeeded=count > 0)
         self.touches.note_stored(count)
         self.tree.pages.stored(ticket, count, op.skips)
         block_tokens = len(op.frames) * self.tree.page_size // len(op.keys)

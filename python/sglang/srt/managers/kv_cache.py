@@ -448,7 +448,9 @@ class KVCache:
             self._withdrawal.note_end()
 
     def take_freed(self) -> dict[int, np.ndarray]:
-        """Tier -> frames that became free since the last call."""
+        """Tier -> frames that became free since the last call. Those of the swap file are not told."""
+        if self.swap is not None:
+            self.swap.take_freed()
         return {tier.value: table.take_freed() for tier, table in self.tables.items()}
 
     @property

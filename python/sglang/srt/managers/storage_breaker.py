@@ -119,10 +119,12 @@ class StorageBreaker:
                 self._hung = link
                 self._open(f"an operation on {link} has taken over {before.hangs_at - before.since:.1f} s")
 
-    def end(self, succeeded: bool) -> None:
+    def end(self, link: str, succeeded: bool) -> None:
         """An operation that tells whether storage works is over."""
         self._empty_trials = 0
         if succeeded:
+            if self._hung != link and self._hung in self._oldest:
+                return  # the other link hangs still
             # What had begun before others failed may have had little to do.
             if not self.is_open or self._hung or self.now >= self._trial_at:
                 self._failures = 0

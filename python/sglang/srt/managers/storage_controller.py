@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import sys
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
@@ -114,8 +115,9 @@ class StorageController:
         self._num_begun = self._num_ended = 0
         # Of all that have begun; entries go stale.
         self._deadlines: list[tuple[float, str]] = []
-        # FETCH operations -> the place of their first block on its path.
-        self._fetches: dict[Ticket, int] = {}
+        # FETCH operations -> the place of their first block on its path, and the token from which on the blocks lie
+        # on the second storage tier.
+        self._fetches: dict[Ticket, tuple[int, int]] = {}
         self._trial = StorageTrial(controller, self.reads)
         controller.watch_host(self.writer.store_nodes)
 
@@ -401,7 +403,7 @@ class StorageController:
         op = self.ledger.end(ticket)
         assert isinstance(op, StorageOp)
         if has_failed := count == PROBE_FAILED:
-            self.reads.end(succeeded=False)
+            self.reads.end(PROBE, succeeded=False)
             count = 0
         if (began := self._probes.pop(ticket, None)) is not None:
             self._probe_value.add(self.reads.now - began, count / len(op.keys))
@@ -451,12 +453,12 @@ class StorageController:
 
     # -- operations ---------------------------------------------------------------------------------------------
 
-    def begin_fetch(self, match: MatchResult, tokens: np.ndarray, keys: np.ndarray) -> Ticket:
+    def begin_fetch(self, match: MatchResult, tokens: np.ndarray, keys: np.ndarray, far_from: int) -> Ticket:
         """Fetch the blocks that cover tokens [match.total_len, …), of which the first may begin before. The caller
         has made room on the host.
 
         match: made with `fetching`. tokens: int32, up to the end of the last block, or of the hole that is filled.
-        keys: (n, 16).
+        keys: (n, 16). far_from: see `Prefetch`.
         """
         names, page, host = self.tree.names.keys, self.tree.page_size, self.controller.tables[Tier.HOST]
         assert names is not None
@@ -464,7 +466,7 @@ class StorageController:
         frames = host.allocate(num_pages, self.ledger.next_owner(FETCH), FrameState.FILLING)
         assert frames is not None, "a fetch needs free frames: make room first"
         ticket = self.ledger.begin_storage_op(FETCH, StorageAction.GET, keys, frames, skips=self._skips)
-        self._fetches[ticket] = match.total_len // names.block_tokens
+        self._fetches[ticket] = match.total_len // names.block_tokens, far_from
         first = match.total_len % names.block_tokens // page
         last = first + len(tokens) // page
         run = FilledRun(tokens, frames[first:last], ticket, NO_LAUNCH)
@@ -483,10 +485,10 @@ class StorageController:
         if ticket == self._trial.ticket:
             self._trial.end_read(op, count)
             return 0, 0
-        first = self._fetches.pop(ticket)
+        first, far_from = self._fetches.pop(ticket)
         self._num_ended += 1
         if count or ticket in self._waiters:
-            self.reads.end(succeeded=count > 0)
+            self.reads.end(FETCH, succeeded=count > 0)
         self.fetching_pages -= len(op.frames)
         dropped = self.tree.cut(ticket, Tier.HOST, (first + count) * self.tree.names.keys.block_tokens)
         self.ledger.free(dropped, Tier.HOST)
@@ -494,11 +496,10 @@ class StorageController:
             # Computed meanwhile: what did not come is stored anew.
             self.tree.names.forget_stored(node)
         nodes = self.controller.commit_nodes(ticket, Tier.HOST)
-        far_from = next((self._prefetches[rid].far_from for rid in self._waiters.get(ticket, ())), 0)
-        for place in (0, -1) if self.tiers else ():
-            note_source([n for n in nodes if not place or n.end > far_from], self.tiers[place])
-        for place, tier in enumerate(self.tiers):
-            self.tree.pages.fetched([n for n in nodes if place == (n.end > far_from > 0)], tier)
+        for tier, (begin, end) in zip(self.tiers, ((0, far_from), (far_from, sys.maxsize))):
+            from_tier = [n for n in nodes if n.start < end and n.end > begin]
+            note_source(from_tier, tier)
+            self.tree.pages.fetched(from_tier, tier, begin, end)
         start, end = min((n.start for n in nodes), default=0), max((n.end for n in nodes), default=0)
         self.counters["prefetched_tokens"] += end - start
         self._save_computed(dropped)
@@ -665,7 +666,7 @@ class StorageController:
         match, end = self._match(prefetch, prefetch.end), last * size
         if (hole := self.tree.next_unmatched(match, prefetch.tokens)) is not None:
             end = hole.start + common_len(hole.key, prefetch.tokens, hole.start, end, self.tree.page_size)
-        ticket = self.begin_fetch(match, prefetch.tokens[start:end], prefetch.keys[first:last])
+        ticket = self.begin_fetch(match, prefetch.tokens[start:end], prefetch.keys[first:last], prefetch.far_from)
         self._num_begun += last - first
         self._advice.fetch_begun(ticket.seq, (last - first) * size)
         prefetch.blocks_left = max(1, prefetch.blocks_left - (last - first))

@@ -75,4 +75,4 @@ class StorageTrial:
     def end_read(self, op: StorageOp, count: int) -> None:
         self.ticket, self.num_pages = None, 0
         self._controller.tables[Tier.HOST].free_after(op.frames, FrameState.HELD, NO_LAUNCH)
-        self._breaker.end(succeeded=count > 0)
+        self._breaker.end(FETCH, succeeded=count > 0)

@@ -117,16 +117,20 @@ class KVCacheEventRecorder(PageWatcher):
                 if place not in skips:
                     self._note_block(block, tier)
 
-    def fetched(self, nodes: Sequence[Node], tier: Tier) -> None:
+    def fetched(self, nodes: Sequence[Node], tier: Tier, start: int, end: int) -> None:
         for node in nodes:
             if node.block_keys is None or not len(node.block_keys):
                 continue
             size = self._block_tokens
-            places = [end * size for end in range(node.start // size, node.end // size)]
+            first = node.start // size
+            read = [at for at in range(first, node.end // size) if start <= at * size < end]
+            if not read:
+                continue
             path, top = path_of(node), 0
-            while path[top].end <= places[0]:
+            while path[top].end <= read[0] * size:
                 top += 1
-            for block in self._blocks(path[top:], to_bytes(node.block_keys), places):
+            keys = to_bytes(node.block_keys)[read[0] - first : read[-1] + 1 - first]
+            for block in self._blocks(path[top:], keys, [at * size for at in read]):
                 self._note_block(block, tier)
 
     def lost(self, keys: Iterable[bytes]) -> None:

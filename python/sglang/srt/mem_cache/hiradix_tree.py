@@ -329,6 +329,9 @@ class HiRadixTree:
             if mine is None:
                 if is_hole(child):
                     child.is_lossy = node.is_lossy
+                    child.came_from = Tier.DEVICE
+                    # A request has missed it: what counts as stored may not be.
+                    self.names.forget_stored(child)
                 self._set_frames(child, Tier.DEVICE, offered, None, fence)
                 # If it was locked as the source of a load, it need not stay on the host any more.
                 for tier in FRAME_TIERS:

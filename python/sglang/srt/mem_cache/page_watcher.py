@@ -35,5 +35,5 @@ class PageWatcher:
     def stored(self, ticket: Ticket, count: int, skips: tuple[int, ...]) -> None:
         """It has written the first `count`. skips: see `StorageOp`."""
 
-    def fetched(self, nodes: Sequence[Node], tier: Tier) -> None:
-        """What the tier has was read into these nodes, of one path."""
+    def fetched(self, nodes: Sequence[Node], tier: Tier, start: int, end: int) -> None:
+        """The blocks of tokens [start, end) of these nodes, of one path, were read from the tier."""
