@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import signal
 import subprocess
@@ -37,13 +38,18 @@ def chunk(data: bytes) -> bytes:
 
 
 class Fake:
-    """A server of some models. tokens: the demand that its state tells, None if it has no such page. answer: writes
-    what comes for a request; `left` is set if the router hangs up meanwhile. requests: path, headers, body."""
+    """A server of some models. tokens: the demand that its state tells, None if it has no such page. root: the path
+    of the models. odd: by path, the bytes that come in place of the usual reply. answer: writes what comes for a
+    request; `left` is set if the router hangs up meanwhile. requests: path, headers, body."""
 
-    def __init__(self, *models: str, tokens: int | None = 0, key: str = "") -> None:
+    def __init__(self, *models: str, tokens: int | None = 0, key: str = "", root: str | None = None) -> None:
         self.models = models
         self.tokens = tokens
         self.key = key
+        self.root = {"root": root} if root else {}
+        self.odd: dict[str, bytes] = {}
+        # The Authorization header of the last request.
+        self.authorization: str | None = None
         self.health = "200 OK"
         self.requests: list[tuple[str, dict[str, str], bytes]] = []
         self.answer: Callable[[Write], Awaitable[None]] = self.echo
@@ -75,12 +81,15 @@ class Fake:
             path = head[0].split()[1]
             headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
             body = await reader.readexactly(int(headers.get("content-length", "0")))
-            if self.key and path != "/health" and headers.get("authorization") != f"bearer {self.key}":
+            self.authorization = headers.get("authorization")
+            if path in self.odd:
+                await write(self.odd[path])
+            elif self.key and path != "/health" and headers.get("authorization") != f"bearer {self.key}":
                 await write(reply(b"{}", "401 Unauthorized"))
             elif path == "/health":
                 await write(reply(b"", self.health))
             elif path == "/v1/models":
-                cards = [{"id": model, "object": "model"} for model in self.models]
+                cards = [{"id": model, "object": "model", **self.root} for model in self.models]
                 await write(reply(json.dumps({"object": "list", "data": cards}).encode()))
             elif path == "/hicache/state":
                 state = {"tiers": {"device": {"used_tokens": self.tokens}}, "transient": {"in_queue_tokens": 0}}
@@ -262,6 +271,191 @@ def test_a_request_names_one_of_the_models() -> None:
     run(test)
 
 
+def test_a_model_is_named_as_at_its_server() -> None:
+    """By its name, by its path, and by words for the only one. A name goes before a path."""
+
+    async def test() -> None:
+        a, b = await started(Fake("a", root="path"), Fake("path", root="path", tokens=1))
+        async with running(a, b) as (client, _):
+            for name, times in (("a", 1), ("path", 1), ("path", 2)):
+                assert (await client.post(CHAT, json=body(name))).status_code == 200
+                assert len(a.requests) == 1 and len(b.requests) == times - (name == "a")
+            for name in ("unknown", "default"):
+                assert (await client.post(CHAT, json=body(name))).json()["param"] == "model"
+                assert (await client.get(f"/v1/models/{name}")).status_code == 400
+            assert (await client.get("/v1/models/path")).json()["id"] == "path"
+        (only,) = await started(Fake("a", root="/a/path"))
+        async with running(only) as (client, _):
+            for name in ("unknown", "default", "/a/path", "a"):
+                assert (await client.post(CHAT, json=body(name))).status_code == 200
+                assert (await client.get(f"/v1/models/{name}")).json()["id"] == "a"
+            assert (await client.post(CHAT, json=body("/a"))).status_code == 404
+
+    run(test)
+
+
+NESTED = b"[" * 100_000 + b"]" * 100_000
+# By path, replies that no server should give, and how the problem begins; None where there is none.
+ODD_REPLIES = [
+    *(
+        ("/v1/models", reply(content), "its /v1/models does not answer")
+        for content in (
+            *(b'{"data": [{"id": %s}]}' % each for each in (b"null", b"5", b"[1]", b'""', b'"\\ud800"', NESTED)),
+            *(
+                b'{"data": "abc"}',
+                b'{"data": {"id": "a"}}',
+                b'{"data": []}',
+                b'{"data": [5]}',
+                b"{}",
+                b"[]",
+                b"",
+                NESTED,
+            ),
+            *(b'{"data": [{"id": "a", "created": NaN}]}', b'{"data": [{"id": "a", "root": "\\ud800"}]}'),
+        )
+    ),
+    *(
+        ("/hicache/state", reply(content), None)
+        for content in (
+            *(
+                b'{"tiers": {"device": {"used_tokens": %s}}, "transient": {"in_queue_tokens": %s}}' % (each, each)
+                for each in (b'"a"', b'"%s"' % (b"9" * 4300), b"1e308", b"1e999", b"9" * 5000, b"[]", b"null", NESTED)
+            ),
+            *(b'{"tiers": [], "transient": 1}', b'"abc"', b"", NESTED),
+        )
+    ),
+    ("/health", b"What is this?\r\n\r\n", "it cannot be reached (its reply is cut off or not HTTP)"),
+    ("/v1/models", reply(b"{}")[:-1], "it cannot be reached (its reply is cut off or not HTTP)"),
+]
+
+
+def test_a_server_with_odd_replies_does_not_disturb_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_module, "CHECK_INTERVAL_S", 1e9)
+
+    async def test() -> None:
+        odd, good = await started(Fake("m"), Fake("good", tokens=None))
+        path, data, _ = ODD_REPLIES[0]
+        odd.odd = {path: data}
+        async with running(odd, good) as (client, router):
+            backend = router.backends[0]
+            for path, data, problem in ODD_REPLIES:
+                odd.odd = {path: data}
+                await router.check(backend)
+                assert (backend.problem or "None").startswith(str(problem)), data[:80]
+                names = [card["id"] for card in (await client.get("/v1/models")).json()["data"]]
+                assert names == (["good"] if problem else ["good", "m"])
+                assert backend.demand == 0
+            for model, status in (("good", 200), ("m", 503)):
+                assert (await client.post(CHAT, json=body(model))).status_code == status
+            odd.odd = {"/v1/models": reply(b'{"data": [{"id": null}, {"id": "m", "root": 5}, 5]}')}
+            await router.check(backend)
+            assert backend.problem is None and list(backend.cards) == ["m"]
+
+    run(test)
+
+
+def test_a_check_that_fails_in_any_way_is_followed_by_the_next(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(router_module, "CHECK_INTERVAL_S", 0.001)
+
+    async def test() -> None:
+        (fake,) = await started(Fake("m"))
+        async with running(fake) as (client, router):
+            ask, num_failed = router._ask, 0
+
+            async def fail(backend: router_module.Backend, path: str) -> httpx.Response:
+                nonlocal num_failed
+                num_failed += 1
+                raise UnicodeError("label too long")
+
+            monkeypatch.setattr(router, "_ask", fail)
+            await until(lambda: num_failed > 2)
+            got = await client.post(CHAT, json=body("m"))
+            assert got.status_code == 503 and "its check failed" in got.json()["message"]
+            assert "too long" not in got.text and caplog.text.count("Traceback") == 1
+            monkeypatch.setattr(router, "_ask", ask)
+            await until(lambda: router.backends[0].problem is None)
+            assert (await client.post(CHAT, json=body("m"))).status_code == 200
+
+    run(test)
+
+
+def test_a_check_does_not_wait_for_the_rest_of_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That comes piece by piece, each in time."""
+    monkeypatch.setattr(router_module, "CHECK_TIMEOUT_S", 0.05)
+
+    async def trickle(*_: object, **__: object) -> None:
+        await asyncio.Event().wait()
+
+    async def test() -> None:
+        router = Router(["http://127.0.0.1:9"])
+        monkeypatch.setattr(router._client, "get", trickle)
+        await router.check(router.backends[0])
+        assert router.backends[0].misses == 1
+
+    run(test)
+
+
+def test_a_password_in_a_url_is_used_and_not_shown(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+
+    async def test() -> None:
+        (fake,) = await started(Fake("m"))
+        plain, fake.url = fake.url, fake.url.replace("://", "://user:p%40ss@")
+        async with running(fake) as (client, _):
+            basic = "basic " + base64.b64encode(b"user:p@ss").decode().lower()
+            assert fake.authorization == basic
+            texts = [(await client.post(CHAT, json=body("m"))).text, (await client.get("/workers")).text]
+            assert fake.requests[0][1]["authorization"] == basic
+
+            async def break_off(write: Write) -> None:
+                await write(STREAM_HEAD + chunk(b"data: 1\n\n"))
+
+            fake.answer = break_off
+            texts += [(await client.post(CHAT, json=body("m"))).text]
+            await fake.stop()
+            texts += [(await client.post(path, json=body("m"))).text for path in (CHAT, CHAT, "/abort_request")]
+            shown = "\n".join([*texts, caplog.text])
+            assert plain in shown and not any(each in shown for each in ("p@ss", "p%40ss", "user"))
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--port 99999", "--port is 99999, but it must be from 1 to 65535"),
+        ("--port 0", "--port is 0, but it must be from 1 to 65535"),
+        ("--api-key \u00e9", "--api-key must be printable ASCII without spaces, as a header carries it"),
+        ("--api-key=", "--api-key must be printable ASCII without spaces, as a header carries it"),
+        ("--worker-urls http://[::1", "'http://[::1' is no URL of a server: write it as http://HOST:PORT"),
+        ("--worker-urls http://u:1/secret@h", "'h' is no URL of a server: write it as http://HOST:PORT"),
+        ("--worker-urls http://u:secret@h:x", "'h:x' is no URL of a server: write it as http://HOST:PORT"),
+        *(
+            (f"--worker-urls {url}", f"{url!r} is no URL of a server: write it as http://HOST:PORT")
+            for url in (
+                "http://",
+                "http://h:99999",
+                "http://h?x",
+                "ftp://h",
+                "h:1",
+                f"http://{'h' * 64}",
+                "http://a..b",
+            )
+        ),
+    ],
+)
+def test_wrong_flags_are_refused_with_a_sentence(
+    flags: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["router", "--worker-urls", "http://h", *flags.split(" ")])
+    monkeypatch.delattr(router_module, "serve")
+    with pytest.raises(SystemExit) as ended:
+        router_module.main()
+    assert ended.value.code == 2 and capsys.readouterr().err == f"error: {message}\n"
+
+
 def test_servers_that_are_down_are_left_out_until_they_are_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router_module, "CHECK_INTERVAL_S", 0.02)
 
@@ -399,7 +593,7 @@ def test_a_stream_that_breaks_off_ends_with_an_error_of_its_api(path: str) -> No
         (fake,) = await started(Fake("m"))
 
         async def break_off(write: Write) -> None:
-            await write(STREAM_HEAD + chunk(b'event: ping\ndata: {"type": "ping"}\n\n'))
+            await write(STREAM_HEAD + chunk(b'event: ping\ndata: {"type": "ping"}\n') + chunk(b"\n"))
 
         fake.answer = break_off
         async with running(fake) as (client, _):
@@ -410,7 +604,7 @@ def test_a_stream_that_breaks_off_ends_with_an_error_of_its_api(path: str) -> No
             if path == "/v1/messages":
                 assert error["error"]["type"] == "api_error"
             else:
-                assert error["code"] == "server_error"
+                assert (error["code"], error["sequence_number"]) == ("server_error", 1)
             assert "has broken off" in (error["error"] if path == "/v1/messages" else error)["message"]
 
     run(test)
@@ -435,7 +629,8 @@ def test_a_server_that_breaks_off_is_not_asked_twice_and_the_client_hears_of_it(
             else:
                 got = await client.post(CHAT, json=body("m"))
                 if kind == "nothing":
-                    assert got.status_code == 502 and a.url in got.json()["message"]
+                    assert got.status_code == 502
+                    assert got.json()["message"] == "the server that took the request has broken off"
                 else:
                     first, error, done = [line for line in got.text.split("\n") if line]
                     assert (first, done) == ("data: 1", "data: [DONE]")

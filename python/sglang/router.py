@@ -17,7 +17,6 @@ carried out.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
 import signal
@@ -37,13 +36,14 @@ from starlette.types import Receive, Scope, Send
 from sglang.srt.entrypoints.anthropic.serving import ANTHROPIC_STREAM
 from sglang.srt.entrypoints.auth import require
 from sglang.srt.entrypoints.http_limits import KEEP_ALIVE_S, Front, LimitedProtocol
-from sglang.srt.entrypoints.http_routes import PrintablePaths, add_errors
+from sglang.srt.entrypoints.http_routes import ANY_MODEL, PrintablePaths, add_errors
 from sglang.srt.entrypoints.http_server import DRAIN_TIMEOUT_S, HttpServer, allow_connections, bind, listen, url
 from sglang.srt.entrypoints.missing_endpoints import missing_endpoint
 from sglang.srt.entrypoints.openai.serving_responses import RESPONSES_STREAM
 from sglang.srt.entrypoints.request_fields import decode_body
 from sglang.srt.entrypoints.request_scope import REQUEST_ID_HEADER, RequestScope
 from sglang.srt.entrypoints.streams import OPENAI_STREAM, unless_disconnected
+from sglang.srt.server_args import KEY_RULE, OneSentenceParser, is_key
 from sglang.srt.utils.child_process import StartupError
 from sglang.srt.utils.errors import RequestError
 from sglang.srt.utils.log import REQUEST_ID, configure_logging
@@ -76,13 +76,25 @@ logger = logging.getLogger(__name__)
 Headers = list[tuple[bytes, bytes]]
 
 
+@dataclass(frozen=True)
+class Card:
+    """A model's entry in a server's /v1/models."""
+
+    # The path of the model, if it is a text: the server takes it for a name of the model.
+    root: object
+    json: msgspec.Raw
+
+
 @dataclass
 class Backend:
     """What the router knows of a server."""
 
+    # Without a user and a password, because clients and the log see it.
     url: str
-    # Model -> its entry in /v1/models, as last seen.
-    cards: dict[str, Any] = field(default_factory=dict)
+    # The user and the password of the URL that was given.
+    auth: tuple[str, str] | None = field(default=None, repr=False)
+    # By model, as last seen.
+    cards: dict[str, Card] = field(default_factory=dict)
     # Tokens that waited or ran on the server when it was last asked.
     queued_tokens: int = 0
     # Estimated tokens of the requests that the router sent and that are not answered to the end.
@@ -95,6 +107,16 @@ class Backend:
     misses: int = 0
     # Whether the last of them reached the server, but not its scheduler.
     is_silent: bool = False
+
+    @classmethod
+    def at(cls, url: str) -> Backend:
+        parsed = httpx.URL(url)
+        auth = (parsed.username, parsed.password) if parsed.userinfo else None
+        return cls(str(parsed.copy_with(username=None, password=None)).rstrip("/"), auth)
+
+    def card_of(self, model: str) -> Card | None:
+        """model: a name or a path."""
+        return self.cards.get(model) or next((card for card in self.cards.values() if card.root == model), None)
 
     @property
     def demand(self) -> int:
@@ -114,7 +136,7 @@ class Backend:
         if problem is not None and self.problem is None:
             logger.warning("%s is left out: %s", self.url, problem)
         elif problem is None and self.problem is not None:
-            logger.info("%s is up and serves %s", self.url, ", ".join(self.cards))
+            logger.info("%s is up and serves %s", self.url, ", ".join(map(repr, self.cards)))
         self.problem = problem
         self.misses = 0
         self.is_silent = False
@@ -151,7 +173,7 @@ class Router:
     keys. Enter the router before `app` is served."""
 
     def __init__(self, urls: Sequence[str], api_key: str | None = None) -> None:
-        self.backends = [Backend(url.rstrip("/")) for url in dict.fromkeys(urls)]
+        self.backends = [Backend.at(url) for url in dict.fromkeys(urls)]
         self._api_key = api_key
         # Servers close idle connections after KEEP_ALIVE_S. Half of that is the limit here, so that no closing
         # connection is used. Proxies of the environment are ignored.
@@ -201,35 +223,45 @@ class Router:
             models = await self._ask(backend, "/v1/models")
             if models.status_code == 401:
                 return backend.set_problem("it wants its key: start the router with --api-key")
-            backend.cards = {card["id"]: card for card in models.json()["data"]}
+            backend.cards = _read_cards(models)
             reached = True
             state = await self._ask(backend, "/hicache/state")
-        except httpx.TimeoutException:
-            who = "its scheduler or detokenizer" if reached else "it"
-            backend.note_miss(f"{who} has not answered within {CHECK_TIMEOUT_S:g} s", is_silent=reached)
-        except httpx.HTTPError as error:
-            backend.set_problem(_unreachable(error))
-        except (ValueError, KeyError, TypeError):
-            backend.set_problem("its /v1/models does not answer as an OpenAI-compatible server does")
-        else:
             if state.status_code == 503:
                 return backend.note_miss("/hicache/state answers with status 503", is_silent=True)
             backend.queued_tokens = _queued_tokens(state)
             backend.set_problem(None)
+        except (httpx.TimeoutException, TimeoutError):
+            who = "its scheduler or detokenizer" if reached else "it"
+            backend.note_miss(f"{who} has not answered within {CHECK_TIMEOUT_S:g} s", is_silent=reached)
+        except httpx.HTTPError as error:
+            backend.set_problem(_unreachable(error))
+        except RequestError:
+            backend.set_problem("its /v1/models does not answer as an OpenAI-compatible server does")
+        except Exception as error:
+            # The next check has to come in any case: without it the server would stay as it is for ever.
+            problem = "its check failed: the router's log has the reason"
+            if backend.problem != problem:
+                logger.warning("the check of %s failed", backend.url, exc_info=error)
+            backend.set_problem(problem)
 
     async def _ask(self, backend: Backend, path: str) -> httpx.Response:
         headers = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
-        return await self._client.get(backend.url + path, headers=headers, timeout=CHECK_TIMEOUT_S)
+        # The client's own limit is for each piece of an answer.
+        async with asyncio.timeout(CHECK_TIMEOUT_S):
+            return await self._client.get(backend.url + path, headers=headers, auth=backend.auth)
 
     def _usable_servers(self, model: str | None) -> list[Backend]:
-        """Servers of the model that are up, the one with the least demand first, those that are late with an answer
-        last. Where none is up, those that may be busy. Raises RequestError."""
+        """Servers of the model that are up. Where none is up, those that may be busy. model: as a server takes it, a
+        name, a path or one of ANY_MODEL. Raises RequestError."""
         models = sorted({name for backend in self.backends for name in backend.cards})
         names = ", ".join(models)
         serving = self.backends
-        if model not in (None, "", "default"):
+        if model and (model in models or model not in ANY_MODEL):
+            # A name goes first: servers with different names may share a path.
+            serving = [backend for backend in self.backends if model in backend.cards]
+            serving = serving or [backend for backend in self.backends if backend.card_of(model)]
             # A server that has not listed its models yet may serve this one.
-            serving = [backend for backend in self.backends if model in backend.cards or not backend.cards]
+            serving += [backend for backend in self.backends if not backend.cards]
             if not serving:
                 raise _unknown_model(model, names)
         elif len(models) > 1:
@@ -237,7 +269,7 @@ class Router:
         found = [b for b in serving if b.problem is None] or [b for b in serving if b.may_be_busy]
         if not found:
             raise _none_usable(model, [f"{backend.url}: {backend.problem}" for backend in serving])
-        return sorted(found, key=lambda b: (b.misses > 0, b.demand))
+        return found
 
     # -- routes -------------------------------------------------------------------------------------------------
 
@@ -247,19 +279,24 @@ class Router:
         if not isinstance(model, str | None):
             raise RequestError("model must be a text", param="model")
         target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
-        candidates, refusals = self._usable_servers(model), []
+        # The one with the least demand first, those that are late with an answer last.
+        candidates = sorted(self._usable_servers(model), key=lambda b: (b.misses > 0, b.demand))
+        refusals = []
         for backend in candidates:
             asked = _copy(request, backend.url + target, body)
             async with AsyncExitStack() as stack:
                 stack.enter_context(backend.counted(1 + len(body) // _BYTES_PER_TOKEN))
                 try:
-                    reply = await unless_disconnected(request.receive, self._client.send(asked, stream=True))
+                    reply = await unless_disconnected(
+                        request.receive, self._client.send(asked, stream=True, auth=backend.auth)
+                    )
                 except (httpx.ConnectError, httpx.ConnectTimeout) as error:
                     backend.set_problem(_unreachable(error))
                     refusals.append(f"{backend.url}: {backend.problem}")
                     continue
                 except httpx.HTTPError as error:
-                    raise RequestError(f"{backend.url} took the request and broke off ({error!r})", 502) from error
+                    logger.warning("%s took a request and broke off: %r", backend.url, error)
+                    raise RequestError("the server that took the request has broken off", 502) from error
                 if reply is None:
                     return Response(status_code=499)
                 stack.push_async_callback(reply.aclose)
@@ -278,7 +315,7 @@ class Router:
             asked = _copy(request, backend.url + request.url.path, body)
             asked.extensions["timeout"] = httpx.Timeout(CHECK_TIMEOUT_S).as_dict()
             try:
-                return await self._client.send(asked)
+                return await self._client.send(asked, auth=backend.auth)
             except httpx.HTTPError as error:
                 return error
 
@@ -302,19 +339,16 @@ class Router:
     def _missing(self, path: str) -> str:
         return missing_endpoint(path) or f"the router does not pass on {path}: ask a server, /workers lists them"
 
-    def _cards(self, request: Request) -> dict[str, dict[str, Any]]:
+    async def _models(self, request: Request) -> Response:
         require(request, self._api_key)
         up = [backend for backend in reversed(self.backends) if backend.is_usable]
-        return dict(sorted({name: card for backend in up for name, card in backend.cards.items()}.items()))
-
-    async def _models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": list(self._cards(request).values())})
+        cards = {name: card.json for backend in up for name, card in backend.cards.items()}
+        return _json_response({"object": "list", "data": [cards[name] for name in sorted(cards)]})
 
     async def _model(self, request: Request, model: str) -> Response:
-        cards = self._cards(request)
-        if model not in cards:
-            raise _unknown_model(model, ", ".join(cards))
-        return JSONResponse(cards[model])
+        require(request, self._api_key)
+        first = self._usable_servers(model)[0]
+        return _json_response((first.card_of(model) or next(iter(first.cards.values()))).json)
 
     async def _workers(self, request: Request) -> Response:
         require(request, self._api_key)
@@ -341,22 +375,33 @@ class _Relay(Response):
         reply = self._reply
         headers = _passed_on(reply.headers.raw, set())
         await send({"type": "http.response.start", "status": reply.status_code, "headers": headers})
+        num_events, last = 0, b""
         try:
             async for data in reply.aiter_raw():
+                # An empty line ends an event, and may come in two pieces.
+                num_events, last = num_events + (last + data).count(b"\n\n"), data[-1:]
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         except httpx.HTTPError as error:
             logger.warning("%s broke off a reply: %r", reply.request.url, error)
             if not reply.headers.get("content-type", "").startswith("text/event-stream"):
                 return  # not ended: the connection is closed, and the client sees that something is missing
             form = _STREAM_FORMS.get(reply.request.url.path, OPENAI_STREAM)
-            broken = form.encode(form.error(RequestError("the server that answered has broken off", 502)))
+            event = form.error(RequestError("the server that answered has broken off", 502))
+            if "sequence_number" in event:
+                event["sequence_number"] = num_events
             # In an event, perhaps.
-            await send({"type": "http.response.body", "body": b"\n\n" + broken + form.end, "more_body": True})
+            broken = b"\n\n" + form.encode(event) + form.end
+            await send({"type": "http.response.body", "body": broken, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
 
 def _unreachable(error: httpx.HTTPError) -> str:
-    return f"it cannot be reached ({str(error) or type(error).__name__})"
+    why = "its reply is cut off or not HTTP"
+    if isinstance(error, httpx.ConnectTimeout):
+        why = f"no connection within {CHECK_TIMEOUT_S:g} s"
+    elif isinstance(error, httpx.ConnectError):
+        why = str(error)
+    return f"it cannot be reached ({why})"
 
 
 def _unknown_model(model: str, names: str) -> RequestError:
@@ -382,13 +427,32 @@ def _passed_on(headers: Headers, also_dropped: set[bytes]) -> Headers:
     return [(key.lower(), value) for key, value in headers if key.lower() not in dropped]
 
 
+def _read_cards(reply: httpx.Response) -> dict[str, Card]:
+    """Of the models whose names are texts. Raises RequestError if there are none."""
+    cards = decode_body(reply.content).get("data")
+    found = {
+        # Encoded here: what is nested too deeply is noticed before a client asks.
+        card["id"]: Card(card.get("root"), msgspec.Raw(msgspec.json.encode(card)))
+        for card in (cards if isinstance(cards, list) else ())
+        if isinstance(card, dict) and isinstance(card.get("id"), str) and card["id"]
+    }
+    if not found:
+        raise RequestError("no models")
+    return found
+
+
 def _queued_tokens(reply: httpx.Response) -> int:
     """0 of a server that does not tell."""
     try:
-        state = msgspec.json.decode(reply.content)
-        return int(state["tiers"]["device"]["used_tokens"] + state["transient"]["in_queue_tokens"])
-    except (msgspec.DecodeError, KeyError, TypeError):
+        state = decode_body(reply.content)
+        used, queued = state["tiers"]["device"]["used_tokens"], state["transient"]["in_queue_tokens"]
+    except (RequestError, LookupError, TypeError):
         return 0
+    return used + queued if isinstance(used, int) and isinstance(queued, int) else 0
+
+
+def _json_response(value: object) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
 
 
 def make_server(router: Router) -> HttpServer:
@@ -426,16 +490,32 @@ async def serve(host: str, port: int, router: Router) -> None:
         await server.serve(sockets=[sock])
 
 
+def _is_server_url(text: str) -> bool:
+    try:
+        url = httpx.URL(text)
+        url.host.encode("idna")  # as the resolver does
+    except (httpx.InvalidURL, UnicodeError):
+        return False
+    # A path with @ is the rest of a password with a slash.
+    has_more = bool(url.query or url.fragment) or "@" in url.path
+    return url.scheme in ("http", "https") and url.host != "" and 1 <= (url.port or 80) <= 65535 and not has_more
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m sglang.router", description="One address for several servers.")
+    parser = OneSentenceParser(prog="python -m sglang.router", description="One address for several servers.")
     parser.add_argument("--worker-urls", nargs="+", required=True, metavar="URL", help="servers, as http://HOST:PORT")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=30000, help="port to listen on")
     parser.add_argument("--api-key", help="the servers' key, where they have one")
     args = parser.parse_args()
+    if not 1 <= args.port <= 65535:
+        parser.error(f"--port is {args.port}, but it must be from 1 to 65535")
+    if args.api_key is not None and not is_key(args.api_key):
+        parser.error(f"--api-key must be {KEY_RULE}")
     for each in args.worker_urls:
-        if not each.startswith(("http://", "https://")):
-            parser.error(f"{each!r} is no URL of a server: write it as http://HOST:PORT")
+        if not _is_server_url(each):
+            shown = each.rpartition("@")[2]  # without a password
+            parser.error(f"{shown!r} is no URL of a server: write it as http://HOST:PORT")
     configure_logging("info")
     logging.getLogger("httpx").setLevel(logging.WARNING)  # a line per request otherwise
     allow_connections()

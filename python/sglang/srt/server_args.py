@@ -508,11 +508,7 @@ class ServerArgs:
         require(1 <= self.tp_size <= 64, "tp_size", "from 1 to 64")
         for name in ("api_key", "admin_api_key"):
             key = getattr(self, name)
-            require(
-                key is None or (key != "" and key.isascii() and key.isprintable() and " " not in key),
-                name,
-                "printable ASCII without spaces, as a header carries it",
-            )
+            require(key is None or is_key(key), name, KEY_RULE)
         for name in ("context_length", "max_running_requests", "max_queued_requests", "cuda_graph_max_bs_decode"):
             require((getattr(self, name) or 1) >= 1 and getattr(self, name) != 0, name, "at least 1")
         require(
@@ -734,6 +730,14 @@ class OneSentenceParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         sys.stderr.write(f"error: {message.removeprefix('argument ')}\n")
         sys.exit(2)
+
+
+KEY_RULE = "printable ASCII without spaces, as a header carries it"
+
+
+def is_key(text: str) -> bool:
+    """Whether it fits KEY_RULE."""
+    return text != "" and text.isascii() and text.isprintable() and " " not in text
 
 
 def is_origin(text: str) -> bool:

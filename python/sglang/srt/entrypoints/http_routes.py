@@ -81,11 +81,11 @@ def make_app(args: ServerArgs, manager: TokenizerManager, ready_info: dict[str, 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 # What clients name where there is nothing to choose. sglang-router and smg add the second where a client names none.
-_ANY_MODEL = ("default", "unknown")
+ANY_MODEL = ("default", "unknown")
 
 
 def _check_model(args: ServerArgs, name: str | None) -> None:
-    if name and name not in (args.model_name, args.model_path, *_ANY_MODEL):
+    if name and name not in (args.model_name, args.model_path, *ANY_MODEL):
         raise RequestError(f"the model {name!r} is not served here, {args.model_name!r} is", 404, param="model")
 
 
