@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import zmq
 
 from sglang.srt.disaggregation.event_publisher import END, ZmqEventPublisher
 from sglang.srt.disaggregation.kv_events import BlockRemoved, BlockStored, EventBatch, KVCacheEvent, KVEventsConfig
+from sglang.srt.utils import rare_log
 from support.kv_subscriber import KvSubscriber
 from support.server_fixture import free_port
 
@@ -187,7 +189,10 @@ def test_who_asks_and_does_not_read_delays_no_batch(
     publisher.close()
 
 
-def test_who_asks_wrongly_disturbs_no_other(context: zmq.Context, tmp_path: Path):
+def test_who_asks_wrongly_disturbs_no_other(
+    context: zmq.Context, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(rare_log, "INTERVAL_S", math.inf)
     config = KVEventsConfig("zmq", f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay")
     publisher = ZmqEventPublisher(config)
     publisher.publish(batch(stored(1)))
@@ -199,6 +204,7 @@ def test_who_asks_wrongly_disturbs_no_other(context: zmq.Context, tmp_path: Path
         pass
     assert len(frames) == 1
     publisher.close()
+    assert caplog.text.count("a request for replay has to be 8 bytes") == 1
 
 
 def test_an_address_in_use_tells_what_to_do():

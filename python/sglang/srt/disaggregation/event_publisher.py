@@ -20,6 +20,7 @@ import msgspec
 import zmq
 
 from sglang.srt.disaggregation.kv_events import Address, EventBatch, KVEventsConfig
+from sglang.srt.utils.rare_log import RareLog
 
 END = (-1).to_bytes(8, "big", signed=True)
 _CLOSE_LIMIT_S = 2.0
@@ -69,6 +70,8 @@ class ZmqEventPublisher:
         self._answer_until = 0.0
         # Clients whose answers were broken off, and when.
         self._broken_off: dict[bytes, float] = {}
+        # Any client of the replay endpoint can cause these lines.
+        self._log = RareLog(logger)
         self._thread = threading.Thread(target=self._work, name="kv-events", daemon=True)
         self._thread.start()
 
@@ -152,7 +155,7 @@ class ZmqEventPublisher:
     def _begin_answer(self, replay: zmq.Socket[bytes]) -> None:
         frames = replay.recv_multipart()
         if len(frames) != 3 or len(frames[2]) != 8:
-            logger.warning("KV events: a request for replay has to be 8 bytes behind an empty frame")
+            self._log.warn("request", "KV events: a request for replay has to be 8 bytes behind an empty frame")
             return
         client, empty, first = frames
         now = time.monotonic()
@@ -176,8 +179,8 @@ class ZmqEventPublisher:
         except zmq.Again:
             if time.monotonic() < self._answer_until:
                 return
-            logger.warning("KV events: a replay was broken off, its client does not read it")
+            self._log.warn("unread", "KV events: a replay was broken off, its client does not read it")
             self._broken_off[client] = time.monotonic()
         except zmq.ZMQError as error:
-            logger.warning("KV events: a replay was broken off (%s)", error)
+            self._log.warn("failed", "KV events: a replay was broken off (%s)", error)
         self._answer = None
