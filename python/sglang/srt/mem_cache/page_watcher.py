@@ -36,4 +36,4 @@ class PageWatcher:
         """It has written the first `count`. skips: see `StorageOp`."""
 
     def fetched(self, nodes: Sequence[Node], tier: Tier, start: int, end: int) -> None:
-        """The blocks of tokens [start, end) of these nodes, of one path, were read from the tier."""
+        """Blocks were read from the tier into nodes of one path: those of tokens [start, end)."""
