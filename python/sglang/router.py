@@ -173,7 +173,7 @@ class Router:
     keys. Enter the router before `app` is served."""
 
     def __init__(self, urls: Sequence[str], api_key: str | None = None) -> None:
-        self.backends = [Backend.at(url) for url in dict.fromkeys(urls)]
+        self.backends = list({backend.url: backend for backend in map(Backend.at, urls)}.values())
         self._api_key = api_key
         # Servers close idle connections after KEEP_ALIVE_S. Half of that is the limit here, so that no closing
         # connection is used. Proxies of the environment are ignored.
@@ -498,7 +498,8 @@ def _is_server_url(text: str) -> bool:
         return False
     # A path with @ is the rest of a password with a slash.
     has_more = bool(url.query or url.fragment) or "@" in url.path
-    return url.scheme in ("http", "https") and url.host != "" and 1 <= (url.port or 80) <= 65535 and not has_more
+    port = 80 if url.port is None else url.port
+    return url.scheme in ("http", "https") and url.host != "" and 1 <= port <= 65535 and not has_more
 
 
 def main() -> None:

@@ -29,8 +29,10 @@ def test_an_idle_server_makes_a_token() -> None:
     run(test)
 
 
-def test_a_token_of_a_client_will_do() -> None:
+def test_a_token_of_a_client_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """No request is sent, and the queue may be full."""
+    monkeypatch.setattr(health_probe, "_OTHERS_S", 1e6)
+    monkeypatch.setattr(health_probe, "_TIMEOUT_S", 1e6)
 
     async def test(h: Harness) -> None:
         client = h.start()
@@ -61,6 +63,25 @@ def test_the_queue_is_never_full_for_it(monkeypatch: pytest.MonkeyPatch) -> None
         assert not h.manager.is_active
 
     run(test, args=ONE_WAITS)
+
+
+def test_it_takes_no_place_in_the_queue() -> None:
+    """Else a client would be refused for it, or take its place."""
+
+    async def test(h: Harness) -> None:
+        waiting = asyncio.create_task(wait_for_token(h.manager))
+        probe = await h.until_sent(1)
+        clients = [h.start(priority=5) for _ in range(2)]
+        await h.until_sent(2)
+        await h.settle()
+        assert [client.done() for client in clients] == [False, True] and not waiting.done()
+        with pytest.raises(RequestError, match="the queue is full"):
+            clients[1].result()
+        h.output(probe.rid, "a", [0], FinishReason(type="length", length=1))
+        await waiting
+        clients[0].cancel()
+
+    run(test, args=ServerArgs(model_path="m", max_queued_requests=1, enable_priority_scheduling=True))
 
 
 def test_a_server_that_makes_no_token_is_ill(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import io
 import logging
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -35,6 +36,16 @@ class Failing(OneWord):
         logging.getLogger("test").warning("about to fail")
         raise self.error
         yield
+
+
+@pytest.fixture(autouse=True)
+def keep_logging() -> Iterator[None]:
+    """Tests here configure the log of the whole process."""
+    root = logging.getLogger()
+    before = root.level, root.handlers[:]
+    yield
+    root.setLevel(before[0])
+    root.handlers[:] = before[1]
 
 
 def whole(manager: OneWord | None = None, metrics: HttpMetrics | None = None, **flags: Any) -> ASGIApp:

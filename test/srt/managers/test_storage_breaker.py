@@ -62,8 +62,10 @@ def test_what_the_other_link_does_well_ends_no_hang() -> None:
         rig.breaker.end(FETCH, succeeded=True)
         assert rig.at(1.1, op(0, PROBE), op(seq))
     assert rig.breaker.num_opened == 1
-    rig.breaker.answer(PROBE)
-    assert not rig.at(1.2, op(4))
+    # The probe has ended.
+    assert rig.at(1.2, op(4))
+    rig.breaker.end(FETCH, succeeded=True)
+    assert not rig.at(1.3)
 
 
 def test_what_hung_and_failed_leaves_the_trial_to_the_other_link() -> None:

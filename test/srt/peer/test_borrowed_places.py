@@ -275,6 +275,24 @@ def test_what_was_given_back_is_not_wanted_any_more_though_it_was_not_counted_ye
     assert rank.places.poll_mapped().num_wanted == (2,)
 
 
+def test_what_is_about_to_be_given_back_is_not_wanted_any_more() -> None:
+    """A few are released at a time."""
+    rank = Rank()
+    rank.places._released_at_once = 1
+    rank.places._call_again = lambda: None  # type: ignore[method-assign]
+    rank.leases.lend(0, 1, 2, 3)
+    rank.step(0.0, b"\1" * 4)
+    rank.leases.events.append(SlabsWanted("w", 2))
+    assert rank.places.poll_mapped().num_wanted == (2,)
+    rank.places.give_back([2, 3], [2, 3])
+    assert len(rank.leases.returned) == 1 and rank.places._wanted == [0]
+    assert rank.places.poll_mapped().num_wanted == (0,) and sorted(rank.leases.returned) == [2, 3]
+    # One that its lender wants by name is none of this rank's choice.
+    rank.leases.events += [SlabsWanted("w", 1, num_given_back=2), SlabRecalled("w", LeaseId(1, 0), 9.0)]
+    rank.places.mark_in_use(b"\1\1\0\0")
+    assert rank.places.poll_mapped().num_wanted == (1,)
+
+
 class TwoLenders(Leases):
     """Notes how many slabs each is asked for."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import threading
@@ -11,6 +12,7 @@ from typing import NoReturn
 
 import pytest
 
+from sglang.srt.utils import loop_thread
 from sglang.srt.utils.loop_thread import LoopThread
 
 
@@ -105,6 +107,90 @@ def test_the_end_comes_once_and_for_all() -> None:
     with pytest.raises(TooLateError):
         loop.run(nothing())
     loop.post(nothing())
+
+
+def test_an_interrupted_end_goes_on() -> None:
+    """A signal handler that ends the loop once more, and a call after Ctrl-C, wait for the same end."""
+    loop = LoopThread("the loop", TooLateError)
+    ends: list[str] = []
+
+    async def last() -> None:
+        os.kill(os.getpid(), signal.SIGUSR2)  # Python handles it in the main thread, which waits
+        await asyncio.sleep(0.05)
+        ends.append("last")
+
+    def interrupt(*_: object) -> NoReturn:
+        loop.stop(nothing())
+        assert ends == ["last"]
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR2, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            loop.stop(last())
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    loop.stop(nothing())
+    assert ends == ["last"]
+
+
+def test_an_end_that_fails_ends_the_loop_all_the_same() -> None:
+    loop = LoopThread("the loop", TooLateError)
+
+    async def fails() -> NoReturn:
+        raise OSError("no")
+
+    with pytest.raises(OSError, match="no"):
+        loop.stop(fails())
+    with pytest.raises(TooLateError):
+        loop.run(nothing())
+
+
+def test_a_task_that_does_not_end_keeps_no_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_thread, "_CANCEL_TIMEOUT_S", 0.0)
+    loop, found = LoopThread("the loop", TooLateError), []
+    began = threading.Event()
+
+    async def stays() -> None:
+        began.set()
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+
+    def caller() -> None:
+        with pytest.raises(TooLateError) as error:
+            loop.run(stays())
+        found.append(error)
+
+    thread = threading.Thread(target=caller)
+    thread.start()
+    began.wait()
+    loop.stop(nothing())
+    thread.join(60)
+    assert len(found) == 1
+
+
+def test_callers_on_another_loop() -> None:
+    loop = LoopThread("the loop", TooLateError)
+    began = threading.Event()
+
+    async def waits() -> None:
+        began.set()
+        await asyncio.Event().wait()
+
+    async def main() -> None:
+        assert await loop.run_async(asyncio.sleep(0, 3)) == 3
+        cancelled = asyncio.create_task(loop.run_async(waits()))
+        ended = asyncio.create_task(loop.run_async(waits()))
+        await asyncio.to_thread(began.wait)
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        await asyncio.to_thread(loop.stop, nothing())
+        with pytest.raises(TooLateError):
+            await ended
+
+    asyncio.run(main())
 
 
 def test_a_fork_has_no_loop(loop: LoopThread) -> None:

@@ -27,10 +27,11 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar, cast
 
 import msgspec
 import zmq
@@ -91,8 +92,8 @@ class Child:
         self._stage_file = args.stage_file
         self._tail = b""
         self._ended_at = math.inf
-        # A file without a name: other users can read a command line, and a pipe would have to be written meanwhile.
-        with tempfile.TemporaryFile() as settings:
+        # Other users can read a command line, and a pipe would have to be written while the child starts.
+        with _file_in_memory() as settings:
             settings.write(msgspec.json.encode(args))
             settings.seek(0)
             # A session of its own: the terminal's Ctrl-C reaches only the parent, which drains first.
@@ -101,7 +102,7 @@ class Child:
                 stdin=settings,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
-                env={**environment_without_keys(), **_CHILD_ENVIRONMENT},
+                env={**_CHILD_ENVIRONMENT, **environment_without_keys()},
             )
         assert self.process.stderr is not None
         self._reader = threading.Thread(target=self._pass_on, args=(self.process.stderr,), daemon=True)
@@ -382,6 +383,12 @@ def _is_terminal(stream: Any) -> bool:
         return False
 
 
+def _file_in_memory() -> BinaryIO:
+    if hasattr(os, "memfd_create"):
+        return open(os.memfd_create("settings", os.MFD_CLOEXEC), "w+b")
+    return cast(BinaryIO, tempfile.TemporaryFile())
+
+
 def private_directory() -> tuple[str, int]:
     """A directory that only its owner may enter, so that no other user can write to the sockets in it, and the
     descriptor of the lock in it. While the descriptor is open, the directory is in use."""
@@ -439,6 +446,7 @@ class Engine:
         self._loop = LoopThread("the engine", EngineDeadError)
         self._processes = EngineProcesses(self._args, scheduler_command)
         self._watch: asyncio.Task[None] | None = None
+        self._streams: weakref.WeakSet[_Stream] = weakref.WeakSet()
         atexit.register(self.shutdown)
         try:
             self._loop.run(self._start())
@@ -470,7 +478,7 @@ class Engine:
         if the engine died."""
         events = self._events(_request(prompt, sampling_params, input_ids, stream, fields))
         if stream:
-            return self._iterate(_Stream(events))
+            return self._iterate(self._opened(events))
         return self._loop.run(_only(events))
 
     async def async_generate(
@@ -485,8 +493,8 @@ class Engine:
         """`generate` for a running event loop; with stream an asynchronous iterator."""
         events = self._events(_request(prompt, sampling_params, input_ids, stream, fields))
         if stream:
-            return self._iterate_async(_Stream(events))
-        return await asyncio.wrap_future(self._loop.submit(_only(events)))
+            return self._iterate_async(self._opened(events))
+        return await self._loop.run_async(_only(events))
 
     async def _events(self, request: GenerateReqInput) -> AsyncIterator[Any]:
         events = serve_generate(request, self._processes.manager, _MAX_ANSWERS)
@@ -503,6 +511,11 @@ class Engine:
             return EngineDeadError(error.message)
         return (RuntimeError if error.status_code >= 500 else ValueError)(error.message)
 
+    def _opened(self, events: AsyncIterator[Any]) -> _Stream:
+        stream = _Stream(events)
+        self._streams.add(stream)
+        return stream
+
     def _iterate(self, stream: _Stream) -> Iterator[dict[str, Any]]:
         try:
             while (event := self._loop.run(stream.next())) is not None:
@@ -513,7 +526,7 @@ class Engine:
 
     async def _iterate_async(self, stream: _Stream) -> AsyncIterator[dict[str, Any]]:
         try:
-            while (event := await asyncio.wrap_future(self._loop.submit(stream.next()))) is not None:
+            while (event := await self._loop.run_async(stream.next())) is not None:
                 yield event
         finally:
             self._loop.post(stream.close())
@@ -552,9 +565,10 @@ class Engine:
         if self._watch is not None:
             self._watch.cancel()
             self._processes.manager.fail_all("the engine was shut down", 503)
+            # Those that are not read would never end.
+            if closing := [asyncio.create_task(stream.close()) for stream in list(self._streams)]:
+                await asyncio.wait(closing, timeout=1.0)
             await self._processes.manager.drained(1.0)
-            # Streams that are not read, which tell the scheduler that they end.
-            await asyncio.get_running_loop().shutdown_asyncgens()
         await self._processes.stop()
 
     def __enter__(self) -> Engine:

@@ -124,7 +124,7 @@ class StorageBreaker:
         self._empty_trials = 0
         if succeeded:
             if self._hung != link and self._hung in self._oldest:
-                return  # the other link hangs still
+                return  # the other link hangs, as of the last step
             # What had begun before others failed may have had little to do.
             if not self.is_open or self._hung or self.now >= self._trial_at:
                 self._failures = 0

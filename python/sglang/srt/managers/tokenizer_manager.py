@@ -112,7 +112,7 @@ class GenerateRequest:
     priority: int | None = None
     session_id: str = ""
     stream: bool = False
-    # Of the server itself: for it the queue is never full.
+    # Of the server itself: it takes no place in the queue.
     is_probe: bool = False
 
     def copies(self, n: int) -> list[GenerateRequest]:
@@ -160,6 +160,7 @@ class ReqState:
     client_rid: str | None
     request_id: str
     stream: bool
+    is_probe: bool
     priority: int
     # Seconds of a monotonic clock.
     arrived: float
@@ -325,13 +326,14 @@ class TokenizerManager:
             client_rid=req.rid,
             request_id=REQUEST_ID.get(),
             stream=req.stream,
+            is_probe=req.is_probe,
             priority=priority,
             arrived=time.perf_counter(),
         )
         self._states[state.rid] = state
         self._num_active += 1
         self._num_begun += 1
-        self._num_waiting += 1
+        self._num_waiting += not state.is_probe
         self._idle.clear()
         timeout_s = self._args.request_timeout
         timer = None
@@ -360,7 +362,7 @@ class TokenizerManager:
                     num_tokens = state.last_output.completion_tokens if state.last_output is not None else 0
                     logger.info("aborted after %d tokens: %s", num_tokens, why)
             self._num_active -= 1
-            self._num_waiting -= state.first is None
+            self._num_waiting -= state.first is None and not state.is_probe
             if self._num_active == 0:
                 self._idle.set()
             self._tracer.generated(_trace_of(state, req))
@@ -385,7 +387,9 @@ class TokenizerManager:
             return
         full = f"the queue is full ({limit} requests wait)"
         rank = self._rank_of
-        waiting = [each for each in self._states.values() if each.first is None and each.error is None]
+        waiting = [
+            each for each in self._states.values() if each.first is None and each.error is None and not each.is_probe
+        ]
         last = max(waiting, key=lambda each: rank(each.priority), default=None)
         if last is None or not self._args.enable_priority_scheduling or rank(last.priority) <= rank(priority):
             raise RequestError(f"{full}: try again later", 503, retry_after_s=self._retry_after_s())
@@ -679,7 +683,7 @@ class TokenizerManager:
 
     def _note_first_token(self, state: ReqState, now: float) -> None:
         if state.first is None:
-            self._num_waiting -= 1
+            self._num_waiting -= not state.is_probe
             state.first = now
 
     def _on_output(self, output: StrOutput, now: float) -> None:

@@ -136,8 +136,9 @@ class BorrowedPlaces:
         self._agreed = b""
         # Places to be given back: recalled by their lenders, or lost.
         self._ending: set[int] = set()
-        # Those whose lenders are gone.
+        # Those whose lenders are gone, or want back this very slab.
         self._lost: set[int] = set()
+        self._recalled: set[int] = set()
         # Lenders that were gone, and have lent nothing since.
         self._gone: set[str] = set()
         # Lenders that are left alone, and how often each was.
@@ -173,6 +174,7 @@ class BorrowedPlaces:
                 lost[event.lender, self._is_strict(place)] += 1
             else:
                 assert isinstance(event, SlabRecalled)
+                self._recalled.add(place)
         for (lender, is_strict), count in lost.items():
             self._gone.add(lender)
             slabs = "1 slab" if count == 1 else f"{count} slabs"
@@ -216,10 +218,11 @@ class BorrowedPlaces:
 
     @property
     def _wanted(self) -> list[int]:
-        """By lender: how many slabs of this rank's choice it wants back. The coordinator may not have counted those
-        that were given back last."""
+        """By lender: how many more slabs of this rank's choice it wants back. The coordinator may not have counted
+        those that were given back last, and others are about to be."""
+        ending = Counter(self._leases[place][0] for place in self._ending - self._lost - self._recalled)  # type: ignore[index]
         return [
-            max(0, last.num_slabs - (num - last.num_given_back))
+            max(0, last.num_slabs - (num - last.num_given_back) - ending[last.lender])
             for last, num in zip(self._last_wanted, self._num_given_back)
         ]
 
@@ -366,6 +369,7 @@ class BorrowedPlaces:
             self._leases[place], self._sources[place], self._report = None, 0, None
             del self._places[lease]
             self._ending.discard(place)
+            self._recalled.discard(place)
             if place in self._lost:
                 self._lost.discard(place)
             else:

@@ -100,6 +100,8 @@ def open_push(context: zmq.Context, address: str) -> zmq.Socket:
 
 def run_child(start: Callable[[ChildArgs, ExitStack], Callable[[], None]]) -> NoReturn:
     args = msgspec.json.decode(sys.stdin.buffer.read(), type=ChildArgs)
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), sys.stdin.fileno())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(STOP_SIGNAL, _stop)

@@ -129,6 +129,7 @@ class Borrower:
         self._num_allowed: int | None = None
         # Of the last `SlabsWanted`.
         self._num_wanted = 0
+        # Calls of `give_back`.
         self._num_given_back = 0
         # Of this epoch, by number.
         self._leases: dict[int, _BorrowedLease] = {}
@@ -151,7 +152,7 @@ class Borrower:
         self._demand_bytes, self._value_us = size_bytes, value_us
 
     def give_back(self, lease: LeaseId) -> None:
-        """The engine will not touch the slab again, whether it was recalled or not. Does nothing if the lease is
+        """The engine will not touch the slab again, whether it was recalled or not. A lease that is lost stays
         lost."""
         self._num_given_back += 1
         if lease.epoch == self.epoch and self.state(lease.number) in (LeaseState.HELD, LeaseState.RECALLED):
