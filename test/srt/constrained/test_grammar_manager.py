@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from sglang.srt.constrained import grammar_manager
+from sglang.srt.constrained.grammar_cache import MAX_HELD_BYTES, GrammarCache
 from sglang.srt.constrained.grammar_manager import GrammarManager
 from sglang.srt.constrained.xgrammar_backend import GrammarError
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
@@ -177,3 +180,15 @@ def test_what_was_compiled_for_requests_that_have_left_takes_no_room(monkeypatch
     assert not fixture.manager.add(request("2", "b"))
     fixture.cache.allow("b")
     assert fixture.take() == (["2"], [])
+
+
+def test_what_was_released_leaves_room_for_others() -> None:
+    cache = GrammarCache(Path("none"), None)
+    first, second = GrammarSpec("regex", "a"), GrammarSpec("regex", "b")
+    for spec in (first, second):
+        cache._compiled[spec] = SimpleNamespace(memory_size_bytes=MAX_HELD_BYTES // 2 + 1)  # type: ignore[assignment]
+    assert cache.hold(first) and cache.hold(first) and not cache.hold(second)
+    cache.release(first)
+    assert not cache.hold(second)
+    cache.release(first)
+    assert cache.hold(second)

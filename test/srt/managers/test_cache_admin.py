@@ -8,6 +8,7 @@ import threading
 import msgspec
 import numpy as np
 import pytest
+from managers.test_scheduler import config
 from test_storage import BLOCK, PARAMS, SETUP, Engine, computed, prompt
 
 from sglang.srt.configs.model_config import ModelConfig
@@ -19,10 +20,14 @@ from sglang.srt.managers.io_struct import (
     SetQuotaReqInput,
     ids_to_bytes,
 )
-from sglang.srt.managers.prefix_retention import MAX_PREFIXES, MAX_SECONDS
-from sglang.srt.managers.schedule_batch import ControlReply
+from sglang.srt.managers.prefix_retention import MAX_PREFIXES, MAX_SECONDS, PrefixRetention
+from sglang.srt.managers.schedule_batch import ControlReply, StepInputs
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.tenant_quotas import MAX_QUOTAS, TenantQuotas
+from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
 from sglang.srt.mem_cache.namespaces import namespace_of
-from sglang.srt.mem_cache.transfer import STORE, StorageAction, Tier
+from sglang.srt.mem_cache.transfer import D2H, EXEC, FETCH, H2D, PROBE, STORE, StorageAction, Tier
+from sglang.srt.utils.time_units import LaunchClock, Seconds
 from support.faults import Gate
 from support.tiny_model import tiny_llama
 
@@ -390,3 +395,46 @@ def test_quotas_of_storage_are_its_own(model_config: ModelConfig) -> None:
     assert set_quota(both, "alice", {"disk": 2 * BLOCK}).success
     assert both.store.limits == {(tenant, Tier.DISK): 2, (tenant, Tier.REMOTE): -1}
     both.close()
+
+
+def test_what_is_over_makes_room_on_an_idle_server() -> None:
+    """Which has no launches that count."""
+    kept = PrefixRetention(HiRadixTree(1, "lru"), LaunchClock(), 10**6)
+    prefix = np.arange(4, dtype=np.int32)
+    assert not kept.keep("long", "", prefix, 1e5, Seconds(0))
+    for i in range(MAX_PREFIXES - 1):
+        assert not kept.keep(f"n{i}", "", prefix, 1.0, Seconds(0))
+    assert "the most" in kept.keep("new", "", prefix, 60.0, Seconds(0.5))
+    assert not kept.keep("new", "", prefix, 60.0, Seconds(3600))
+    assert [each["name"] for each in kept.state(Seconds(3600))] == ["long", "new"]
+
+
+def test_a_prefix_that_is_replaced_takes_its_label_along() -> None:
+    kept = PrefixRetention(HiRadixTree(16, "lru"), LaunchClock(), 10**6)
+    old, new = np.arange(64, dtype=np.int32), np.arange(1000, 1016, dtype=np.int32)
+    for prefix in (old, new):  # a page is too short for a label
+        assert not kept.keep("x", "", prefix, 60.0, Seconds(0))
+    assert kept.labels.find("", [old]) is None
+
+
+@pytest.mark.parametrize("second_succeeds", [True, False])
+def test_a_quota_that_failed_undoes_no_later_one(second_succeeds: bool) -> None:
+    setup = dataclasses.replace(SETUP, block_tokens=4)
+    scheduler = Scheduler(config(num_host_pages=64, storage=setup))
+    done = dict.fromkeys((EXEC, H2D, D2H, STORE, FETCH, PROBE), 0)
+    wanted = tuple(SetQuotaReqInput(id=str(n), cache_salt="t", tokens={"disk": n}) for n in (100, 200))
+    scheduler.step(StepInputs(step=0, now=0.0, done=dict(done)))
+    decision = scheduler.step(StepInputs(step=1, now=0.0, done=dict(done), admin=wanted))
+    told = [op for op in decision.ops if op.ticket.link == STORE]
+    assert [op.limit for op in told] == [100 // 4, 200 // 4], "in blocks"
+    done[STORE] = 2
+    counts = {STORE: (0, int(second_succeeds))}
+    scheduler.step(StepInputs(step=2, now=0.0, done=dict(done), counts=counts))
+    assert scheduler.cache.quotas.of(Tier.DISK) == ({"t": 200} if second_succeeds else {})
+
+
+def test_a_quota_that_is_not_there_can_be_removed_from_a_full_table() -> None:
+    quotas = TenantQuotas(HiRadixTree(1, "lru"), (Tier.DEVICE,), LaunchClock(), lambda *_: None)
+    for i in range(MAX_QUOTAS):
+        assert not quotas.set(f"t{i}", {Tier.DEVICE: 1})
+    assert "the most" in quotas.set("more", {Tier.DEVICE: 1}) and not quotas.set("more", {})

@@ -5,11 +5,13 @@ decode step 10 ms     prefill 1 ms per new token, in 4 layers     load: 5 ms per
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 from test_load_scheduling import DECODE_S, DOCUMENT, RUNNER, TOKEN_S, Rig, fresh, gaps, request
 
 from sglang.simulator.simulation import RequestTimes
+from sglang.srt.managers.scheduler_config import PriorityConfig
 
 HELD = {"bubble_filling": True, "holds_batches": True}
 
@@ -116,3 +118,31 @@ def test_held_batches_in_a_small_pool(seed: int) -> None:
     times = rig.run(arrivals)
     assert len(times) == 60 and {t.finish_reason for t in times.values()} == {"length"}
     assert rig.counter("bubbles_filled") > 0
+
+
+def test_a_request_that_started_and_lost_its_memory_is_of_the_batch_no_more() -> None:
+    """Else it starts before the one of higher priority that took its memory, which takes it again, and so on."""
+    rig = Rig(0.01, **HELD, priorities=PriorityConfig(preemption_threshold=0), max_running_requests=2)
+    rig.remember(DOCUMENT)
+    arrivals = [
+        (0.0, msgspec.structs.replace(request("runner", fresh(10, 1), 200), priority=5)),
+        (0.2, request("low", DOCUMENT + fresh(5, 2), 20)),
+        (0.3, msgspec.structs.replace(request("high", fresh(5, 3), 20), priority=5)),
+    ]
+    launches: list[None] = []
+
+    def after(_: object) -> None:
+        launches.append(None)
+        assert len(launches) < 3000, "no request makes a token"
+
+    times = rig.run(arrivals, after)
+    assert rig.counter("preempted_reqs") <= 2 and len(times) == 3
+
+
+def test_a_batch_does_not_wait_for_a_load_that_finds_no_room() -> None:
+    rig = Rig(0.01, **HELD, num_device_pages=130, context_len=129, new_token_ratio=0.0)
+    documents = [fresh(50, i) for i in range(2)]
+    rig.remember(*documents)
+    arrivals = [(0.0, request("runner", fresh(5, 8), 120))]
+    times = rig.run([*arrivals, *((0.05, request(f"loads{i}", [*d, i])) for i, d in enumerate(documents))])
+    assert times["loads0"].ttft < 0.8 < times["runner"].tokens[-1] - rig.began

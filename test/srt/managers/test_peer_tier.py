@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from managers.test_scheduler import Driver
 
 from sglang.simulator.simulation import RequestTimes, SimulatedHardware, Simulation
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
@@ -118,3 +119,14 @@ def test_slabs_that_cannot_be_read_any_more_are_dropped_and_others_are_moved(mon
     assert dropped == [([4, 5, 6, 7], False), ([0, 1, 2, 3], True)]
     update(SlabReport(b"\0\0\0"))
     assert dropped[2:] == [([8, 9, 10, 11], True)] and cache.counters["slabs_withdrawn"] == 3
+
+
+@pytest.mark.parametrize(("peer_s", "order"), [(1.0, (Tier.PEER, Tier.HOST)), (2.0, (Tier.HOST, Tier.PEER))])
+def test_peers_that_are_much_slower_come_after_the_host(peer_s: float, order: tuple[Tier, ...]) -> None:
+    driver = Driver(num_host_pages=64, num_peer_pages=64)
+    costs = driver.scheduler.planner.expected.costs
+    for _ in range(2):
+        costs.add_copy(1 << 20, 1e-3, H2D)
+        costs.add_copy(1 << 20, 1e-3 * peer_s, P2D)
+    driver.step()
+    assert driver.scheduler.cache.tree.order.load_order == order

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
+from managers.test_load_scheduling import DOCUMENT, Rig, fresh
+from managers.test_load_scheduling import request as simulated
 from managers.test_scheduler import Driver, request
 
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import BatchDecision
-from sglang.srt.managers.scheduler_config import PriorityConfig
+from sglang.srt.managers.scheduler_config import LayerStreamConfig, PriorityConfig
 from support.soak import Soak, SoakConfig, scheduler_config
 
 STRICT = PriorityConfig(preemption_threshold=10)
@@ -125,3 +128,42 @@ def test_a_soak_with_priorities_ends_with_the_tokens_of_one_without(monkeypatch)
     drawn = replace(SoakConfig.draw(1, 25), max_running_requests=2, arrival_rate=0.9, insert_at="launch")
     Counting(drawn).run()
     assert preempted[-1] > 0
+
+
+@pytest.mark.parametrize("cache", ["", "no_store"])
+@pytest.mark.parametrize("lacks", ["slot", "turn"])
+def test_others_keep_their_memory_while_a_request_of_higher_priority_loads(cache: str, lacks: str) -> None:
+    """They were preempted step after step, and no request made a token meanwhile."""
+    has_slot = lacks == "turn"
+    rig = Rig(
+        bubble_filling=True,
+        priorities=PriorityConfig(preemption_threshold=0),
+        max_running_requests=4 if has_slot else 2,
+        chunked_prefill_size=20 if has_slot else 200,
+    )
+    rig.remember(DOCUMENT)
+
+    def of(priority: int, at: float, each: TokenizedGenerateReqInput, **fields: str) -> tuple[float, Any]:
+        return at, msgspec.structs.replace(each, priority=priority, **fields)
+
+    if has_slot:
+        low = [
+            of(5, 0.0, simulated("runner", fresh(10, 1), 100)),
+            of(0, 0.2, simulated("low", fresh(300, 2), 5), cache=cache),
+        ]
+    else:
+        low = [of(0, 0.0, simulated(f"low{i}", fresh(40, i), 60), cache=cache) for i in range(2)]
+    times = rig.run([*low, of(5, 0.21, simulated("high", DOCUMENT + fresh(5, 3)))])
+    assert rig.counter("preempted_reqs") <= 2 and len(times) == len(low) + 1
+
+
+def test_a_request_that_streams_gives_its_slot_up() -> None:
+    stream = LayerStreamConfig(2, 8, max_resident_tokens=16)
+    driver = Driver(
+        priorities=STRICT, max_running_requests=1, num_host_pages=64, layer_stream=stream, chunked_prefill_size=8
+    )
+    driver.step(req("a", 0, list(range(3, 25))))
+    driver.step(results={0: []})
+    assert driver.scheduler.streaming.reqs and not driver.scheduler.queues.has_free_slot
+    driver.step(req("b", 11))
+    assert running(driver) == {"b"}

@@ -162,3 +162,9 @@ def test_no_token_depends_on_sessions_and_ranks_decide_alike(seed: int) -> None:
     soak = NamingSoak(SoakConfig.draw(seed, 60))
     soak.run()
     assert soak.num_named
+
+
+def test_a_turn_that_starts_with_the_next_launch_has_waited_for_one() -> None:
+    sim = simulation()
+    sim.run([(float(i), request(f"{i}", 100 * i, 20, "one")) for i in range(3)])
+    assert list(sim.core.scheduler.cache.sessions.table._waits) == [1, 1, 1]

@@ -607,3 +607,29 @@ def test_the_x_request_id_is_a_name_of_the_request(rid: str | None) -> None:
         task.cancel()
 
     run(test)
+
+
+def test_of_equals_the_one_that_came_last_loses_its_place() -> None:
+    async def test(h: Harness) -> None:
+        old, new = h.start(priority=0), h.start(priority=0)
+        await h.until_sent(2)
+        high = h.start(priority=5)
+        await h.until_sent(3)
+        await asyncio.wait((old, new), return_when=asyncio.FIRST_COMPLETED)
+        assert new.done() and not old.done()
+        for task in (old, high):
+            task.cancel()
+
+    run(test, args=ServerArgs(model_path="m", max_queued_requests=2, enable_priority_scheduling=True))
+
+
+def test_a_request_that_the_engine_ended_is_not_aborted_again() -> None:
+    async def test(h: Harness) -> None:
+        task = h.start()
+        message = await h.until_sent(1)
+        h.output(message.rid, "", [], FinishReason(type="abort", message="too long", status_code=400))
+        with pytest.raises(RequestError, match="too long"):
+            await task
+        assert h.sent == [message] and h.count("num_aborted_requests_total") == 1
+
+    run(test)

@@ -203,9 +203,14 @@ class Admission:
         return streams, [r for r in lower if r not in streams]
 
     def first_in_line(self) -> Req | None:
-        """The waiting request that starts next, whether there is room for it or not."""
+        """The waiting request that starts next, whether there is room for it or not. One whose load is under way
+        starts when that is in: others keep their memory until then."""
         ready = self._streaming.admissible(self._storage.startable(self._queues.waiting), self.turn_of)
-        return min((r for r in ready if not self._streaming.must_stream(r)), key=self.turn_of, default=None)
+        able = (r for r in ready if not self._streaming.must_stream(r) and not self._is_loading(r))
+        return min(able, key=self.turn_of, default=None)
+
+    def _is_loading(self, req: Req) -> bool:
+        return req.preload is not None and bool(self._cache.candidate(req).loading)
 
     def lacks_room(self, req: Req) -> bool:
         """Whether others keep a waiting request from starting: by their slots, a prompt, or their memory."""

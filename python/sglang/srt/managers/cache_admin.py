@@ -273,7 +273,7 @@ class CacheAdmin:
         if count == 0:
             told.failed.append(TIER_NAMES[op.tier])
             if op.action == StorageAction.LIMIT and told.reply is not None:
-                self.quotas.put_back(told.salt, op.tier, told.before.get(op.tier))
+                self._put_quota_back(told, op.tier)
         # Without a reply the store's log has the reason.
         if told.num_open or told.reply is None:
             return True
@@ -290,6 +290,18 @@ class CacheAdmin:
             message += "; the server's log has the reason"
         self._replies.append(ControlReply(told.reply.id, not message, message, result))
         return True
+
+    def _put_quota_back(self, told: _Told, tier: Tier) -> None:
+        """A tier of storage did not take a tenant's quota. A later one that it is being told counts."""
+        before = told.before.get(tier)
+        for ticket, later in self._told.items():
+            op = self._cache.in_flight[ticket]
+            if (later.salt, op.tier, op.action) == (told.salt, tier, StorageAction.LIMIT):
+                later.before.pop(tier, None)
+                if before is not None:
+                    later.before[tier] = before
+                return
+        self.quotas.put_back(told.salt, tier, before)
 
     def state(self, now: Seconds) -> dict[str, Any]:
         return {

@@ -39,8 +39,9 @@ class HeldBatch:
         self._cache = cache
         self._queues = queues
         self._expected = expected
-        # The requests of the batch that had not started at the last update.
-        self._reqs: dict[Req, None] = {}
+        # The requests of the batch that had not started at the last update, and their epochs: one that has started,
+        # and lost its memory to others, is none of them any more.
+        self._reqs: dict[Req, int] = {}
         # Whether it was decided for the launch that is being built.
         self._is_decided = False
 
@@ -51,7 +52,10 @@ class HeldBatch:
         """Whether a request is left out of this launch. Without a decode step to run meanwhile none is."""
         if not self._queues.has_decode:
             return False
-        return self.is_held or bool(self._reqs and req not in self._reqs)
+        return self.is_held or bool(self._reqs and not self._is_member(req))
+
+    def _is_member(self, req: Req) -> bool:
+        return self._reqs.get(req) == req.epoch
 
     @property
     def has_loads_to_begin(self) -> bool:
@@ -69,17 +73,17 @@ class HeldBatch:
             self._reqs = {}
             return
         ready = list(order())
-        rest = set(ready) & self._reqs.keys()
-        self._reqs = {r: None for r in ready if r in rest} or self._prepare(batch, ready)
+        rest = {r: r.epoch for r in ready if self._is_member(r)}
+        self._reqs = rest or self._prepare(batch, ready)
         if was_held and rest and self._links_rest():
             # A load that has not begun lacks room. The rest of the batch does not wait for it.
-            self._reqs = {r: None for r in self._reqs if not self._has_load_to_begin(r)}
+            self._reqs = {r: r.epoch for r in self._reqs if not self._has_load_to_begin(r)}
         # A preload that was given up was in the way of another request, and would be again.
         if not self._reqs or any(r.preload_cancelled for r in self._reqs):
             return
         self.is_held = should_fill_bubble(self._stall_seconds(batch), self._expected.decode_seconds())
 
-    def _prepare(self, batch: ExtendBatch, ready: list[Req]) -> dict[Req, None]:
+    def _prepare(self, batch: ExtendBatch, ready: list[Req]) -> dict[Req, int]:
         config = self.config
         room = BatchRoom(
             num_reqs=config.max_running_requests - len(self._queues.active()),
@@ -87,7 +91,7 @@ class HeldBatch:
             num_pages=self._cache.available_pages - self._reserved_pages(),
         )
         n = count_prepared(self._cache.candidates(ready), room, config.page_size)
-        return dict.fromkeys(ready[:n])
+        return {r: r.epoch for r in ready[:n]}
 
     def _reserved_pages(self) -> int:
         """Device pages that are kept for what runs."""

@@ -57,6 +57,8 @@ class PrefixRetention:
     def keep(self, name: str, namespace: str, tokens: np.ndarray, seconds: float, now: Seconds) -> str:
         """In place of what was kept under the name. Returns why that cannot be, "" if it is done."""
         tokens = tokens[: len(tokens) - len(tokens) % self._tree.page_size].copy()
+        for other in [other for other, kept in self._kept.items() if kept.until <= now]:
+            self.release(other)
         others = [kept for other, kept in self._kept.items() if other != name]
         if not len(tokens):
             return (
@@ -73,7 +75,7 @@ class PrefixRetention:
                 f"with this one the prefixes that are kept would have {num_tokens} tokens, more than half of the "
                 f"largest tier ({self._most_tokens}): release one"
             )
-        self._kept.pop(name, None)
+        self.release(name)
         kept = _Kept(namespace, tokens, Seconds(now + seconds), self._clock.next)
         self._kept[name] = kept
         self.labels.put(name, namespace, tokens)

@@ -390,7 +390,8 @@ class TokenizerManager:
         waiting = [
             each for each in self._states.values() if each.first is None and each.error is None and not each.is_probe
         ]
-        last = max(waiting, key=lambda each: rank(each.priority), default=None)
+        # Of equals the one that came last.
+        last = max(reversed(waiting), key=lambda each: rank(each.priority), default=None)
         if last is None or not self._args.enable_priority_scheduling or rank(last.priority) <= rank(priority):
             raise RequestError(f"{full}: try again later", 503, retry_after_s=self._retry_after_s())
         last.error = RequestError(

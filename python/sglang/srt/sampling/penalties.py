@@ -10,6 +10,9 @@ import torch
 
 from sglang.srt.utils.device import CPU
 
+# What 2 bytes hold. A token that was generated more often counts as so often.
+_MOST = (1 << 15) - 1
+
 
 class PenaltyTable:
     """All tensors, those of the arguments too, are on `device`; nothing here waits for it."""
@@ -23,14 +26,15 @@ class PenaltyTable:
         """A request takes the slot; tokens: (n,) int64, what it has generated so far."""
         if self._counts is None:
             self._counts = torch.zeros(self._shape, dtype=torch.int16, device=self._device)
-        row = self._counts[slot]
-        row.zero_()
-        row.scatter_add_(0, tokens, torch.ones_like(tokens, dtype=torch.int16))
+        row = torch.zeros(self._shape[1], dtype=torch.int32, device=self._device)
+        row.scatter_add_(0, tokens, torch.ones_like(tokens, dtype=torch.int32))
+        self._counts[slot] = row.clamp_(max=_MOST)
 
     def add(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
         """Each of slots (n,), all different, has generated one more token (n,) int64."""
         assert self._counts is not None
-        self._counts[slots, tokens] += 1
+        counts = self._counts[slots, tokens]
+        self._counts[slots, tokens] = counts + (counts < _MOST)
 
     def apply(
         self,
