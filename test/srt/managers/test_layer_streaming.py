@@ -226,10 +226,22 @@ def test_what_comes_back_from_two_tiers_comes_in_any_order(model: Model):
 def test_what_the_launch_before_computes_is_streamed_from_the_device(model: Model):
     engine = streaming(model, tokens=128)
     executor, scheduler = engine.core.executor, engine.scheduler
-    launch, layer = executor.launch, executor._layer
+    launch, layer, pieces = executor.launch, executor._layer, executor._layer_stream
+    wait, fill = pieces.stream.wait, pieces.fill
+    # What the stream of pieces is told.
+    order: list[str] = []
+
+    def noting_wait(event) -> None:
+        order.append("wait")
+        wait(event)
+
+    def noting_fill(*args):
+        order.append("fill")
+        return fill(*args)
 
     def launch_streaming(found: Launch) -> None:
         if found.mode == LaunchMode.DECODE:
+            order.append("launch")
             (req,) = scheduler.queues.running
             path = scheduler.cache.tree.path_of(req.hold.receipt.node)
             frames = np.concatenate([*(node.frames[Tier.DEVICE] for node in path), req.hold.frames])[:14]
@@ -241,9 +253,12 @@ def test_what_the_launch_before_computes_is_streamed_from_the_device(model: Mode
         layer(*args)
 
     executor.launch, executor._layer = launch_streaming, late_layer
+    pieces.stream.wait, pieces.fill = noting_wait, noting_fill
     prompt = prompts(40, [60])[0]
     (answer,) = engine.generate([prompt], greedy(4))
     model.check(prompt, answer, 4)
+    # The order of streams is what counts: the launch before may be late or not.
+    assert {order[i + 1] for i, what in enumerate(order) if what == "launch"} == {"wait"} and "fill" in order
 
 
 def test_of_a_path_that_the_host_has_no_room_for_an_end_goes_there(monkeypatch: pytest.MonkeyPatch):

@@ -107,12 +107,15 @@ class SchedulerControl:
         )
 
     async def erase_salt(self, cache_salt: str, aborts_requests: bool) -> ControlReqOutput:
-        # Of all tenants: without them texts are only tokenised again.
-        self._forget_texts()
-        return await self._ask(
-            lambda id: EraseSaltReqInput(id=id, cache_salt=cache_salt, aborts_requests=aborts_requests),
-            timeout_s=None,
-        )
+        try:
+            return await self._ask(
+                lambda id: EraseSaltReqInput(id=id, cache_salt=cache_salt, aborts_requests=aborts_requests),
+                timeout_s=None,
+            )
+        finally:
+            # Of all tenants: without them texts are only tokenised again. At the end, as prompts are tokenised
+            # meanwhile.
+            self._forget_texts()
 
     async def set_quota(self, cache_salt: str, tokens: dict[str, int] | None) -> ControlReqOutput:
         return await self._ask(
