@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import psutil
@@ -270,6 +271,50 @@ def test_a_proxy_that_hangs_and_is_another_s_is_left_alone(remote, clock, monkey
     assert one.store.stats()["proxy_hangs"] == 1 and one.store.stats()["proxy_sessions"] == 1
 
 
+def test_an_engine_that_stands_still_takes_no_proxy_for_hung(remote):
+    """When it moves again, an answer may lie in the socket: the proxy is asked and looked at once more."""
+    one = remote(hang_timeout_s=30.0)
+    # The watching thread looks no more.
+    look, one.store._look_at = one.store._look_at, lambda client: None
+    client = SimpleNamespace(silent_s=0.0, stats={}, request_stats=Mock(), leave_alone=Mock())
+    looks = ((29, 1, False), (60, 2, False), (0, 3, False), (30, 4, False), (30.5, 4, True), (31, 4, True))
+    for silent_s, num_asked, is_left_alone in looks:
+        client.silent_s = silent_s
+        look(client)
+        assert (client.request_stats.call_count, client.leave_alone.called) == (num_asked, is_left_alone), silent_s
+    assert client.leave_alone.call_count == one.store.stats()["proxy_hangs"] == 1
+    for _ in range(2):
+        client.silent_s = 0.0
+        look(client)
+    assert client.request_stats.call_count == 6, "it is heard again"
+
+
+def test_attempts_to_begin_a_session_become_rare(remote):
+    """The clock moves only here: whatever is tried too early is seen."""
+    one = remote()
+    store, now, attempts, looks = one.store, [time.monotonic()], [], []
+    store._clock = lambda: now[0]
+    store._place.keep_alive = lambda: looks.append(now[0])
+
+    def refuse() -> None:
+        attempts.append(now[0])
+        raise StoreError("it is not there")
+
+    store._place.connect = refuse
+    store._client.shut()
+    until(lambda: store._client is None)
+    pauses = []
+    for num in range(1, 9):
+        now[0] = store._retry_at
+        until(lambda n=num: len(attempts) == n and not store._is_connecting)
+        pauses.append(store._retry_at - now[0])
+    assert pauses == sorted(pauses) and pauses[0] < 1 < pauses[-1] == pytest.approx(remote_store.MAX_RETRY_S)
+    now[0] = store._retry_at - 0.01
+    num_looks = len(looks)
+    until(lambda: len(looks) >= num_looks + 2)
+    assert len(attempts) == 8
+
+
 def read_slowly(say: Callable[..., None], folder: Path) -> None:
     """As an engine."""
     one = Remote(folder, **PROCESS, proxy={"engine": "emulated", "rates_gbps": {"receive": 0.05}})
@@ -302,8 +347,9 @@ def test_closing_leaves_no_process(remote):
 # -- the store fails ------------------------------------------------------------------------------------------------
 
 
-def test_a_store_that_dies_comes_back_empty(remote):
-    one = remote()
+@pytest.mark.parametrize("in_process", [True, False])
+def test_a_store_that_dies_comes_back_empty(remote, in_process):
+    one = remote(in_process=in_process)
     assert one.put(SOME) == 4
     os.kill(one.embedded.pid, signal.SIGKILL)
     assert one.get(SOME) == 0 and not one.exists(SOME)
@@ -409,11 +455,22 @@ def test_a_store_that_has_evicted_is_full_until_much_of_it_is_free(remote):
     one = remote()
     # The watching thread looks no more.
     look, one.store._look_for_room = one.store._look_for_room, lambda stats: None
+    look({})  # the store has not answered
     for size_bytes, num_evicted, has_room in (
-        *((50, 7, False), (80, 7, False), (74, 7, True), (94, 7, True), (80, 8, False), (80, 8, False)),
+        *(
+            (50, 6, True),
+            (50, 7, False),
+            (80, 7, False),
+            (74, 7, True),
+            (94, 7, True),
+            (80, 8, False),
+            (80, 8, False),
+        ),
         *((96, 8, False), (80, 8, False), (10, 0, True), (96, 0, False)),
     ):
         look({"limit_bytes": 100, "size_bytes": size_bytes, "evicted_keys": num_evicted})
+        assert one.store.has_room == has_room, (size_bytes, num_evicted)
+        look({})
         assert one.store.has_room == has_room, (size_bytes, num_evicted)
 
 

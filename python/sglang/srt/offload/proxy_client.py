@@ -1,9 +1,9 @@
 """`ProxyClient`: the engine's end of one session with an offload proxy. Owns the socket and the unanswered messages.
 
-A proxy that is left alone is asked nothing until it is heard again. Messages that lend it no pages count 0 blocks
-then, those under way too, and so do messages that were not sent yet. When the stream ends, all unanswered messages
-count 0 blocks. A proxy closes the stream after its last write, and the system closes the stream of a dead proxy. From
-then on the pages are the engine's again.
+A proxy that is left alone is asked only for a sign of life until it is heard again. Messages that lend it no pages
+count 0 blocks then, those under way too, and so do messages that were not sent yet. When the stream ends, all
+unanswered messages count 0 blocks. A proxy closes the stream after its last write, and the system closes that of a
+dead proxy. From then on the pages are the engine's again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ class ProxyClient:
         self, sock: socket.socket, hello: wire.Hello, fd: int, on_lost: Callable[[], None], place: str
     ) -> None:
         """Raises StoreError if the proxy refuses the session, or if the other side is no proxy."""
-        self.last_heard = time.monotonic()
         self.stats: dict[str, int] = {}
         self.is_lost = False
         self._sock = sock
@@ -46,6 +45,8 @@ class ProxyClient:
         self._questions: set[int] = set()
         self._answered: set[int] = set()
         self._is_left_alone = False
+        # When the first question since the last answer was asked; None: nothing was.
+        self._asked_at: float | None = None
         try:
             sock.settimeout(_HELLO_TIMEOUT_S)
             wire.send(sock, hello, (fd,))
@@ -73,19 +74,27 @@ class ProxyClient:
                 self._waiting[id] = on_end
                 if not isinstance(message, wire.Get | wire.Put):
                     self._questions.add(id)
+                self._note_question()
                 self._outbox.append(message)
                 self._lock.notify_all()
         if not is_asked:
             on_end(0)
         return id
 
+    @property
+    def silent_s(self) -> float:
+        """How long the first question since the last answer has waited; 0 if there is none."""
+        asked_at = self._asked_at
+        return 0.0 if asked_at is None else time.monotonic() - asked_at
+
     def leave_alone(self) -> None:
-        """Ask nothing until the proxy is heard again."""
+        """Ask nothing until the proxy is heard again, except for a sign of life."""
         with self._lock:
             self._is_left_alone = True
             # What was sent may still be given up, and answered late.
             unsent = [m for m in self._outbox if not isinstance(m, wire.Cancel)]
-            self._outbox = deque(m for m in self._outbox if isinstance(m, wire.Cancel))
+            self._outbox = deque([*(m for m in self._outbox if isinstance(m, wire.Cancel)), wire.GetStats()])
+            self._lock.notify_all()
             unsent_ids = {m.id for m in unsent if not isinstance(m, wire.GetStats)}
             ended = [self._waiting.pop(id) for id in self._questions | unsent_ids]
             self._answered |= self._questions - unsent_ids
@@ -102,6 +111,7 @@ class ProxyClient:
     def request_stats(self) -> None:
         """Ask for statistics, unless messages before have not been sent. Any answer shows that the proxy is alive."""
         with self._lock:
+            self._note_question()
             if not self._outbox:
                 self._outbox.append(wire.GetStats())
                 self._lock.notify_all()
@@ -112,6 +122,10 @@ class ProxyClient:
             self._sock.shutdown(socket.SHUT_WR)
         except OSError:
             pass
+
+    def _note_question(self) -> None:
+        if self._asked_at is None:
+            self._asked_at = time.monotonic()
 
     def _send(self) -> None:
         while True:
@@ -130,7 +144,7 @@ class ProxyClient:
         try:
             while True:
                 message, _ = wire.receive(self._sock, wire.ToEngine)
-                self.last_heard, self._is_left_alone = time.monotonic(), False
+                self._asked_at, self._is_left_alone = None, False
                 if isinstance(message, wire.Stats):
                     self.stats = message.values
                     continue

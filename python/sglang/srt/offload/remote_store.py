@@ -52,9 +52,10 @@ _ROOM_AT = 0.75
 
 
 class RemoteStore:
-    """hello: the first message, without the token. fd: the host pool's memory. settings.hang_s: a proxy that has been
-    silent for this long is killed if the server has started it, and of one elsewhere the relay is. Another proxy is
-    asked nothing until it is heard again; the pages that it has stay taken until it moves or ends."""
+    """hello: the first message, without the token. fd: the host pool's memory. settings.hang_s: a proxy that has
+    answered no question for this long is killed if the server has started it, and of one elsewhere the relay is.
+    Another proxy is asked only for a sign of life until it is heard again; the pages that it has stay taken until it
+    moves or ends."""
 
     def __init__(
         self,
@@ -89,7 +90,10 @@ class RemoteStore:
         self._log = RareLog(logger, clock)
         self._closed = threading.Event()
         # As of the store's last answer: see `BlockStore`, and how many keys it has given up.
-        self.has_room, self._num_evicted = True, 0
+        self.has_room = True
+        self._num_evicted: int | None = None
+        # Looks in a row that found the proxy silent.
+        self._num_silent = 0
         self._counters = {"read_errors": 0, "write_errors": 0, "proxy_sessions": 0, "proxy_hangs": 0}
         try:
             self._client: ProxyClient | None = self._connect()
@@ -296,7 +300,6 @@ class RemoteStore:
 
     def _watch(self) -> None:
         """Ask the proxy for its statistics from time to time, and deal with a proxy that does not answer."""
-        hanging = False
         while not self._closed.is_set():
             # While reads wait for a session it is looked for more often.
             self._wake.wait(RETRY_S / 2 if self._unanswered else _CHECK_INTERVAL_S)
@@ -311,30 +314,36 @@ class RemoteStore:
                 self._log.warn("store", "%s", error)
             client = self._client
             if client is None or client.is_lost:
-                hanging = False
+                self._num_silent = 0
                 if client is None and not self._is_connecting and self._clock() >= self._retry_at:
                     # On a thread of its own, as a proxy that hangs takes its time.
                     self._is_connecting = True
                     threading.Thread(target=self._reconnect, name="proxy-connect", daemon=True).start()
                 continue
-            if self._clock() - client.last_heard < self._hang_s:
-                hanging = False
-                self._look_for_room(client.stats)
-                client.request_stats()
-            elif not hanging:
-                hanging = True
-                with self._lock:
-                    self._counters["proxy_hangs"] += 1
-                if not (what := self._place.stop_hung_proxy()):
-                    client.leave_alone()
-                    what = "it is asked nothing, and its pages stay taken, until it moves or is stopped"
-                text = "the offload proxy has not answered for %g s: %s"
-                self._log.log(logging.ERROR, "hang", text, self._hang_s, what)
+            self._look_at(client)
+
+    def _look_at(self, client: ProxyClient) -> None:
+        self._num_silent = self._num_silent + 1 if client.silent_s >= self._hang_s else 0
+        if self._num_silent < 2:
+            # Also if it is silent for the first time: this process may have stood still with the answer unread.
+            self._look_for_room(client.stats)
+            client.request_stats()
+        elif self._num_silent == 2:
+            with self._lock:
+                self._counters["proxy_hangs"] += 1
+            if not (what := self._place.stop_hung_proxy()):
+                client.leave_alone()
+                what = "it is asked nothing, and its pages stay taken, until it moves or is stopped"
+            text = "the offload proxy has not answered for %g s: %s"
+            self._log.log(logging.ERROR, "hang", text, self._hang_s, what)
 
     def _look_for_room(self, stats: Mapping[str, int]) -> None:
-        limit_bytes, num_evicted = stats.get("limit_bytes", 0), stats.get("evicted_keys", 0)
-        share = stats.get("size_bytes", 0) / limit_bytes if limit_bytes else 0.0
-        if limit_bytes and (share >= _FULL_AT or num_evicted > self._num_evicted):
+        if "evicted_keys" not in stats:
+            return  # the store has not told
+        limit_bytes, num_evicted = stats["limit_bytes"], stats["evicted_keys"]
+        share = stats["size_bytes"] / limit_bytes if limit_bytes else 0.0
+        has_evicted = self._num_evicted is not None and num_evicted > self._num_evicted
+        if limit_bytes and (share >= _FULL_AT or has_evicted):
             self.has_room = False
         elif share < _ROOM_AT:
             self.has_room = True
