@@ -63,6 +63,23 @@ def test_what_is_no_message(pair, data, says):
         wire.receive(other, wire.ToProxy)
 
 
+@pytest.mark.parametrize(
+    "data", [struct.pack("<I", 100) + b"cut", struct.pack("<I", 1) + b"\x90", b"\xff" * 4, b"\1"]
+)
+def test_memory_that_comes_with_no_message_is_given_back(pair, data):
+    """The writing end of a pipe: its reader sees the end when no process has it any more."""
+    one, other = pair
+    reader, writer = os.pipe()
+    socket.send_fds(one, [data], [writer])
+    os.close(writer)
+    one.shutdown(socket.SHUT_WR)
+    with pytest.raises(wire.WireError):
+        wire.receive(other, wire.Hello, max_fds=1)
+    os.set_blocking(reader, False)
+    assert os.read(reader, 1) == b""
+    os.close(reader)
+
+
 def test_a_message_of_another_kind_is_refused(pair):
     one, other = pair
     wire.send(one, wire.Done(1, 2))

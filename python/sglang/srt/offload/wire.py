@@ -8,8 +8,10 @@ proxy elsewhere, the same messages go in the frames of frames.py, without descri
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
+from contextlib import ExitStack
 from typing import Any
 
 import msgspec
@@ -172,19 +174,24 @@ def send(sock: socket.socket, message: msgspec.Struct, fds: tuple[int, ...] = ()
 def receive(sock: socket.socket, kind: Any, max_fds: int = 0) -> tuple[Any, list[int]]:
     """The next message, and the descriptors that came with it, which the caller must close. kind: the message's type,
     or a union. Raises WireError, also for another type."""
+    fds: list[int] = []
+    head = b""
     try:
-        fds: list[int] = []
-        head = b""
-        if max_fds:
-            # The descriptors come with the first byte.
-            head, fds, _, _ = socket.recv_fds(sock, _LENGTH.size, max_fds)
-        head += _exactly(sock, _LENGTH.size - len(head)) if not max_fds or head else b""
-        if len(head) < _LENGTH.size:
-            raise WireError("the other side has gone")
-        (length,) = _LENGTH.unpack(head)
-        if length > MAX_FRAME_BYTES:
-            raise WireError(f"a message of {length} bytes is no message")
-        return decode(_exactly(sock, length), kind), fds
+        with ExitStack() as on_failure:
+            if max_fds:
+                # The descriptors come with the first byte.
+                head, fds, _, _ = socket.recv_fds(sock, _LENGTH.size, max_fds)
+                for fd in fds:
+                    on_failure.callback(os.close, fd)
+            head += _exactly(sock, _LENGTH.size - len(head)) if not max_fds or head else b""
+            if len(head) < _LENGTH.size:
+                raise WireError("the other side has gone")
+            (length,) = _LENGTH.unpack(head)
+            if length > MAX_FRAME_BYTES:
+                raise WireError(f"a message of {length} bytes is no message")
+            message = decode(_exactly(sock, length), kind)
+            on_failure.pop_all()
+        return message, fds
     except TimeoutError:
         raise WireError(f"it is silent for {sock.gettimeout():g} s: if it hangs, stop it and start it anew") from None
     except OSError as error:

@@ -1,22 +1,29 @@
-"""Sessions that do not begin: nothing of them is left, and an engine that is still there is told why."""
+"""Sessions that do not begin: nothing of them is left, and an engine that is still there is told why. And sessions
+that fail: each ends alone."""
 
 from __future__ import annotations
 
+import errno
 import gc
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from sglang.srt.offload import wire
 from sglang.srt.offload.codec.layout import BlockLayout
 from sglang.srt.offload.frames import FrameConnection
+from sglang.srt.offload.proxy import server as server_module
 from sglang.srt.offload.proxy.plane import PlaneSession
 from sglang.srt.offload.proxy.server import ProxyServer
+from sglang.srt.offload.proxy.session import Session
 from sglang.srt.offload.proxy.settings import ProxySettings
+from sglang.srt.offload.store.object_store import ObjectStore
 from sglang.srt.utils.shared_memory import SharedMemory
 from support.codec_cases import kv_block
 from support.remote_fixture import BUFFERS
@@ -40,6 +47,103 @@ def server() -> Iterator[ProxyServer]:
     assert not made.plane._sessions
     made.close()
     store.close()
+
+
+LAYOUT = kv_block(4, 2, 4, 2, 8, "float32")
+
+
+@contextmanager
+def served(server: ProxyServer, layout: BlockLayout = LAYOUT, **fields: Any) -> Iterator[tuple[socket.socket, Any]]:
+    """The engine's socket, and the first answer."""
+    ours, theirs = socket.socketpair()
+    pool = SharedMemory.allocate(64 * layout.page.page_bytes, "pool")
+    serving = threading.Thread(target=server.serve, args=(theirs,))
+    serving.start()
+    with ours:
+        ours.settimeout(60.0)
+        wire.send(ours, hello(layout, is_first=False, **fields), (pool.fd,))
+        yield ours, wire.receive(ours, wire.Welcome | wire.Refused)[0]
+    serving.join()
+
+
+@pytest.mark.parametrize("token", ["", TOKEN[:-1], TOKEN + "5", TOKEN.upper()])
+def test_an_engine_on_this_machine_has_to_show_the_token(server: ProxyServer, token: str):
+    with served(server, token=token) as (_, refused):
+        assert isinstance(refused, wire.Refused) and "token is not this proxy's" in refused.reason
+    with served(server) as (_, answer):
+        assert isinstance(answer, wire.Welcome)
+
+
+@pytest.mark.parametrize("pipelined", [True, False])
+def test_without_pipelining_a_block_has_to_fit_into_the_buffers(pipelined: bool):
+    store = FakeServer(single(lambda connection, command: connection.send(b"$-1\r\n")))
+    server = ProxyServer(ProxySettings(**BUFFERS, pipelined=pipelined), store.address, TOKEN)
+    large = kv_block(4, 32, 4, 2, 8, "float32", max_piece_bytes=512)
+    assert LAYOUT.num_pieces == 1 and large.num_pieces > server.plane.num_slots
+    with served(server) as (_, answer):
+        assert isinstance(answer, wire.Welcome)
+    with served(server, large, epoch=2) as (_, answer):
+        assert isinstance(answer, wire.Welcome if pipelined else wire.Refused)
+    server.close()
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("clear", wire.Clear(1)),
+        ("erase", wire.Erase(1, b"tenant")),
+        ("limit", wire.Limit(1, b"tenant", 1)),
+        ("usage", wire.GetStats()),
+        ("leading", wire.Exists(1, b"k" * 16)),
+        ("touch", wire.Touch(1, b"k" * 16)),
+    ],
+)
+def test_a_thread_that_dies_ends_its_session(
+    server: ProxyServer, monkeypatch: pytest.MonkeyPatch, name: str, message: Any
+):
+    monkeypatch.setattr(ObjectStore, name, Mock(side_effect=RecursionError))
+    with served(server) as (engine, _):
+        wire.send(engine, message)
+        with pytest.raises(wire.WireError, match="has gone"):
+            while True:
+                wire.receive(engine, wire.Stats)
+    with served(server, epoch=2) as (_, answer):
+        assert isinstance(answer, wire.Welcome)
+
+
+def test_an_answer_that_cannot_be_sent_ends_its_session(server: ProxyServer, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Session, "_stats", lambda session: {"number": 2**64})
+    with served(server) as (engine, _):
+        wire.send(engine, wire.GetStats())
+        with pytest.raises(wire.WireError, match="has gone"):
+            wire.receive(engine, wire.Stats)
+
+
+def test_the_store_may_name_any_number(server: ProxyServer, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ObjectStore, "usage", lambda store: {"keys": 7, "limit_bytes": 2**70})
+    with served(server) as (engine, _):
+        values: dict[str, int] = {}
+        while "limit_bytes" not in values:
+            wire.send(engine, wire.GetStats())
+            values = wire.receive(engine, wire.Stats)[0].values
+    assert values["keys"] == 7 and values["limit_bytes"] == 2**63 - 1
+
+
+def test_a_proxy_without_descriptors_goes_on(server: ProxyServer, monkeypatch: pytest.MonkeyPatch):
+    class EndOfTestError(Exception):
+        pass
+
+    ours, theirs = socket.socketpair()
+    failure = OSError(errno.EMFILE, "Too many open files")
+    listener = Mock(accept=Mock(side_effect=[failure, failure, (theirs, ""), EndOfTestError]))
+    monkeypatch.setattr(server_module, "open_listener", lambda path: listener)
+    monkeypatch.setattr(server_module, "_ACCEPT_PAUSE_S", 0)
+    with pytest.raises(EndOfTestError):
+        server.listen(Path("proxy.sock"))
+    with ours:
+        ours.shutdown(socket.SHUT_WR)
+        assert ours.recv(1) == b"", "it is served"
 
 
 def test_an_engine_that_goes_before_it_is_welcome_leaves_nothing(server: ProxyServer):

@@ -14,6 +14,7 @@ from sglang.srt.offload.codec.registry import make_codec
 from sglang.srt.offload.proxy.origin import OriginLostError
 from sglang.srt.offload.proxy.settings import ProxySettings
 from sglang.srt.offload.proxy.writer import Write, Writer
+from support.children import wait_until
 from support.codec_cases import SMALL, kv_block
 
 NUM = 6
@@ -99,6 +100,35 @@ def test_an_origin_that_is_lost_ends_the_count() -> None:
             raise OriginLostError("gone")
 
     assert store_all(FakeStore(), FakeOrigin(lose)) == 3
+
+
+def test_a_write_does_not_wait_for_another_whose_bytes_are_slow() -> None:
+    """One thread waits for a piece that another one has, and a third has nothing to do."""
+    slow, ended, begun = threading.Event(), threading.Event(), threading.Event()
+    sink = FakeStore(*range(1, NUM))
+    sink.layout = kv_block(2, 1, 4, 2, 8, "float32", max_piece_bytes=512)
+    assert sink.layout.num_pieces == 2
+    sink.codec = make_codec({"codec": "raw"}, sink.layout)
+    together = threading.Barrier(2)
+
+    class SlowOrigin(FakeOrigin):
+        def read(self, block: int, start: int, end: int, buffer: np.ndarray) -> np.ndarray:
+            together.wait(120)
+            if start:
+                begun.set()
+                assert slow.wait(120)
+            return super().read(block, start, end, buffer)
+
+    writer = Writer(ProxySettings(write_threads=3), lambda: False)
+    writer.submit(Write(sink, KEYS, SlowOrigin(), lambda count: None))  # type: ignore[arg-type]
+    assert begun.wait(120)
+    # Several times, as which thread waits first changes.
+    for _ in range(20):
+        wait_until(lambda: len(writer._changed._waiters) == 2, "two threads that wait")  # type: ignore[attr-defined]
+        ended.clear()
+        writer.submit(Write(FakeStore(), KEYS, FakeOrigin(), lambda count: ended.set()))  # type: ignore[arg-type]
+        assert ended.wait(60), "the thread that has nothing to do is woken"
+    slow.set()
 
 
 def test_a_write_that_is_given_up_ends() -> None:

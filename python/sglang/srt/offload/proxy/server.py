@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from pathlib import Path
+from typing import Any
 
 from sglang.srt.mem_cache.block_store import StoreError
 from sglang.srt.offload import wire
@@ -58,7 +59,7 @@ class ProxyServer:
         listener = open_listener(path)
         logger.info("offload proxy listens on %s", path)
         while True:
-            sock, _ = listener.accept()
+            sock, _ = self._accept(listener)
             threading.Thread(target=self.serve, args=(sock,), name="session", daemon=True).start()
 
     def listen_tcp(self, endpoint: Endpoint) -> None:
@@ -69,12 +70,7 @@ class ProxyServer:
             raise StoreError(f"the proxy cannot listen on {endpoint} ({error}): choose another --listen") from error
         logger.info("offload proxy listens on tcp://%s", Endpoint(*listener.getsockname()[:2]))
         while True:
-            try:
-                sock, peer = listener.accept()
-            except OSError as error:  # no descriptors are left, for now
-                self._log.warn("accept", "a connection cannot be accepted: %s", error)
-                time.sleep(_ACCEPT_PAUSE_S)
-                continue
+            sock, peer = self._accept(listener)
             with self._lock:
                 oldest = self._strangers.popleft() if len(self._strangers) >= _MAX_STRANGERS else None
                 self._strangers.append(sock)
@@ -102,6 +98,14 @@ class ProxyServer:
         self.plane.close()
 
     # -- inside -------------------------------------------------------------------------------------------------
+
+    def _accept(self, listener: socket.socket) -> tuple[socket.socket, Any]:
+        while True:
+            try:
+                return listener.accept()
+            except OSError as error:  # no descriptors are left, for now
+                self._log.warn("accept", "a connection cannot be accepted: %s", error)
+                time.sleep(_ACCEPT_PAUSE_S)
 
     def _greet(self, sock: socket.socket, peer: tuple[str, int]) -> None:
         try:

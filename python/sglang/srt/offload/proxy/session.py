@@ -29,6 +29,9 @@ from sglang.srt.offload.store.object_store import BlockWriter, ObjectStore
 from sglang.srt.offload.store.resp import RespConnection, StoreFailure
 from sglang.srt.utils.rare_log import RareLog
 
+# Of a message.
+_MAX_NUMBER = 2**63 - 1
+
 logger = logging.getLogger(__name__)
 
 
@@ -84,11 +87,8 @@ class Session:
                 logger.info("a session was refused: %s", error)
                 self.channel.send(wire.Refused(str(error)))
                 return
-            sender = threading.Thread(target=self._send, name="send", daemon=True)
-            threads = [threading.Thread(target=run, daemon=True) for run in (self._answer_questions, self._do_chores)]
-            sender.start()
-            for thread in threads:
-                thread.start()
+            sender = self._start_thread(self._send)
+            threads = [self._start_thread(run) for run in (self._answer_questions, self._do_chores)]
             try:
                 self._serve()
             finally:
@@ -130,6 +130,20 @@ class Session:
         self._outbox.put(wire.Stats(self._stats()))
 
     # -- inside -------------------------------------------------------------------------------------------------
+
+    def _start_thread(self, run: Callable[[], None]) -> threading.Thread:
+        """Start one of the session's. Its death ends the session, which would never answer."""
+
+        def body() -> None:
+            try:
+                run()
+            except Exception:
+                logger.exception("a session ends, because a thread of it has died")
+                self.channel.shut()
+
+        thread = threading.Thread(target=body, name="session" + run.__name__, daemon=True)
+        thread.start()
+        return thread
 
     def _begin(self) -> None:
         """Raises SessionRefusedError."""
@@ -218,7 +232,7 @@ class Session:
                 self._outbox.put(wire.Done(chore.id, int(self._administer(chore))))
             elif self._chores.empty():
                 # Not once for each that came while a store was slow.
-                self._usage = self.store.usage()
+                self._usage = {name: min(number, _MAX_NUMBER) for name, number in self.store.usage().items()}
 
     def _touch(self, keys: list[bytes]) -> int | None:
         """As `ObjectStore.touch`."""

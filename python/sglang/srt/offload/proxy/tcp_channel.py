@@ -118,6 +118,8 @@ class _TcpOrigin:
         self._changed = threading.Condition()
         # By block and first byte.
         self._pulled: dict[tuple[int, int], _Pulled] = {}
+        # By block: the first piece that was not asked for.
+        self._next: dict[int, int] = {}
         # Memory of pieces that were read, to be used again.
         self._spare: list[np.ndarray] = []
         # What each thread has read last.
@@ -126,12 +128,17 @@ class _TcpOrigin:
 
     def read(self, block: int, start: int, end: int, buffer: np.ndarray) -> np.ndarray:
         layout, thread = self._layout, threading.get_ident()
+        until = min(start // layout.piece_bytes + _PULLED_AHEAD, layout.num_pieces)
         with self._changed:
             if (read_before := self._reading.pop(thread, None)) is not None:
                 self._spare.append(read_before)
-        index = start // layout.piece_bytes
-        for each in range(index, min(index + _PULLED_AHEAD, layout.num_pieces)):
-            self._pull(block, *layout.piece(each))
+            # Another thread may have asked for these, and a faster one may have read them.
+            lacking = range(self._next.get(block, 0), until)
+            self._next[block] = max(lacking.start, until)
+            for each in lacking:
+                self._expect(block, *layout.piece(each))
+        for each in lacking:
+            self._frames.send(wire.Pull(self._id, block, *layout.piece(each)))
         with self._changed:
             pulled = self._pulled[block, start]
             # In all, as another engine's writes may wait behind it.
@@ -159,10 +166,6 @@ class _TcpOrigin:
             self._is_lost = True
             self._changed.notify_all()
 
-    def _pull(self, block: int, start: int, end: int) -> None:
-        with self._changed:
-            if (block, start) in self._pulled:
-                return
-            memory = self._spare.pop() if self._spare else np.empty(self._layout.piece_bytes, np.uint8)
-            self._pulled[block, start] = _Pulled(memory, end - start, end - start)
-        self._frames.send(wire.Pull(self._id, block, start, end))
+    def _expect(self, block: int, start: int, end: int) -> None:
+        memory = self._spare.pop() if self._spare else np.empty(self._layout.piece_bytes, np.uint8)
+        self._pulled[block, start] = _Pulled(memory, end - start, end - start)

@@ -109,7 +109,8 @@ class Writer:
     def submit(self, write: Write) -> None:
         with self._changed:
             self._writes.append(write)
-            self._changed.notify()
+            # All, as threads that wait for the pieces of a block wait here too.
+            self._changed.notify_all()
 
     def close(self) -> None:
         """End the threads. After the last write has ended."""
