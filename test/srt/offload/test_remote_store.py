@@ -289,8 +289,9 @@ def test_an_engine_that_stands_still_takes_no_proxy_for_hung(remote):
     assert client.request_stats.call_count == 6, "it is heard again"
 
 
-def test_attempts_to_begin_a_session_become_rare(remote):
+def test_attempts_to_begin_a_session_become_rare(remote, monkeypatch):
     """The clock moves only here: whatever is tried too early is seen."""
+    monkeypatch.setattr(remote_store, "_CHECK_INTERVAL_S", 0.01)
     one = remote()
     store, now, attempts, looks = one.store, [time.monotonic()], [], []
     store._clock = lambda: now[0]
@@ -302,7 +303,7 @@ def test_attempts_to_begin_a_session_become_rare(remote):
 
     store._place.connect = refuse
     store._client.shut()
-    until(lambda: store._client is None)
+    until(lambda: store._client is None and store._retry_at)
     pauses = []
     for num in range(1, 9):
         now[0] = store._retry_at

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -59,8 +60,10 @@ def store_all(sink: FakeStore, origin: FakeOrigin, **settings: int) -> int:
         counts.append(count)
         ended.set()
 
-    Writer(ProxySettings(**settings), lambda: False).submit(Write(sink, KEYS, origin, end))  # type: ignore[arg-type]
+    writer = Writer(ProxySettings(**settings), lambda: False)
+    writer.submit(Write(sink, KEYS, origin, end))  # type: ignore[arg-type]
     assert ended.wait(120) and len(counts) == 1
+    writer.close()
     return counts[0]
 
 
@@ -92,6 +95,27 @@ def test_what_is_stored_is_not_encoded(num_threads: int) -> None:
 def test_a_refused_block_ends_the_count(num_threads: int) -> None:
     assert store_all(FakeStore(0, refused=[2]), FakeOrigin(), write_threads=num_threads) == 2
     assert store_all(FakeStore(refused=[0]), FakeOrigin(), write_threads=num_threads) == 0
+
+
+@pytest.mark.parametrize("name", ["stored", "write"])
+def test_a_fault_in_one_session_s_store_ends_its_write_alone(name: str) -> None:
+    """It would end the proxy."""
+    sink, ended = FakeStore(0), threading.Semaphore(0)
+    counts: list[int] = []
+
+    def end(count: int) -> None:
+        counts.append(count)
+        ended.release()
+
+    setattr(
+        sink.store if name == "stored" else sink, name.replace("write", "_write"), Mock(side_effect=RecursionError)
+    )
+    writer = Writer(ProxySettings(write_threads=1), lambda: False)
+    for each in (sink, FakeStore()):
+        writer.submit(Write(each, KEYS, FakeOrigin(), end))  # type: ignore[arg-type]
+        assert ended.acquire(timeout=120)
+    assert counts == [int(name == "write"), NUM]
+    writer.close()
 
 
 def test_an_origin_that_is_lost_ends_the_count() -> None:
@@ -129,6 +153,7 @@ def test_a_write_does_not_wait_for_another_whose_bytes_are_slow() -> None:
         writer.submit(Write(FakeStore(), KEYS, FakeOrigin(), lambda count: ended.set()))  # type: ignore[arg-type]
         assert ended.wait(60), "the thread that has nothing to do is woken"
     slow.set()
+    writer.close()
 
 
 def test_a_write_that_is_given_up_ends() -> None:
@@ -145,5 +170,7 @@ def test_a_write_that_is_given_up_ends() -> None:
         ended.set()
 
     write.append(Write(FakeStore(), KEYS, FakeOrigin(give_up), end))  # type: ignore[arg-type]
-    Writer(ProxySettings(write_threads=1), lambda: False).submit(write[0])
+    writer = Writer(ProxySettings(write_threads=1), lambda: False)
+    writer.submit(write[0])
     assert ended.wait(120) and counts == [2]
+    writer.close()

@@ -10,7 +10,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -155,7 +156,9 @@ class Writer:
 
     def _begin(self, write: Write) -> None:
         """Blocks that are there, or that another engine has stored meanwhile, are not encoded."""
-        stored = write.sink.store.stored(write.keys) if not write.is_given_up else []
+        stored: list[bool] = []
+        with self._end_alone():
+            stored = write.sink.store.stored(write.keys) if not write.is_given_up else []
         lacking = [block for block, is_stored in enumerate(stored) if not is_stored]
         with self._changed:
             write.num_open = len(lacking)
@@ -168,7 +171,18 @@ class Writer:
         if write.is_given_up or block >= write.limit:
             return False
         pieces = self._encoded(write, block, raw, coded)
-        return pieces is not None and write.sink.block_writer(thread).write(write.keys[block], pieces, write.tenant)
+        if pieces is not None:
+            with self._end_alone():
+                return write.sink.block_writer(thread).write(write.keys[block], pieces, write.tenant)
+        return False
+
+    @contextmanager
+    def _end_alone(self) -> Iterator[None]:
+        """A fault in the store of one session ends its write, and not this thread, which writes for all."""
+        try:
+            yield
+        except Exception:
+            logger.exception("a write ends, because of a fault in the proxy")
 
     def _end_block(self, write: Write, block: int, is_stored: bool) -> None:
         with self._changed:
