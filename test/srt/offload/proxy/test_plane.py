@@ -3,12 +3,16 @@ leaves nothing behind."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import queue
 import random
 import resource
 import signal
+import socket
 import struct
+import sys
+import termios
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -227,14 +231,54 @@ def test_a_server_that_is_silent_costs_the_timeout_and_is_left_alone_then():
         session.close()
 
 
-def test_a_piece_of_another_block_is_noticed():
+@pytest.mark.parametrize("other", [(1, 0), (0, 1)], ids=["block", "place"])
+def test_a_piece_of_another_block_or_place_loses_the_connection_and_no_block(other):
     source = PieceSource(4, 2, LAYOUT)
-    source.pieces[source.name(0, 0)] = source.pieces[source.name(1, 0)]
-    with plane() as line:
+    whole = source.pieces[source.name(0, 0)]
+    source.pieces[source.name(0, 0)] = source.pieces[source.name(*other)]
+    with plane(receive_threads=1) as line:
         session = source.open(line)
-        assert Asked(source, session, 1, [0], some_pages(source, 1, random.Random(4))).wait() == 0
-        assert source.damages == [(source.keys[0], "it is a piece of another block")]
+        pages = some_pages(source, 1, random.Random(4))
+        assert Asked(source, session, 1, [0], pages).wait() == 0
+        assert "has sent what was not asked for" in source.store.last_failure
+        source.pieces[source.name(0, 0)] = whole
+        asked = Asked(source, session, 2, [0], pages)
+        assert asked.wait() == 1 and asked.came(1)
         session.close()
+    assert not source.damages and not source.incompletes
+
+
+@pytest.mark.parametrize("stray", [b"$-1\r\n", b"$5\r\nhello\r\n"])
+@pytest.mark.parametrize("is_buffered", [False, True])
+def test_a_reply_to_no_question_costs_a_connection_and_no_block(stray: bytes, is_buffered: bool):
+    """is_buffered: it comes with the last piece of the fetch before."""
+    asked_on: list[FakeConnection] = []
+
+    def answer(connection: FakeConnection, command: list[bytes]) -> None:
+        asked_on.append(connection)
+        value = source.pieces[command[1]]
+        more = stray if is_buffered and len(asked_on) == LAYOUT.num_pieces else b""
+        connection.send(b"$%d\r\n%b\r\n" % (len(value), value) + more)
+
+    server = FakeServer(single(answer))
+    source = PieceSource(4, 2, LAYOUT, server=server)
+    with plane(receive_threads=1) as line:
+        session = source.open(line)
+        pages = some_pages(source, 2, random.Random(4))
+        assert Asked(source, session, 1, [0], pages[:1]).wait() == 1
+        if not is_buffered:
+            asked_on[-1].send(stray)
+            wait_until(lambda: not num_under_way(asked_on[-1].socket), "the reply to arrive")
+        asked = Asked(source, session, 2, [0, 1], pages)
+        assert asked.wait() == 2 and asked.came(2)
+        assert "has sent what was not asked for" in source.store.last_failure
+        assert len(set(map(id, asked_on))) == 2 and not source.damages and not source.incompletes
+        session.close()
+
+
+def num_under_way(connection: socket.socket) -> int:
+    """Bytes that the other side's kernel has not acknowledged."""
+    return int.from_bytes(fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
 
 
 def test_pieces_live_on_as_long_as_their_blocks_are_read():

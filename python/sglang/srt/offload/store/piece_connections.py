@@ -20,7 +20,7 @@ from sglang.srt.offload.store.failures import ErrorReply, StoreFailure, StoreLos
 from sglang.srt.offload.store.object_store import ObjectStore, PieceReader
 
 # How a connection of the plane's has failed, as csrc/kvplane/plane.h has it.
-_TIMED_OUT, _CLOSED, _SYSTEM_ERROR, _NOT_THE_MASTER = 5, 6, 7, 9
+_TIMED_OUT, _CLOSED, _SYSTEM_ERROR, _NOT_THE_MASTER, _UNASKED = 5, 6, 7, 9, 10
 # The plane has room for so many. A number is not used again.
 _MAX_NODES = 4096
 
@@ -76,6 +76,8 @@ class PieceConnections:
             failure = StoreLost(f"{where}: {os.strerror(error)}")
         elif how == _NOT_THE_MASTER:
             failure = ErrorReply(text)
+        elif how == _UNASKED:
+            failure = StoreLost(f"{where} has sent what was not asked for")
         else:
             failure = StoreLost(f"{where} speaks another protocol: it sent {text!r}")
         connection.note_lost(failure, has_answered)

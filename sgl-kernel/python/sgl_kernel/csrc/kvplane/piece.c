@@ -94,6 +94,18 @@ const char *check_piece(struct piece *piece, char reason[REASON_BYTES])
     return NULL;
 }
 
+bool is_of_another(const struct piece *piece)
+{
+    struct header header;
+    if (piece->stored_bytes < HEADER_BYTES)
+        return false;
+    memcpy(&header, piece->header, sizeof header);
+    return !memcmp(header.magic, "SGKV", 4) &&
+           header.checksum == xxh3(piece->header, offsetof(struct header, checksum)) &&
+           (header.index != piece->index ||
+            memcmp(header.key, piece->fetch->keys + (size_t)piece->block * KEY_BYTES, KEY_BYTES));
+}
+
 /* Of a piece that was checked, which is not plain. */
 const char *decompress_piece(struct piece *piece, void *zstd_context, uint8_t *mid)
 {

@@ -229,6 +229,8 @@ void free_sender(struct sender *sender); /* after the messages that wait */
 
 /* NULL, or why it is not the piece that it should be. */
 const char *check_piece(struct piece *piece, char reason[REASON_BYTES]);
+/* Whether it has a right header, but of another block or place: it is the reply to another question. */
+bool is_of_another(const struct piece *piece);
 uint32_t raw_bytes_of(const struct session *session, uint32_t index);
 uint32_t mid_bytes_of(const struct session *session, uint32_t raw_bytes);
 const char *decompress_piece(struct piece *piece, void *zstd_context, uint8_t *mid);
@@ -237,10 +239,13 @@ const char *dequantize_piece(struct piece *piece, const uint8_t *mid, uint8_t *o
 /* ---- store.c ---- */
 
 /* From TIMED_OUT on the connection has failed. */
-enum reply { VALUE, NONE, ERROR_REPLY, REDIRECTED, TOO_LARGE, TIMED_OUT, CLOSED, SYSTEM_ERROR, NOT_A_REPLY, NOT_THE_MASTER };
+enum reply { VALUE, NONE, ERROR_REPLY, REDIRECTED, TOO_LARGE, TIMED_OUT, CLOSED, SYSTEM_ERROR, NOT_A_REPLY, NOT_THE_MASTER,
+             UNASKED /* the reply to another question, or to none */ };
 
 struct connection *new_connection(struct session *session, uint32_t node, int fd);
 void free_connection(struct connection *connection);
+/* Whether bytes have come that were not asked for. */
+bool has_unasked(const struct connection *connection);
 void ask_piece(struct connection *connection, const struct fetch *fetch, uint32_t block, uint32_t index);
 /* VALUE, or how it failed. error: of the system. */
 enum reply send_asked(struct connection *connection, int *error);

@@ -127,7 +127,8 @@ static void lose(struct receiver *receiver, struct connection *connection, enum 
         end_piece(lost[i], false);
 }
 
-/* Ask for a piece that has a slot. Without a connection the control plane is asked for one, and the piece waits. */
+/* Ask for a piece that has a slot. Without a connection the control plane is asked for one, and the piece waits. A
+ * connection that has sent what was not asked for is lost: all its replies would be taken for others. */
 static void ask(struct receiver *receiver, struct piece *piece)
 {
     struct plane *plane = receiver->plane;
@@ -136,14 +137,20 @@ static void ask(struct receiver *receiver, struct piece *piece)
     uint32_t hash_slot = piece->fetch->hash_slots[piece->block];
     pthread_mutex_lock(&plane->lock);
     struct connection *connection = connection_to(session, receiver->thread, hash_slot);
-    bool is_first = !connection && !its->is_waiting;
-    if (is_first) {
-        its->is_waiting = true;
-        its->is_answered = its->is_refused = false;
-        its->hash_slot = hash_slot;
-    }
     pthread_mutex_unlock(&plane->lock);
+    if (connection && has_unasked(connection)) {
+        lose(receiver, connection, UNASKED, 0, "");
+        connection = NULL;
+    }
     if (!connection) {
+        pthread_mutex_lock(&plane->lock);
+        bool is_first = !its->is_waiting;
+        if (is_first) {
+            its->is_waiting = true;
+            its->is_answered = its->is_refused = false;
+            its->hash_slot = hash_slot;
+        }
+        pthread_mutex_unlock(&plane->lock);
         piece->next = receiver->waiting;
         receiver->waiting = piece;
         if (is_first)
@@ -318,6 +325,11 @@ static void receive_one(struct receiver *receiver, struct connection *connection
         lose(receiver, connection, reply, error, text);
         return;
     }
+    piece->stored_bytes = size;
+    if (reply == VALUE && is_of_another(piece)) {
+        lose(receiver, connection, UNASKED, 0, "");
+        return;
+    }
     receiver->num--;
     connection->asked_bytes -= raw_bytes;
     memmove(receiver->asked + at, receiver->asked + at + 1, (size_t)(receiver->num - at) * sizeof *receiver->asked);
@@ -347,7 +359,6 @@ static void receive_one(struct receiver *receiver, struct connection *connection
     if (plane->rates[RECEIVE].bytes_per_s)
         rest_until(receiver, end_at_rate(&plane->rates[RECEIVE], began, size), plane->settings.poll_s);
     count_work(plane, RECEIVE, 1, size, now() - began);
-    piece->stored_bytes = size;
     if (num_areas == 1)
         piece->tag = piece->header + size - TAG_BYTES;
     pass_on(plane, piece, DECOMPRESS);

@@ -38,6 +38,13 @@ void free_connection(struct connection *connection)
     free(connection);
 }
 
+bool has_unasked(const struct connection *connection)
+{
+    uint8_t byte;
+    return !connection->num_asked && (connection->start < connection->end ||
+                                      recv(connection->fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT) > 0);
+}
+
 void ask_piece(struct connection *connection, const struct fetch *fetch, uint32_t block, uint32_t index)
 {
     const struct session *session = fetch->session;
