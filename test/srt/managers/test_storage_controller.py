@@ -654,3 +654,26 @@ def test_what_came_is_told_apart_by_storage_tier():
     assert seen == [((0, 8), (8, 8)), ((0, 8), (8, 16)), ((0, 8), (8, 20))]
     rig.detach("r")
     rig.assert_nothing_left()
+
+
+def test_one_trial_of_slow_storage_at_a_time():
+    rig = Rig(TEXT)
+    trial, breaker = rig.storage._trial, rig.storage.reads
+    key = rig.tree.names.keys.of_prompt("", tokens(TEXT)[:4])
+    breaker.now = 10.0
+    trial.begin_doubt(key, is_slow=True)
+    rig.collect()
+    probe = trial.ticket
+    assert probe is not None and probe.link == PROBE
+    breaker.now = 100.0
+    trial.begin_doubt(key, is_slow=True)
+    assert trial.ticket == probe
+    rig.finish(probe)
+    read = trial.ticket
+    assert read is not None and read.link == FETCH
+    breaker.now = 1000.0
+    trial.begin_doubt(key, is_slow=True)
+    assert trial.ticket == read, "its end would be taken for that of a request's read"
+    rig.finish(read)
+    assert trial.ticket is None
+    rig.assert_nothing_left()

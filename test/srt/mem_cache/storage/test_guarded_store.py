@@ -158,6 +158,20 @@ def test_two_who_ask_for_the_same_both_get_an_answer(rig: Rig):
     assert counts == [8, 8, 8] and not rig.is_left_alone
 
 
+def test_who_waits_behind_one_that_found_out_goes_on_at_once(rig: Rig):
+    gate = Gate(rig.far, "exists")
+    counts: list[int] = []
+    waiting = threading.Thread(target=lambda: counts.append(rig.guarded.exists(KEYS)))
+    waiting.start()
+    assert gate.entered.wait(60)
+    with rig.guarded._changed:
+        rig.guarded._limit_s = HURRY_S
+    assert rig.guarded.exists(KEYS) == 0 and rig.is_left_alone
+    waiting.join(NO_HURRY_S / 2)
+    assert counts == [0], "the first one does not wait for its own limit"
+    gate.open.set()
+
+
 def test_the_limit_follows_what_is_usual(rig: Rig):
     rig.guarded._least_limit_s = 0.5
 
@@ -206,6 +220,22 @@ def test_trials_become_rarer_while_it_fails(rig: Rig):
         rig.wait_for_trial(number)
     rig.far.fails = False
     rig.pass_s(8.1)
+    wait_until(lambda: not rig.is_left_alone)
+
+
+def test_a_trial_that_finds_a_block_makes_the_next_one_quick(rig: Rig):
+    rig.far.fails = True
+    assert rig.both.exists(KEYS) == 0 and rig.is_left_alone
+    number = rig.far.num_asked
+    for pause_s in (1.1, 2.1, 4.1):
+        rig.pass_s(pause_s)
+        number += 1
+        rig.wait_for_trial(number)
+    rig.far.fails = False
+    rig.pass_s(8.1)
+    wait_until(lambda: not rig.is_left_alone)
+    rig.guarded._leave_alone("again")
+    rig.pass_s(1.1)
     wait_until(lambda: not rig.is_left_alone)
 
 
@@ -325,6 +355,12 @@ def test_what_it_missed_counts_as_lost_once_it_is_used_again(rig: Rig):
     assert rig.both.touch(KEYS[:6]) == 1
     assert rig.both.set(KEYS[1:6], FRAMES[1:6]) == 5
     assert rig.both.touch(KEYS[:6]) == 6 == len(rig.far.blocks)
+
+
+def test_reads_are_waited_for_where_the_far_store_wants_that(rig: Rig):
+    assert not rig.both.is_synchronous
+    rig.far.is_synchronous = True  # type: ignore[attr-defined]
+    assert rig.both.is_synchronous
 
 
 def test_clear(rig: Rig, caplog: pytest.LogCaptureFixture):

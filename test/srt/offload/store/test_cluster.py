@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import threading
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -12,7 +13,15 @@ from pathlib import Path
 import pytest
 
 from sglang.srt.offload.store.address import Endpoint, StoreAddress
-from sglang.srt.offload.store.cluster import NUM_SLOTS, REFRESH_S, NodeConnections, SlotMap, parse_slots, slot_of
+from sglang.srt.offload.store.cluster import (
+    NUM_SLOTS,
+    REFRESH_S,
+    NodeConnections,
+    SlotMap,
+    _target,
+    parse_slots,
+    slot_of,
+)
 from sglang.srt.offload.store.node_health import NodeHealth
 from sglang.srt.offload.store.object_store import ObjectStore
 from sglang.srt.offload.store.resp import (
@@ -584,6 +593,27 @@ def test_descriptions_of_a_cluster():
     ):
         with pytest.raises(StoreLost, match="not understood"):
             parse_slots(bad, asked)  # type: ignore[arg-type]
+
+
+def test_a_slot_that_moved_to_a_node_that_was_not_known():
+    first, second, third = (Endpoint("127.0.0.1", number) for number in (1, 2, 3))
+    slot_map = SlotMap(StoreAddress.parse("redis+cluster://127.0.0.1:1"))
+    slot_map.is_cluster, slot_map.nodes, slot_map._stale = True, (first, second), False
+    slot_map.slots = array("h", [0]) * NUM_SLOTS
+    assert not slot_map.has(third)
+    slot_map.moved(7, third)
+    slot_map.moved(8, second)
+    assert slot_map.has(third) and slot_map.nodes == (first, second, third) and not slot_map.ready()
+    assert [slot_map.node_of(slot) for slot in (6, 7, 8)] == [first, third, second]
+    assert slot_map.table() == (True, (first, second, third), slot_map.slots)
+
+
+def test_ports_that_a_redirect_may_name():
+    asked = Endpoint("me", 1)
+    assert _target(ErrorReply("MOVED 7 127.0.0.1:65535"), asked) == (Endpoint("127.0.0.1", 65535), 7)
+    for number in (0, -1, 65536, 70000):
+        with pytest.raises(StoreLost, match="not understood"):
+            _target(ErrorReply(f"MOVED 7 127.0.0.1:{number}"), asked)
 
 
 def test_a_map_that_cannot_be_had_is_not_asked_for_all_the_time(fake):

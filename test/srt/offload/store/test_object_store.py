@@ -307,6 +307,36 @@ def test_one_tenants_blocks_are_erased(redis):
     assert store.manifest(key_of(5)).tenant == b"bob-----"
 
 
+@pytest.mark.parametrize("odd", [b"not hex", b"AB" * 16, b"g" * 32, b"\xff" * 32, b"ab" * 17])
+def test_names_of_no_block_are_not_counted(redis, odd):
+    store, connection = open_store(redis), redis.connection()
+    writer = store.writer()
+    assert all(writer.write(key_of(i), pieces_of(i), b"alice---") for i in range(3))
+    connection.call("SET", store.prefix + odd + b"}:m", connection.call("GET", store.name_of(key_of(0), b"m")))
+    store.limit(b"alice---", 2)
+    assert sum(store.stored([key_of(i) for i in range(3)])) == 2
+    assert connection.call("ZCARD", store.limits.index_of(b"alice---")) == 2
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        b"\x96\x01\x01\xa0\x01\xc4\x00" + b"\x91" * 100_000 + b"\xc0",
+        b"\x95\x01\x01\xa1\xff\x01\xc4\x00",
+    ],
+    ids=["lists in lists", "no UTF-8"],
+)
+def test_a_manifest_that_cannot_be_read_stops_nothing(redis, manifest):
+    store = open_store(redis)
+    writer = store.writer()
+    assert all(writer.write(key_of(i), pieces_of(i), b"alice---") for i in range(2))
+    redis.connection().call("SET", store.name_of(key_of(1), b"m"), manifest)
+    assert store.manifest(key_of(1)) is None
+    store.limit(b"alice---", 5)
+    store.erase(b"alice---")
+    assert redis.connection().call("DBSIZE") == 0
+
+
 def test_keys_of_any_bytes_are_keys(redis):
     store = open_store(redis)
     keys = [b"}" * 16, b"{}*?[" + bytes(11), b"\r\n" * 8, bytes([255]) * 16]
@@ -359,6 +389,16 @@ def test_usage(redis):
     usage = store.usage()
     assert usage["keys"] == 2 * (NUM_PIECES + 1)
     assert usage["size_bytes"] > 100_000 and usage["limit_bytes"] == 0 and usage["evicted_keys"] == 0
+
+
+@pytest.mark.parametrize("num_digits", [19, 20, 5000])
+def test_usage_beyond_what_a_message_can_hold(fake, num_digits):
+    info = b"used_memory:%b\r\nmaxmemory:%b\r\nevicted_keys:1\r\n" % ((b"9" * num_digits,) * 2)
+    replies = {b"INFO": b"$%d\r\n%b\r\n" % (len(info), info), b"DBSIZE": b":%b\r\n" % (b"9" * 19)}
+    server = fake(single(lambda connection, command: connection.send(replies[command[0]])))
+    largest = (1 << 63) - 1
+    expected = {"size_bytes": largest, "limit_bytes": largest, "keys": largest, "evicted_keys": 1}
+    assert open_store(server.address).usage() == expected
 
 
 # -- what can go wrong ----------------------------------------------------------------------------------------------
@@ -502,6 +542,17 @@ def test_a_piece_that_is_too_large_or_no_string_concerns_this_piece_alone(redis)
     with pytest.raises(ErrorReply, match="WRONGTYPE"):
         reader.receive(buffer)
     assert reader.receive(buffer) == 1000 and bytes(buffer) == expected(1, 2)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [b"$1\r\n0\r\n", b"*1\r\n$1\r\n0\r\n", b"*2\r\n$1\r\n0\r\n$1\r\nx\r\n", b":7\r\n", b"$-1\r\n"],
+    ids=["text", "one", "no list", "number", "none"],
+)
+def test_a_scan_that_is_not_understood_is_a_failure(fake, reply):
+    server = fake(single(lambda connection, command: connection.send(reply)))
+    with pytest.raises(StoreFailure, match="SCAN is not understood"):
+        open_store(server.address).clear()
 
 
 def test_the_password_is_in_no_log_and_no_failure(start_redis, caplog):

@@ -392,6 +392,26 @@ def test_a_host_that_is_nowhere():
         RespConnection(StoreAddress.parse("redis://nowhere.invalid"), 5.0).call("PING")
 
 
+def test_addresses_that_are_silent_leave_time_for_the_others(fake, monkeypatch):
+    """As an unreachable IPv6 address before one of IPv4."""
+    timeouts_s: list[float | None] = []
+
+    class Socket(socket.socket):
+        def connect(self, target) -> None:
+            if target == "silent":
+                timeouts_s.append(self.gettimeout())
+                raise TimeoutError
+            super().connect(target)
+
+    server = fake(answering(PONG))
+    (live,) = resp._targets(server.address.endpoints[0])
+    monkeypatch.setattr(resp, "_targets", lambda server: [(live[0], "silent")] * 2 + [live])
+    monkeypatch.setattr(socket, "socket", Socket)
+    assert connect(server, 60.0).call("PING") == b"PONG"
+    first_s, second_s = timeouts_s
+    assert first_s <= 20.0 and second_s <= 30.0
+
+
 def test_a_signal_in_the_middle_of_a_value_leaves_no_half_of_it_behind(fake):
     def serve(connection):
         connection.handshake()

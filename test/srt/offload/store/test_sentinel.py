@@ -211,8 +211,12 @@ def test_a_url_that_names_a_sentinel_as_the_server(fake, start_redis, tmp_path):
     RespConnection(fake(lambda c: [c.handshake(), c.read()]).address, 5.0).refuse_sentinel()
 
 
-def test_a_master_whose_host_cannot_be_one(fake):
-    odd = fake(lambda c: [c.handshake(), c.read(), c.send(b"*2\r\n$3\r\n..h\r\n$1\r\n1\r\n"), c.hold()])
+@pytest.mark.parametrize(
+    ("host", "port"), [("..h", "1"), *(("127.0.0.1", port) for port in ("0", "-1", "65536", "1" * 25))]
+)
+def test_a_master_whose_host_or_port_cannot_be_one(fake, host, port):
+    answer = f"*2\r\n${len(host)}\r\n{host}\r\n${len(port)}\r\n{port}\r\n".encode()
+    odd = fake(lambda c: [c.handshake(), c.read(), c.send(answer), c.hold()])
     with pytest.raises(StoreLost, match="not understood"):
         RespConnection(StoreAddress.parse(url_of(odd)), 5.0).call("PING")
 

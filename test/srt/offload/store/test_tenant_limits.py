@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from sglang.srt.offload.store.object_store import ObjectStore
-from sglang.srt.offload.store.resp import ErrorReply, StoreFailure
+from sglang.srt.offload.store.resp import ErrorReply, StoreFailure, StoreLost
+from sglang.srt.offload.store.tenant_limits import TenantLimits
 from support.store_servers import RedisServer
 
 NUM_PIECES = 2
@@ -156,6 +157,15 @@ def test_erasing_takes_the_index_and_clearing_all(redis):
     assert write(store, range(20)) and len(stored(store, range(20))) == 10, "the limit holds on"
     store.clear()
     assert connection.call("DBSIZE") == 0
+
+
+@pytest.mark.parametrize("reply", [None, b"7", [], 7])
+def test_replies_that_are_not_understood_are_a_failure(reply):
+    """7: to ZRANGE."""
+    limits = TenantLimits(b"prefix{", lambda key: [key])
+    limits.set(ALICE, 5)
+    with pytest.raises(StoreLost, match=r"(ZCARD|ZRANGE) is not understood"):
+        limits.add(ALICE, [key_of(0)], lambda commands: [reply] * len(commands))
 
 
 def test_without_permission_a_limit_is_refused_with_the_reason(start_redis):

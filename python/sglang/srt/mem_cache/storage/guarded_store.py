@@ -177,6 +177,10 @@ class GuardedStore:
     def has_room(self) -> bool:
         return has_room(self.store)
 
+    @property
+    def is_synchronous(self) -> bool:
+        return getattr(self.store, "is_synchronous", False)
+
     def clear(self) -> bool:
         with self._changed:
             self._known_key, is_used = None, not self.reason

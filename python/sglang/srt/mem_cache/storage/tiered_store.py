@@ -38,6 +38,11 @@ class TieredStore:
     def has_room(self) -> bool:
         return has_room(self.near) and has_room(self.far)
 
+    @property
+    def is_synchronous(self) -> bool:
+        """As the far store."""
+        return getattr(self.far, "is_synchronous", False)
+
     def without(self, skips: tuple[int, ...]) -> TieredStore:
         """A view that leaves stores out. skips: 0 for the near one, 1 for the far one."""
         near, far = (_NoBlocks(self.block_tokens) if i in skips else part for i, part in enumerate(parts_of(self)))

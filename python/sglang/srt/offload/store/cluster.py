@@ -70,6 +70,10 @@ class SlotMap:
     def ready(self) -> bool:
         return not self._stale
 
+    def has(self, endpoint: Endpoint) -> bool:
+        """Whether it serves slots, or is asked for the map."""
+        return endpoint in self.nodes or endpoint in self.address.endpoints
+
     def mark_outdated(self) -> None:
         """A node was lost, or redirected a command."""
         self._stale = self.is_cluster is not False

@@ -1,8 +1,8 @@
 """`NodeHealth`: which servers of a store do not answer. Nothing is asked of one that let an operation time out until
 it has answered a PING, so that a stopped server costs one timeout, and other servers of a cluster nothing.
 
-Owns the list of sick servers, and the thread that pings them while there are any. A server that refuses connections
-is none of them: that costs no time.
+Owns the list of sick servers, and for each a thread that pings it while it is sick. A server that the store has no
+more is forgotten. One that refuses connections is none of them: that costs no time.
 """
 
 from __future__ import annotations
@@ -17,13 +17,17 @@ _PING_INTERVAL_S = 0.25
 
 
 class NodeHealth:
-    """connect: a connection of its own, not open yet."""
+    """connect: a connection of its own, not open yet. is_used: whether the store has the server still."""
 
-    def __init__(self, connect: Callable[[Endpoint], RespConnection]) -> None:
+    def __init__(
+        self,
+        connect: Callable[[Endpoint], RespConnection],
+        is_used: Callable[[Endpoint], bool] = lambda endpoint: True,
+    ) -> None:
         self._connect = connect
+        self._is_used = is_used
         self._lock = threading.Lock()
         self._sick: set[Endpoint] = set()
-        self._is_pinging = False
         self._closed = threading.Event()
 
     @property
@@ -37,26 +41,20 @@ class NodeHealth:
 
     def note_timeout(self, endpoint: Endpoint) -> None:
         with self._lock:
-            self._sick = {*self._sick, endpoint}
-            if self._is_pinging or self._closed.is_set():
+            if endpoint in self._sick or self._closed.is_set():
                 return
-            self._is_pinging = True
-        threading.Thread(target=self._ping_all, name="store-ping", daemon=True).start()
+            self._sick = {*self._sick, endpoint}
+        threading.Thread(target=self._ping, args=(endpoint,), name="store-ping", daemon=True).start()
 
     def close(self) -> None:
         self._closed.set()
 
-    def _ping_all(self) -> None:
-        while True:
-            for endpoint in sorted(self._sick):
-                if self._answers(endpoint):
-                    with self._lock:
-                        self._sick = self._sick - {endpoint}
-            with self._lock:
-                if not self._sick or self._closed.is_set():
-                    self._is_pinging = False
-                    return
-            self._closed.wait(_PING_INTERVAL_S)
+    def _ping(self, endpoint: Endpoint) -> None:
+        while not self._answers(endpoint) and self._is_used(endpoint):
+            if self._closed.wait(_PING_INTERVAL_S):
+                return
+        with self._lock:
+            self._sick = self._sick - {endpoint}
 
     def _answers(self, endpoint: Endpoint) -> bool:
         connection = self._connect(endpoint)

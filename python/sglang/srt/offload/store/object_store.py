@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 import threading
 import time
 from array import array
@@ -53,6 +54,9 @@ _MANIFEST = b"m"
 _SCAN_COUNT = 1000
 # Over all nodes, while slots move.
 _MAX_PASSES = 5
+_MAX_COUNT = (1 << 63) - 1
+# What stands between the prefix and the colon of a block's names.
+_BLOCK = re.compile(rb"[0-9a-f]{32}}")
 _CLIENT_NAME = "sglang-kv"
 _COUNTERS = (
     *("probed_blocks", "found_blocks", "read_pieces", "missing_pieces", "read_bytes"),
@@ -104,7 +108,7 @@ class ObjectStore:
         self.limits = TenantLimits(self.prefix, self._names_of)
         self._clock = clock
         self._map = SlotMap(address, clock)
-        self._health = NodeHealth(self._ping_connection)
+        self._health = NodeHealth(self._ping_connection, self._map.has)
         # The caller's threads share one connection for everything but pieces.
         self._lock = threading.Lock()
         self._control = self.connections()
@@ -317,8 +321,12 @@ class ObjectStore:
         for connection in connections.every_node():
             for names in _scan(connection, self.prefix + b"*"):
                 blocks, _ = self._blocks_of(connections, names, tenant)
-                keys = [bytes.fromhex(block[num_before:-1].decode()) for block in blocks]
-                self.limits.add_found(tenant, dict(zip(keys, blocks.values())), connections.pipeline)
+                found = {
+                    bytes.fromhex(block[num_before:-1].decode()): seconds
+                    for block, seconds in blocks.items()
+                    if _BLOCK.fullmatch(block, num_before)
+                }
+                self.limits.add_found(tenant, found, connections.pipeline)
         self.limits.add_found(tenant, {}, connections.pipeline)
 
     def _blocks_of(
@@ -354,10 +362,10 @@ class ObjectStore:
         for each in failures:
             self.failed("asking for the usage", each)
         return {
-            "size_bytes": sum(_info(memory, b"used_memory") for memory, _, _ in answers),
-            "limit_bytes": sum(_info(memory, b"maxmemory") for memory, _, _ in answers),
-            "keys": sum(keys for _, _, keys in answers if isinstance(keys, int)),
-            "evicted_keys": sum(_info(stats, b"evicted_keys") for _, stats, _ in answers),
+            "size_bytes": _sum(_info(memory, b"used_memory") for memory, _, _ in answers),
+            "limit_bytes": _sum(_info(memory, b"maxmemory") for memory, _, _ in answers),
+            "keys": _sum(keys for _, _, keys in answers if isinstance(keys, int)),
+            "evicted_keys": _sum(_info(stats, b"evicted_keys") for _, stats, _ in answers),
         }
 
     def stats(self) -> dict[str, int]:
@@ -605,7 +613,7 @@ def _decoded(manifest: bytes) -> Manifest | None:
     """None: it is none."""
     try:
         return msgspec.msgpack.decode(manifest, type=Manifest)
-    except msgspec.DecodeError:
+    except (ValueError, RecursionError):
         return None
 
 
@@ -640,7 +648,12 @@ def _info(reply: Reply, name: bytes) -> int:
     """The number in a line `name:123` of INFO; 0 if the store does not have it."""
     lines = reply.splitlines() if isinstance(reply, bytes) else []
     value = next((line.partition(b":")[2] for line in lines if line.startswith(name + b":")), b"")
-    return int(value) if value.isdigit() else 0
+    return int(value[:20]) if value.isdigit() else 0
+
+
+def _sum(numbers: Iterable[int]) -> int:
+    """At most what a message and a metric can hold, whatever the servers tell."""
+    return min(sum(numbers), _MAX_COUNT)
 
 
 def _advice(failure: StoreFailure) -> str:

@@ -351,8 +351,10 @@ class RespConnection:
     def _connect(self, server: Endpoint, deadline: float) -> socket.socket:
         """A socket that is connected, and blocking from now on."""
         failure: Exception | None = None
-        for family, target in _targets(server):
-            left_s = deadline - time.monotonic()
+        targets = _targets(server)
+        for i, (family, target) in enumerate(targets):
+            # An address that is silent leaves time for the others.
+            left_s = (deadline - time.monotonic()) / (len(targets) - i)
             if left_s <= 0:
                 break
             connection = socket.socket(family, socket.SOCK_STREAM)

@@ -70,7 +70,7 @@ class MasterFinder:
             raise _UnknownMaster(f"{sentinel} knows no master {name}: correct the master's name in the store's URL")
         try:
             host, port = reply[0].decode(), int(reply[1])
-            if len(reply) != 2 or not is_host(host):
+            if len(reply) != 2 or not is_host(host) or not 0 < port < 1 << 16:
                 raise ValueError
             return Endpoint(host, port)
         except (AttributeError, IndexError, TypeError, ValueError):

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeAlias, TypeVar
 
-from sglang.srt.offload.store.resp import Arg, Reply, StoreFailure
+from sglang.srt.offload.store.resp import Arg, Reply, StoreFailure, StoreLost
 
 # For the key's node.
 Command: TypeAlias = tuple[bytes, Sequence[Arg]]
@@ -166,13 +166,15 @@ class TenantLimits:
     def _count(self, index: bytes, before: Sequence[Sequence[Arg]], ask: Ask) -> int:
         """before: commands that are carried out first."""
         count = checked(ask([(index, command) for command in (*before, (b"ZCARD", index))]))[-1]
-        assert isinstance(count, int)
+        if not isinstance(count, int):
+            raise StoreLost(f"ZCARD is not understood: {count!r:.60}")
         return count
 
     def _evict(self, index: bytes, num: int, ask: Ask) -> int:
         """Returns how many blocks have left the index."""
         (oldest,) = checked(ask([(index, (b"ZRANGE", index, b"0", b"%d" % (num - 1)))]))
-        assert isinstance(oldest, list)
+        if not isinstance(oldest, list):
+            raise StoreLost(f"ZRANGE is not understood: {oldest!r:.60}")
         going = [key for key in oldest if isinstance(key, bytes)]
         names = [self._names_of(key) for key in going]
         commands: list[Command] = [(name, (b"UNLINK", name)) for whole in names for name in whole]

@@ -839,6 +839,16 @@ class DuckTyped:
     batch_exists = batch_get = batch_set = clear = lambda self, *args: None
 
 
+@pytest.mark.parametrize(
+    ("value", "is_v1"), [(0, False), ("0", False), (False, False), (1, True), ("1", True), (True, True)]
+)
+def test_which_interface_is_called(value, is_v1):
+    pool = FakePool()
+    store = create(mine("Plugin", interface_v1=value), pool)
+    Blocks(pool, BLOCK).store(store, block_keys(1))
+    assert store._plugin.calls[-1] == ("batch_set_v1" if is_v1 else "batch_set")
+
+
 def test_a_class_with_the_methods_will_do():
     assert create(mine("DuckTyped")).exists(block_keys(1)) == 0
 
@@ -896,6 +906,7 @@ not_a_class = 3
             "is no storage plugin, it lacks register_mem_pool_host, batch_exists, clear, batch_get, batch_",
         ),
         (mine("DuckTyped", interface_v1=1), "it lacks batch_get_v1, batch_set_v1; derive it from"),
+        *((mine("Plugin", interface_v1=value), "but it has to be 0 or 1") for value in ("no", "", 2, None, [1])),
         (
             mine("OnlyGeneric", interface_v1=1),
             "does not define batch_get_v1 and batch_set_v1; leave interface_v1 out",

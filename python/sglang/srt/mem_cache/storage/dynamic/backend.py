@@ -34,7 +34,7 @@ class DynamicBackend(StorageBackend):
         Option("class_name", STRING, "", "the plugin's class", "required"),
         Option(
             "interface_v1",
-            Kind("0 or 1", lambda value: True),
+            Kind("0 or 1", lambda value: value in (0, 1, "0", "1")),  # and false or true
             0,
             "1: the plugin has batch_get_v1 and batch_set_v1, which work on the host memory of this engine",
         ),
@@ -68,7 +68,7 @@ class DynamicBackend(StorageBackend):
 
         self.check(params.config)
         values = self.values(params.config)
-        plugin_name, interface_v1 = values["backend_name"], bool(values["interface_v1"])
+        plugin_name, interface_v1 = values["backend_name"], bool(int(values["interface_v1"]))
         plugin_class = self._plugin_class(values["module_path"], values["class_name"], interface_v1)
         handlers = _signal_handlers()
         try:
