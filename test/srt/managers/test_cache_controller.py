@@ -729,3 +729,20 @@ def test_what_is_below_a_node_that_streams_leaves_the_device_with_it() -> None:
     assert rig.device.num_free == 8 and rig.lengths("abcd") == (0, 2)
     rig.tree.unlock(receipt, 2, -1)
     rig.check()
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_what_is_streamed_while_it_is_loaded_keeps_its_source(is_streamed: bool) -> None:
+    """A launch may read it from there before the load has ended."""
+    rig = PeerRig(peer=4)
+    node = rig.on_peer("ab")
+    rig.tree.lock(rig.tree.match("", tokens("ab")), 1)
+    if is_streamed:
+        rig.tree.note_stream(node, 5)
+    ticket = load(rig, [node])
+    rig.withdraw()
+    assert (node.frames[PEER] is not None) == is_streamed
+    rig.at(10).commit(ticket)
+    rig.withdraw()
+    assert node.frames[PEER] is None and node.frames[DEVICE] is not None
+    rig.check()

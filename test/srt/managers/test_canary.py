@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -367,3 +369,16 @@ def test_pages_of_eight_bits_may_round_to_neighbours(dtype: torch.dtype) -> None
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_the_tolerance_is_far_above_rounding(dtype: torch.dtype) -> None:
     assert 100 * torch.finfo(dtype).eps <= tolerance(dtype) <= 1.0
+
+
+def test_nothing_is_sampled_where_a_request_may_have_less_than_a_page() -> None:
+    """What follows the prompt's tokens in their array is no token."""
+    config: Any = SimpleNamespace(canary_rate=1.0, page_size=16, num_usable_pages=40, max_resident_len=8)
+    sampling = canary.Canary(config, cast(Any, None))
+    req: Any = SimpleNamespace(plan=[SimpleNamespace(start=32)], namespace="", tokens=np.arange(64, dtype=np.int32))
+    sampling.note_hit(req)
+    assert not sampling._samples
+    config.max_resident_len = 40
+    sampling.note_hit(req)
+    (sample,) = sampling._samples
+    assert sample.tokens.tolist() == list(range(16))

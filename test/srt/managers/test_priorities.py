@@ -167,3 +167,11 @@ def test_a_request_that_streams_gives_its_slot_up() -> None:
     assert driver.scheduler.streaming.reqs and not driver.scheduler.queues.has_free_slot
     driver.step(req("b", 11))
     assert running(driver) == {"b"}
+
+
+def test_memory_that_no_launch_uses_any_more_is_there_in_the_same_step() -> None:
+    """Nothing else is under way, so that no other step would come."""
+    driver = Driver(priorities=STRICT, num_device_pages=14, chunked_prefill_size=8, enable_radix_cache=False)
+    driver.step(req("a", 0, list(range(3, 15))))
+    decision = driver.step(req("b", 20, list(range(40, 52))), results={0: []})
+    assert decision.launch is not None and running(driver) == {"b"}

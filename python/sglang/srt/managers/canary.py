@@ -78,7 +78,7 @@ class Canary:
             return
         page = self.config.page_size
         most = min(int(DEVICE_SHARE * self.config.num_usable_pages) * page, self.config.max_resident_len - page)
-        tokens = req.tokens[: min(end, most // page * page)].copy()
+        tokens = req.tokens[: max(0, min(end, most // page * page))].copy()
         if len(tokens):
             self._samples.append(_Sample(req.namespace, tokens))
 

@@ -650,8 +650,7 @@ class Scheduler:
     def _preempt(self) -> None:
         """Retract running requests for a waiting one of higher priority that has no room."""
         for victim in self.admission.preemptible_streams():
-            self._retract(victim)
-            self._counters["preempted_reqs"] += 1
+            self._take_memory_of(victim)
         req = self.admission.first_in_line()
         victims = self.admission.preemptible_for(req) if req is not None else []
         prompt = self.queues.prefilling
@@ -662,8 +661,13 @@ class Scheduler:
         for victim in victims:
             if not self.admission.lacks_room(req):
                 return
-            self._retract(victim)
-            self._counters["preempted_reqs"] += 1
+            self._take_memory_of(victim)
+
+    def _take_memory_of(self, victim: Req) -> None:
+        self._retract(victim)
+        self._counters["preempted_reqs"] += 1
+        # What no launch uses any more is free at once: perhaps no completion is to come that causes another step.
+        self.cache.reap()
 
     def _prefill_others(self) -> Launch | None:
         if self.config.priorities is not None and self.queues.waiting:

@@ -137,8 +137,12 @@ class SlabWithdrawal:
 
     @staticmethod
     def _is_read(node: Node) -> bool:
-        """Whether a request reads a node from the peer as no other tier has it, or has it on its way there."""
-        return node.lock > 0 and node.frames[Tier.DEVICE] is None and not is_ready(node, Tier.HOST)
+        """Whether a request reads a node from the peer as no other tier has it, or has it on its way there. What is
+        streamed is read until its load has ended."""
+        is_lacking = node.frames[Tier.DEVICE] is None or (
+            node.tickets[Tier.DEVICE] is not None and node.last_stream > NO_LAUNCH
+        )
+        return node.lock > 0 and is_lacking and not is_ready(node, Tier.HOST)
 
     def _is_being_copied(self, node: Node) -> bool:
         frames = node.frames[Tier.PEER]
