@@ -249,3 +249,18 @@ def test_the_log_names_the_crash_record_of_a_scheduler_that_a_signal_ended(is_ki
     child.end()
     assert end == f"the scheduler process {'was killed by SIGKILL' if is_killed else 'ended with exit code 3'}"
     assert (f"sglang.srt.managers.replay {record}" in caplog.text) == is_killed
+
+
+def test_what_a_signal_ended_is_named_before_what_ended_with_it():
+    processes = EngineProcesses(ServerArgs(model_path="m"))
+    for name, code in (
+        ("scheduler rank 0", "import sys; sys.exit(1)"),
+        ("scheduler rank 1", "import os; os.abort()"),
+    ):
+        child = Child(name, (sys.executable, "-c", code), ChildArgs(server_args={}, ipc={}))
+        child.process.wait()
+        processes._children.append(child)
+    end = asyncio.run(processes.wait_for_death())
+    for child in processes._children:
+        child.end()
+    assert end == "the scheduler rank 1 process was killed by SIGABRT"

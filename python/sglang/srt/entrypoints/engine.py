@@ -326,7 +326,9 @@ class EngineProcesses:
         return str(file)
 
     def _first_dead(self) -> Child | None:
-        return min((child for child in self._children if child.dead()), key=Child.ended_at, default=None)
+        """One that a signal ended comes before others: those end because it is gone, perhaps in the same moment."""
+        dead = [child for child in self._children if child.dead()]
+        return min(dead, key=lambda child: (child.process.returncode >= 0, child.ended_at()), default=None)
 
     def _log_records(self, folder: Path) -> None:
         """Name the record of a scheduler that a signal ended. One that ends by an error names its record itself."""
