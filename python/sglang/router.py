@@ -43,7 +43,8 @@ from sglang.srt.entrypoints.openai.serving_responses import RESPONSES_STREAM
 from sglang.srt.entrypoints.request_fields import decode_body
 from sglang.srt.entrypoints.request_scope import REQUEST_ID_HEADER, RequestScope
 from sglang.srt.entrypoints.streams import OPENAI_STREAM, unless_disconnected
-from sglang.srt.server_args import KEY_RULE, OneSentenceParser, is_key
+from sglang.srt.server_args import OneSentenceParser
+from sglang.srt.utils.api_key import KEY_RULE, is_key
 from sglang.srt.utils.child_process import StartupError
 from sglang.srt.utils.errors import RequestError
 from sglang.srt.utils.log import REQUEST_ID, configure_logging

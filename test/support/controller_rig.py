@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.managers.storage_checks import check_storage_ops
 from sglang.srt.managers.storage_controller import StorageController
@@ -23,12 +21,7 @@ from sglang.srt.mem_cache.transfer import (
     TransferOp,
 )
 from sglang.srt.utils.time_units import LaunchClock, LaunchSeq
-
-DEVICE, PEER, HOST = Tier.DEVICE, Tier.PEER, Tier.HOST
-
-
-def tokens(text: str) -> np.ndarray:
-    return np.array([ord(c) for c in text], np.int32)
+from support.storage_rig import DEVICE, HOST, tokens
 
 
 class Rig:

@@ -17,6 +17,8 @@ from urllib.parse import urlsplit
 
 import orjson
 
+from sglang.srt.utils.api_key import KEY_RULE, is_key
+
 # Of one line of a reply's head or of a chunk's size.
 _MAX_LINE = 1 << 20
 
@@ -26,9 +28,8 @@ def key_header(key: str | None) -> dict[str, str]:
     secret, does not stand in it."""
     if not key:
         return {}
-    # As the server takes it: --api-key.
-    if not (key.isascii() and key.isprintable() and " " not in key):
-        raise ValueError("must be printable ASCII without spaces, as a header carries it")
+    if not is_key(key):
+        raise ValueError(f"must be {KEY_RULE}")
     return {"Authorization": f"Bearer {key}"}
 
 

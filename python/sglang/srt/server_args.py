@@ -28,6 +28,7 @@ from sglang.srt.mem_cache.storage.registry import describe_backends, parse_backe
 from sglang.srt.missing_flags import missing_flag
 from sglang.srt.parser.reasoning_parser import REASONING_PARSERS
 from sglang.srt.setting_sources import CONFIG_VARIABLE, from_environment, from_file, variable_of
+from sglang.srt.utils.api_key import KEY_RULE, is_key
 from sglang.srt.utils.peer_endpoint import PeerError, check_endpoint
 from sglang.srt.utils.peer_timing import PeerTiming
 
@@ -730,14 +731,6 @@ class OneSentenceParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         sys.stderr.write(f"error: {message.removeprefix('argument ')}\n")
         sys.exit(2)
-
-
-KEY_RULE = "printable ASCII without spaces, as a header carries it"
-
-
-def is_key(text: str) -> bool:
-    """Whether it fits KEY_RULE."""
-    return text != "" and text.isascii() and text.isprintable() and " " not in text
 
 
 def is_origin(text: str) -> bool:

@@ -17,7 +17,8 @@ from sglang.srt.mem_cache.transfer import (
     Ticket,
     TransferOp,
 )
-from support.controller_rig import DEVICE, HOST, PEER, Rig, load, ops_of, tokens
+from support.controller_rig import Rig, load, ops_of
+from support.storage_rig import DEVICE, HOST, PEER, tokens
 
 # -- backup -----------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,8 @@ from sglang.srt.mem_cache.transfer import (
     StorageOp,
     Ticket,
 )
-from support.controller_rig import DEVICE, HOST, LETTERS, NAMES, PEER, StorageRig, load, tokens
+from support.controller_rig import LETTERS, NAMES, StorageRig, load
+from support.storage_rig import DEVICE, HOST, PEER, tokens
 
 
 def test_a_fetch_from_begin_to_end() -> None:

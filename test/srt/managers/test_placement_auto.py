@@ -14,7 +14,8 @@ from sglang.srt.mem_cache.node import Node
 from sglang.srt.mem_cache.placement import CONVENIENT, FIRST_COPYING_RATIO, LAST, MAX_COPYING_RATIO, SPARE
 from sglang.srt.mem_cache.transfer import D2H, D2P, LINKS, P2H, Ticket, Tier
 from sglang.srt.utils.time_units import Seconds
-from support.controller_rig import DEVICE, HOST, PEER, Rig, ops_of, tokens
+from support.controller_rig import Rig, ops_of
+from support.storage_rig import DEVICE, HOST, PEER, tokens
 
 # Device pages of which a bound on copies in flight leaves room for some letters.
 LARGE = 8 * 64

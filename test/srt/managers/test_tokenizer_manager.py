@@ -112,6 +112,7 @@ def test_an_abort_that_nobody_asked_for_is_an_error():
         h.output(message.rid, "", [], FinishReason(type="abort", message="too long", status_code=400))
         with pytest.raises(RequestError, match="too long"):
             await task
+        assert h.sent == [message] and h.count("num_aborted_requests_total") == 1, "it is not aborted again"
 
     run(test)
 
@@ -621,15 +622,3 @@ def test_of_equals_the_one_that_came_last_loses_its_place() -> None:
             task.cancel()
 
     run(test, args=ServerArgs(model_path="m", max_queued_requests=2, enable_priority_scheduling=True))
-
-
-def test_a_request_that_the_engine_ended_is_not_aborted_again() -> None:
-    async def test(h: Harness) -> None:
-        task = h.start()
-        message = await h.until_sent(1)
-        h.output(message.rid, "", [], FinishReason(type="abort", message="too long", status_code=400))
-        with pytest.raises(RequestError, match="too long"):
-            await task
-        assert h.sent == [message] and h.count("num_aborted_requests_total") == 1
-
-    run(test)

@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 import pytest
@@ -22,6 +22,16 @@ class TooLateError(Exception):
 
 async def nothing() -> None:
     pass
+
+
+@contextlib.contextmanager
+def handling(interrupt: Callable[..., NoReturn]) -> Iterator[None]:
+    """Python calls it in the main thread, whichever thread sends the signal."""
+    before = signal.signal(signal.SIGUSR2, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR2, before)
 
 
 @pytest.fixture
@@ -53,12 +63,8 @@ def test_a_caller_that_is_interrupted_cancels(loop: LoopThread) -> None:
     def interrupt(*_: object) -> NoReturn:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGUSR2, interrupt)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            loop.run(waits())
-    finally:
-        signal.signal(signal.SIGUSR2, before)
+    with handling(interrupt), pytest.raises(KeyboardInterrupt):
+        loop.run(waits())
     assert ended.wait(60)
 
 
@@ -124,12 +130,8 @@ def test_an_interrupted_end_goes_on() -> None:
         assert ends == ["last"]
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGUSR2, interrupt)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            loop.stop(last())
-    finally:
-        signal.signal(signal.SIGUSR2, before)
+    with handling(interrupt), pytest.raises(KeyboardInterrupt):
+        loop.stop(last())
     loop.stop(nothing())
     assert ends == ["last"]
 

@@ -136,7 +136,7 @@ class BorrowedPlaces:
         self._agreed = b""
         # Places to be given back: recalled by their lenders, or lost.
         self._ending: set[int] = set()
-        # Those whose lenders are gone, or want back this very slab.
+        # Those whose lenders are gone, and those that their lenders want back by name.
         self._lost: set[int] = set()
         self._recalled: set[int] = set()
         # Lenders that were gone, and have lent nothing since.

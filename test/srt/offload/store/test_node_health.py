@@ -58,18 +58,6 @@ def test_a_silent_server_does_not_hold_up_the_others():
     wait_until(lambda: health.num_sick == 0, "the silent server to be used again")
 
 
-def test_a_server_that_times_out_again_is_pinged_by_one_thread():
-    health = NodeHealth(Ping)  # type: ignore[arg-type]
-    for _ in range(5):
-        health.note_timeout(ONE)
-    assert Ping.began.wait(60)
-    health.close()
-    Ping.may_end.set()
-    (pinging,) = Ping.threads
-    pinging.join(60)
-    assert not pinging.is_alive()
-
-
 def test_a_server_that_has_gone_is_forgotten():
     used = {ONE}
     health = NodeHealth(Ping, lambda endpoint: endpoint in used)  # type: ignore[arg-type]
@@ -86,9 +74,10 @@ def test_a_server_that_has_gone_is_forgotten():
         assert not pinging.is_alive()
 
 
-def test_a_store_that_is_closed_pings_no_more():
+def test_one_thread_pings_a_server_until_the_store_is_closed():
     health = NodeHealth(Ping)  # type: ignore[arg-type]
-    health.note_timeout(ONE)
+    for _ in range(5):
+        health.note_timeout(ONE)
     assert Ping.began.wait(60)
     health.close()
     Ping.may_end.set()
