@@ -9,6 +9,7 @@ import pytest
 
 from support import decisions
 from support.decisions import decide, entries_of, first_difference, load, runs
+from support.soak_config import SoakConfig
 
 
 @pytest.fixture(autouse=True)
@@ -42,5 +43,5 @@ def test_a_renamed_field_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "config"), list(runs()), ids=lambda value: value if isinstance(value, str) else "")
-def test_every_run_decides_as_recorded(name: str, config: decisions.SoakConfig) -> None:
+def test_every_run_decides_as_recorded(name: str, config: SoakConfig) -> None:
     assert first_difference(entries_of(load()[name]), decide(config)) is None

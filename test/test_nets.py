@@ -25,7 +25,8 @@ from support.residency_events import (
     REWRITTEN_DUPLICATE,
     TWO_LOADS,
 )
-from support.soak import Soak, SoakConfig
+from support.soak import Soak
+from support.soak_config import SoakConfig
 from support.tier_mixes import TIER_MIXES, tier_mix, unused_parts
 
 

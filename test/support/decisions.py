@@ -24,7 +24,8 @@ import zstandard
 
 from sglang.srt.managers.schedule_batch import BatchDecision
 from support.mutations import configurations
-from support.soak import Soak, SoakConfig
+from support.soak import Soak
+from support.soak_config import SoakConfig
 from support.tier_mixes import TIER_MIXES, tier_mix
 
 FILE = Path(__file__).with_name("decisions.msgpack.zst")

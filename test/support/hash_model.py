@@ -108,6 +108,10 @@ class HashModel:
 
     def next_token(self, tokens: np.ndarray) -> int:
         """The greedy continuation of a sequence."""
+        return int(self._run(_key(tokens))[1][-1].argmax())
+
+    def all_logits(self, tokens: np.ndarray) -> torch.Tensor:
+        """(len(tokens), vocab_size) float32, behind each token; not to be written to."""
         return self._run(_key(tokens))[1]
 
     def generate(self, prompt: np.ndarray, num_tokens: int, stop: frozenset[int] = frozenset()) -> list[int]:
@@ -118,8 +122,8 @@ class HashModel:
                 break
         return tokens[len(prompt) :]
 
-    def _run_anew(self, key: bytes) -> tuple[np.ndarray, int]:
-        """KV and next token. The oracle asks for the same sequences again and again: `_run` remembers them."""
+    def _run_anew(self, key: bytes) -> tuple[np.ndarray, torch.Tensor]:
+        """KV and logits. The oracle asks for the same sequences again and again: `_run` remembers them."""
         tokens = torch.from_numpy(np.frombuffer(key, np.int64).copy())
         positions = torch.arange(len(tokens))
         state = self._embed[tokens]
@@ -130,7 +134,7 @@ class HashModel:
             state = self._next(layer, state, self._contributions(layer, kv).cumsum(0))
         found: np.ndarray = torch.stack(layers, 2).numpy()
         found.flags.writeable = False
-        return found, int(self._logits(state[-1:]).argmax()) if len(tokens) else -1
+        return found, self._logits(state)
 
     def _keys_values(self, layer: int, state: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         a, b, c = self._kv[layer]

@@ -58,7 +58,10 @@ from sglang.srt.utils.time_units import NO_LAUNCH
 from support import soak as soak_module
 from support.kv_oracle import OracleError
 from support.residency_events import CopiedTwiceError
-from support.soak import ALL_NETS, Soak, SoakConfig, StuckError, WrongTokensError
+from support.soak import Soak, StuckError
+from support.soak_config import SoakConfig
+from support.soak_rank import ALL_NETS
+from support.soak_requests import WrongTokensError
 from support.stream_emulator import EmulatedEvent
 from support.tier_mixes import tier_mix
 

@@ -11,7 +11,8 @@ from itertools import combinations
 
 from sglang.srt.managers.storage_setup import PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.mem_cache.transfer import Tier
-from support.soak import Soak, SoakConfig
+from support.soak import Soak
+from support.soak_config import SoakConfig
 
 # Device and host are in every mix. "stream" is a request longer than the device, with its swap file; "lent" are slabs
 # of the device that others borrow. Who lends neither borrows nor streams.

@@ -22,7 +22,8 @@ from sglang.srt.managers.scheduler_config import SchedulerConfig
 from sglang.srt.mem_cache.transfer import EXEC
 from support.crashing_scheduler import BAD_TOKEN, fail_on_a_bad_token
 from support.server_fixture import Server
-from support.soak import Soak, SoakConfig
+from support.soak import Soak
+from support.soak_config import SoakConfig
 
 
 def record_of(folder: Path, max_bytes: int = 1 << 30, num_ranks: int = 1) -> tuple[CrashRecord, int]:

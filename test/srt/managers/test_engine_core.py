@@ -31,7 +31,8 @@ from sglang.srt.mem_cache.transfer import (
 from sglang.srt.model_executor.executor import StepResult
 from sglang.srt.model_executor.launch import Launch
 from sglang.srt.sampling.sampling_params import SamplingParams
-from support.soak import Soak, SoakConfig
+from support.soak import Soak
+from support.soak_config import SoakConfig
 
 
 def progress(exec_done: int, h2d: int = 0, d2h: int = 0, failed: dict[str, int] | None = None) -> Progress:

@@ -14,7 +14,8 @@ from managers.test_scheduler import Driver, request
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import BatchDecision
 from sglang.srt.managers.scheduler_config import LayerStreamConfig, PriorityConfig
-from support.soak import Soak, SoakConfig, scheduler_config
+from support.soak import Soak
+from support.soak_config import SoakConfig
 
 STRICT = PriorityConfig(preemption_threshold=10)
 
@@ -112,7 +113,7 @@ def test_only_as_many_as_needed_lose_their_memory() -> None:
 
 
 @pytest.mark.slow
-def test_a_soak_with_priorities_ends_with_the_tokens_of_one_without(monkeypatch) -> None:
+def test_a_soak_with_priorities_ends_with_the_tokens_of_one_without() -> None:
     """The soak compares every token with the oracle's, and all requests end. Memory is short, so some lose it."""
     preempted = []
 
@@ -121,12 +122,8 @@ def test_a_soak_with_priorities_ends_with_the_tokens_of_one_without(monkeypatch)
             super()._take_outputs(decision)
             preempted.append(self.ranks[0].core.scheduler.counters["preempted_reqs"])
 
-    def with_priorities(*args):
-        return replace(scheduler_config(*args), priorities=PriorityConfig(preemption_threshold=0))
-
-    monkeypatch.setattr("support.soak.scheduler_config", with_priorities)
-    drawn = replace(SoakConfig.draw(1, 25), max_running_requests=2, arrival_rate=0.9, insert_at="launch")
-    Counting(drawn).run()
+    drawn = replace(SoakConfig.draw(3, 25), max_running_requests=2, arrival_rate=0.9, insert_at="launch")
+    Counting(replace(drawn, priorities=PriorityConfig(preemption_threshold=0))).run()
     assert preempted[-1] > 0
 
 

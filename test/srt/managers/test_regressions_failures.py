@@ -11,7 +11,8 @@ from sglang.srt.managers.io_struct import FinishReason, TokenizedGenerateReqInpu
 from sglang.srt.managers.schedule_batch import EndReason
 from sglang.srt.sampling.sampling_params import SamplingParams
 from support.hash_model import HashModel
-from support.soak import SoakConfig, build_rank
+from support.soak_config import SoakConfig
+from support.soak_rank import build_rank
 
 CONFIG = SoakConfig(
     seed=1,

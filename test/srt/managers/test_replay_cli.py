@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from sglang.srt.managers.replay import main
-from support.soak import Soak, SoakConfig
+from support.soak import Soak
+from support.soak_config import SoakConfig
 
 
 @pytest.fixture(scope="module")

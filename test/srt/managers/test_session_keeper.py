@@ -11,7 +11,8 @@ from sglang.srt.managers.schedule_batch import BatchDecision
 from sglang.srt.managers.scheduler_config import SchedulerConfig
 from sglang.srt.mem_cache.transfer import Tier
 from sglang.srt.sampling.sampling_params import SamplingParams
-from support.soak import Soak, SoakConfig
+from support.soak import Soak
+from support.soak_config import SoakConfig
 
 TURN = 30
 SINGLES_BETWEEN = 12

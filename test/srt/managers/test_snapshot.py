@@ -14,7 +14,8 @@ from sglang.srt.managers import snapshot as module
 from sglang.srt.managers.schedule_batch import StepInputs
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.snapshot import SnapshotError, restored, snapshot
-from support.soak import Soak, SoakConfig
+from support.soak import Soak
+from support.soak_config import SoakConfig
 
 
 class Chain:

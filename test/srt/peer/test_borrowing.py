@@ -16,7 +16,8 @@ from sglang.srt.mem_cache.slab_use import VALUE_S, SlabUse
 from sglang.srt.mem_cache.transfer import H2D, P2D, Tier
 from sglang.srt.peer.borrowing import Borrowing, BorrowingConfig, Shortage
 from sglang.srt.utils.time_units import Seconds
-from support.soak import Soak, SoakConfig
+from support.soak import Soak
+from support.soak_config import SoakConfig
 
 FRAMES = [(4 * i, 4 * i + 4) for i in range(6)]
 NOTHING = Shortage()

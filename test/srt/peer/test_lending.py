@@ -20,7 +20,8 @@ from sglang.srt.peer.lending import DeviceLending, LendingConfig, OwnCache, why_
 from sglang.srt.sampling.sampling_params import SamplingParams
 from support.coming_and_going import LentOut
 from support.hash_model import HashModel
-from support.soak import SoakConfig, build_rank
+from support.soak_config import SoakConfig
+from support.soak_rank import build_rank
 
 TEN_SLABS = tuple((first, first + 10) for first in range(0, 100, 10))
 

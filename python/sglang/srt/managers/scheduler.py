@@ -572,7 +572,7 @@ class Scheduler:
                 cached_tokens=sum(req.cached_tokens_details.values()),
                 cached_tokens_details=req.cached_tokens_details,
                 computed_tokens_details=req.computed_tokens_details if may_be_last else {},
-                logprobs=req.logprobs[req.num_emitted - req.num_prompt :] if req.logprobs else [],
+                logprobs=req.logprobs[req.num_emitted - req.num_prompt : req.num_known - req.num_prompt],
                 prompt_logprobs=req.prompt_logprobs if req.num_emitted == req.num_prompt else [],
                 embedding=req.embedding if reason is not None else b"",
             )

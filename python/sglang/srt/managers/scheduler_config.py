@@ -158,6 +158,7 @@ class SchedulerConfig:
                 "set --chunked-prefill-size to at least one page"
             )
         assert self.num_host_pages or not self.num_peer_pages, "memory of peers needs a host tier"
+        assert self.priorities is None or not self.inserts_late, "priorities and late insertion: the flags refuse it"
         if self.lending is not None:
             if self.num_peer_pages:
                 raise ValueError(
