@@ -48,6 +48,18 @@ def test_reads_a_directory(tmp_path):
     assert config.local_path == tmp_path
 
 
+def test_ends_that_the_model_cannot_draw_are_left_out(tmp_path):
+    """A minimum length would set a logit that is not there, which fails all requests of the launch."""
+    config = ModelConfig.from_pretrained(write(tmp_path, {"eos_token_id": [99, 100, -1]}, eos_token_id=100))
+    assert config.eos_token_ids == (99,)
+
+
+@pytest.mark.parametrize("ends", ["</s>", [[7]]])
+def test_ends_that_are_no_tokens(tmp_path, ends):
+    with pytest.raises(ModelConfigError, match="is not a valid generation config"):
+        ModelConfig.from_pretrained(write(tmp_path, {"eos_token_id": ends}))
+
+
 @pytest.mark.parametrize(
     "stored,asked,want",
     [

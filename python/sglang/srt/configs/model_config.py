@@ -314,18 +314,19 @@ def _sliding_window(hf_config: Any) -> int | None:
 
 
 def _eos_token_ids(local_path: Path, hf_config: Any) -> tuple[int, ...]:
+    """Without those that the model cannot draw, as of tokens that a tokenizer was given and the model was not."""
     found: list[Any] = [getattr(hf_config, "eos_token_id", None)]
     path = local_path / "generation_config.json"
-    if path.is_file():
-        try:
-            found.append(json.loads(path.read_text()).get("eos_token_id"))
-        except (ValueError, AttributeError) as e:
-            raise ModelConfigError(f"{str(path)!r} is not a valid generation config: {e}.") from e
     ids: dict[int, None] = {}
-    for entry in found:
-        for token in entry if isinstance(entry, list) else [entry]:
-            if token is not None:
-                ids[int(token)] = None
+    try:
+        if path.is_file():
+            found.append(json.loads(path.read_text()).get("eos_token_id"))
+        for entry in found:
+            for token in entry if isinstance(entry, list) else [entry]:
+                if token is not None and 0 <= int(token) < hf_config.vocab_size:
+                    ids[int(token)] = None
+    except (ValueError, AttributeError, TypeError) as e:
+        raise ModelConfigError(f"{str(path)!r} is not a valid generation config: {e}.") from e
     return tuple(ids)
 
 
