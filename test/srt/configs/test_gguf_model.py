@@ -272,6 +272,18 @@ def test_a_factor_alone_scales_positions_linearly(tmp_path, fields):
     assert config["rope_parameters"]["rope_type"] == "linear" and config["rope_parameters"]["factor"] == 4.0
 
 
+@pytest.mark.parametrize("more", [None, 1.0, 1.5])
+def test_yarn_with_a_factor_on_its_own(tmp_path, more):
+    yarn = {"type": "yarn", "factor": 4.0, "original_context_length": 64, "yarn_beta_fast": 16.0, "attn_factor": more}
+    fields = {f"llama.rope.scaling.{key}": value for key, value in yarn.items()}
+    file, _ = make(tmp_path, fields=fields)
+    found = rope_frequencies(16, 256, ModelConfig.from_pretrained(str(file)).rope_parameters)
+    plain = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+    wanted = rope_frequencies(16, 256, plain | {"beta_fast": 16.0})
+    torch.testing.assert_close(found[0], wanted[0])
+    assert found[1] == pytest.approx(wanted[1] * (more or 1.0))
+
+
 @pytest.mark.parametrize("size", [0, 3, 100, 3000, -10])
 def test_a_truncated_file_is_named(tmp_path, size):
     file, _ = make(tmp_path)
@@ -293,9 +305,10 @@ def test_rope_factors_are_those_of_the_type_that_made_them(tmp_path):
     plain, _ = rope_frequencies(16, 256, {"rope_type": "default", "rope_theta": 10000.0})
     # As converters write them: what each frequency is divided by.
     file, _ = make(tmp_path, extra={"rope_freqs.weight": plain / wanted})
-    params = ModelConfig.from_pretrained(str(file)).rope_parameters
+    config = ModelConfig.from_pretrained(str(file))
+    TinyRunner(config)  # they are no weights
     for context in (64, 256):
-        found, factor = rope_frequencies(16, context, params)
+        found, factor = rope_frequencies(16, context, config.rope_parameters)
         torch.testing.assert_close(found, wanted)
         assert factor == 1.0
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -30,7 +31,7 @@ _FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_
 # In tokenizer.json, in place of a tokenizer: why there is none.
 NO_TOKENIZER = "gguf_has_no_tokenizer"
 # Part of the directory's name: change it when equal files give other directories.
-_VERSION = 2
+_VERSION = 3
 # Directories that are kept, of up to some 20 MB, beside those that a process uses.
 _MAX_MODELS = 16
 
@@ -262,13 +263,12 @@ def _rope_parameters(fields: _Fields, tensors: Mapping[str, Any], head_dim: int)
     params |= {"rope_type": scaling, "factor": factor}
     if original:
         params["original_max_position_embeddings"] = original
-    for key, name in (
-        ("yarn_beta_fast", "beta_fast"),
-        ("yarn_beta_slow", "beta_slow"),
-        ("attn_factor", "attention_factor"),
-    ):
-        if (value := fields.own(f"rope.scaling.{key}")) is not None:
+    for name in ("beta_fast", "beta_slow"):
+        if (value := fields.own(f"rope.scaling.yarn_{name}")) is not None:
             params[name] = value
+    if scaling == "yarn" and (more := fields.own("rope.scaling.attn_factor")) is not None:
+        # A factor on YaRN's own; the config's stands in its place.
+        params["attention_factor"] = more * (1 + 0.1 * math.log(max(factor, 1)))
     return params
 
 
