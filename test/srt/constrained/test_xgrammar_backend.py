@@ -48,6 +48,18 @@ def test_strings_of_bounded_length_are_json(vocabulary: str, text: str, is_json:
         assert 1 <= len(json.loads(text)) <= 3
 
 
+@pytest.mark.parametrize("least, most", [(0, 1), (1, 1), (0, 2), (2, 2), (1, None)])
+def test_no_bound_lets_control_characters_in(vocabulary: str, least: int, most: int | None):
+    """xgrammar has other rules where at most one character is allowed."""
+    schema = {"type": "string", "minLength": least} | ({} if most is None else {"maxLength": most})
+    for character in 'a \x7fé\t\n\x00\x1f"\\':
+        is_json = character >= " " and character not in '"\\'
+        text = f'"{character * max(1, least)}"'
+        assert accepts(vocabulary, "json_schema", schema, text) == is_json, repr(character)
+        names = {"type": "object", "additionalProperties": {"type": "null"}, "propertyNames": schema}
+        assert accepts(vocabulary, "json_schema", names, f"{{{text}:null}}") == is_json, repr(character)
+
+
 def test_the_rule_of_bounded_strings_is_found_in_no_other_text(vocabulary: str):
     """A value that looks like the rule stays what it is."""
     value = '\nx ::= (([^"\\\r\n]))\n'

@@ -24,11 +24,12 @@ VOCABULARY_FILE = "vocabulary.json"
 # xgrammar puts the time and a place in its source in front of what it has to say.
 _PLACE = re.compile(r"^\[[\d:]+\] \S+: ")
 
-# The rule by which xgrammar 0.2.8 makes the characters of a string that has a minimum or a maximum length: it allows
-# control characters, which JSON does not. A rule is a line of its own. (One that has escapes too is not the plain set
-# of characters that xgrammar can count fast: a token then takes some hundred times as long.)
-_BOUNDED_CHARACTERS = re.compile(r"^(\S+ ::= )\(\(\[\^\\\"\\\\\\r\\n\]\)\)$", re.MULTILINE)
-_JSON_CHARACTERS = r'\1(([^\\0-\\x1f\\"\\\\]))'
+# The characters of a string that has a minimum or a maximum length, as xgrammar 0.2.8 writes them: it allows control
+# characters, which JSON does not. No value of a schema is written so: its quotation marks have three backslashes. (A
+# rule that has escapes too is not the plain set of characters that xgrammar can count fast: a token then takes some
+# hundred times as long.)
+_BOUNDED_CHARACTERS = r"[^\"\\\r\n]"
+_JSON_CHARACTERS = r"[^\0-\x1f\"\\]"
 
 
 class GrammarError(Exception):
@@ -93,7 +94,7 @@ class GrammarCompiler:
         check_schema(source)
         grammar = xgrammar.Grammar.from_json_schema(source, max_whitespace_cnt=self._max_whitespace)
         rules = str(grammar)
-        mended = _BOUNDED_CHARACTERS.sub(_JSON_CHARACTERS, rules)
+        mended = rules.replace(_BOUNDED_CHARACTERS, _JSON_CHARACTERS)
         return grammar, None if mended == rules else mended
 
     def _with_schemas(self, part: Any) -> Any:
