@@ -28,6 +28,12 @@ def text(**limits: Any) -> dict[str, Any]:
 
 
 INTEGER = {"type": "integer"}
+
+
+def named(name: str, **others: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {name: INTEGER}, **others}
+
+
 DEFS = {"$defs": {"t": {"$anchor": "tt", "type": "string"}}}
 
 
@@ -61,6 +67,13 @@ DEFS = {"$defs": {"t": {"$anchor": "tt", "type": "string"}}}
         ({"const": 1, "enum": [2]}, "none of the values of enum"),
         ({"minLength": 2}, "minLength has no effect without type"),
         ({"type": []}, "type is an empty list"),
+        (named("é", additionalProperties=True), "additionalProperties is not kept from the property 'é'"),
+        (named('a"b', additionalProperties=INTEGER), "not plain ASCII"),
+        (named("a\\b", unevaluatedProperties={}), "unevaluatedProperties is not kept from"),
+        (named("a", patternProperties={"^x": {}}, additionalProperties={}), "kept from the names of patternPropert"),
+        (named("a", propertyNames=text(pattern="^a")), "propertyNames beside properties"),
+        (named("a", propertyNames=text(pattern="^a"), additionalProperties={}), "propertyNames beside properties"),
+        ({"type": "object", "patternProperties": {"^x": {}}, "propertyNames": text()}, "beside patternProperties"),
     ],
 )
 def test_what_is_not_enforced_is_refused_wherever_it_stands(schema: Any, message: str) -> None:
@@ -101,6 +114,10 @@ def test_what_is_not_enforced_is_refused_wherever_it_stands(schema: Any, message
         text(format="uri", minLength=1, maxLength=2083),
         {"properties": {"next": {"$ref": "#"}}},
         {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}},
+        named("é", additionalProperties=False),
+        named("a", patternProperties={"^x": INTEGER}),
+        named("a b~", additionalProperties=INTEGER, propertyNames=True),
+        {"type": "object", "additionalProperties": INTEGER, "propertyNames": text(maxLength=3)},
     ],
 )
 def test_what_passes(schema: Any) -> None:

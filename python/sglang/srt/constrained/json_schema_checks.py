@@ -25,6 +25,7 @@ _SINGLE = (
     "unevaluatedProperties",
     "propertyNames",
 )
+_OTHER_PROPERTIES = ("additionalProperties", "unevaluatedProperties")
 _LENGTHS = ("minLength", "maxLength")
 # What xgrammar enforces where there is a type.
 _NEED_TYPE = (
@@ -135,6 +136,7 @@ def _check_structure(schema: Mapping[str, Any], root: Any, is_name: bool) -> Non
             raise ValueError(f"{dropped} has no effect without type: give the schema a type")
     if "type" not in schema or "object" in kinds:
         _check_required(schema)
+        _check_names(schema)
 
 
 def _check_combiner(key: str, schema: Mapping[str, Any], root: Any) -> None:
@@ -206,6 +208,25 @@ def _check_required(schema: Mapping[str, Any]) -> None:
     for name in required:
         if isinstance(name, str) and name not in properties:
             raise ValueError(f"required names {name[:100]!r}, which properties lacks: add it to properties")
+
+
+def _check_names(schema: Mapping[str, Any]) -> None:
+    """Of properties. xgrammar keeps others from the names that are listed only if these are plain."""
+    listed, patterns, names = (schema.get(key) for key in ("properties", "patternProperties", "propertyNames"))
+    for key, value in (("properties", listed), ("patternProperties", patterns)):
+        if value and names not in (None, True, {}):
+            raise ValueError(f"propertyNames beside {key} is not enforced: leave it out")
+    others = next((key for key in _OTHER_PROPERTIES if schema.get(key, False) is not False), None)
+    if others is None or not isinstance(listed, dict) or not listed:
+        return
+    if patterns:
+        raise ValueError(f"{others} is not kept from the names of patternProperties: set it to false")
+    for name in listed:
+        if not name.isascii() or not name.isprintable() or '"' in name or "\\" in name:
+            raise ValueError(
+                f"{others} is not kept from the property {name[:100]!r}, as its name is not plain ASCII: set it to "
+                "false, or rename the property"
+            )
 
 
 def _check_strings(schema: Mapping[str, Any]) -> None:
