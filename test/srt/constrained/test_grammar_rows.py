@@ -178,6 +178,12 @@ def test_an_answer_ends_by_the_models_tokens_and_by_the_clients_where_they_are_t
     assert allowed(rows.mask([0]), 0) == {letter, TEXTS.index("ab")}
 
 
+def test_a_model_without_ends_takes_the_clients(cache: GrammarCache):
+    rows = GrammarRows(VOCAB_SIZE, (), cache)
+    rows.start(0, spec_of(LANGUAGES[1].grammar), ids(*map(TEXTS.index, "cab")))
+    assert allowed(rows.mask([0]), 0) == {EOS}
+
+
 def test_a_request_without_grammar_in_a_slot_that_had_one(cache: GrammarCache):
     """Its row is not asked for at all; another's is not mixed up with it."""
     rows = rows_of(cache)

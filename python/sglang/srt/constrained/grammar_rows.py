@@ -102,8 +102,6 @@ class _Row:
 
         grammar = spec.params.grammar
         assert grammar is not None
-        # Nothing more is drawn by its grammar: an end was drawn, or it failed.
-        self.is_over = False
         self.failed = False
         self._shared_time = shared_time
         self._credit_s = START_S
@@ -112,6 +110,8 @@ class _Row:
         # Masks that are to be counted alone, and how many the next time.
         self._num_alone = 0
         self._next_num_alone = NUM_ALONE
+        # None once nothing more is drawn by its grammar: an end was drawn, or it failed. The grammar may be large,
+        # and the slot unused for long.
         self._matcher: xgrammar.GrammarMatcher | None = None
         # A client's other stop tokens end the request where the grammar allows them as text.
         ends = [token for token in spec.stop_ids if token in eos_token_ids] or list(spec.stop_ids)
@@ -125,18 +125,18 @@ class _Row:
 
     def accept(self, token: int, allowance_s: float) -> None:
         """allowance_s: see `token_allowance_s`."""
-        if self.is_over or self._matcher is None:
+        if self._matcher is None:
             return
         self._credit_s = min(CREDIT_S, self._credit_s + allowance_s)
         with _Measured(self, "continued"):
             if not self._matcher.accept_token(token):
                 self.fail(f"token {token} does not continue it")
             elif self._matcher.is_terminated():
-                self._end()
+                self._matcher = None
 
     def fill(self, mask: np.ndarray, at: int) -> None:
         """mask: (n, words) int32, of which row `at` holds ones."""
-        if self.is_over or self._matcher is None:
+        if self._matcher is None:
             return
         with _Measured(self, "asked") as measured:
             self._matcher.fill_next_token_bitmask(mask, at)
@@ -169,18 +169,14 @@ class _Row:
         # The client is told, and the line of its request has its id.
         logger.debug("a request's grammar cannot be followed: %s", why)
         self.failed = True
-        self._end()
-
-    def _end(self) -> None:
-        self.is_over = True
-        self._matcher = None  # the grammar may be large, and the slot unused for long
+        self._matcher = None
 
     def spend(self, seconds: float) -> None:
         self._credit_s -= seconds
         if self._credit_s >= 0:
             return
         missing, self._credit_s = -self._credit_s, 0.0
-        if not self._shared_time.take(missing) and not self.is_over:
+        if not self._shared_time.take(missing) and self._matcher is not None:
             self.fail(f"it took {missing:.3f} s of the processor beyond its credit, and so much is not left")
 
 

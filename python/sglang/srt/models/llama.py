@@ -253,8 +253,7 @@ class LlamaForCausalLM(nn.Module):
     @torch.inference_mode()
     def logits(self, state: DecoderState, batch: ForwardBatch) -> torch.Tensor:
         """(num_samples, vocab_size) float32, on every rank."""
-        normed, state.hidden = self.norm.after_add(state.hidden, state.update)
-        state.update = None
+        normed, _ = self.norm.after_add(state.hidden, state.update)
         if batch.wants_hidden:
             batch.hidden = normed
         return self.lm_head(normed)
