@@ -254,6 +254,28 @@ def test_decodes_whose_capture_fails_go_on_without_a_graph(config, monkeypatch, 
     engine.close()
 
 
+def test_prefills_whose_capture_fails_go_on_with_a_graph_a_layer(config, monkeypatch):
+    monkeypatch.setattr(executor_module, "PageTable", lambda slots, device, places: PageTable(slots, device, 64))
+    failed: list[int] = []
+
+    def fails(self, count, attention):
+        failed.append(count)
+        raise torch.OutOfMemoryError("no memory for a graph")
+
+    with emulated_device(15):
+        attention, graphs = PagedAttention(captures_extends=True), {"graph_batch_size": 8, "graph_prefill_tokens": 40}
+        engine = LocalEngine(config, 700, device="cuda", attention_backend=attention, **graphs)
+        monkeypatch.setattr(PrefillGraphs, "_capture_whole", fails)
+        # From the second time on they are short.
+        found = [engine.generate(prompts(9), params(8)) for _ in range(3)]
+        engine.close()
+    assert failed and len(set(failed)) == len(failed)
+    engine = LocalEngine(config, 700)
+    for answers in found:
+        assert [each.tokens for each in answers] == [each.tokens for each in engine.generate(prompts(9), params(8))]
+    engine.close()
+
+
 def test_what_is_over_waits_while_a_graph_is_captured():
     """It frees pinned memory, see `capturing`."""
     was_over, over = [], threading.Event()
