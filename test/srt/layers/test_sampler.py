@@ -9,6 +9,7 @@ import torch
 
 from sglang.srt.layers.sampler import Sampler, random_uniform
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.sampling.sampling_params import SamplingParams
 from support import fake_flashinfer
 
 
@@ -207,6 +208,21 @@ def test_kernels_that_cut_give_the_same_tokens(seed):
     with fake_flashinfer.installed() as calls:
         assert torch.equal(Sampler()(logits, batch), want)
     assert calls["top_k_renorm_probs"].called and calls["top_p_renorm_probs"].called
+
+
+def test_a_top_k_of_more_than_32_bits_keeps_all_beside_one_that_cuts():
+    """The kernels take it as an int32."""
+    logits, positions = (
+        torch.randn(2, 100, generator=torch.Generator().manual_seed(1)),
+        torch.zeros(2, dtype=torch.int64),
+    )
+    for seed in range(20):
+        largest = SamplingParams(top_k=1 << 31, top_p=0.9, sampling_seed=seed)
+        params = [largest, SamplingParams(top_k=5, sampling_seed=seed)]
+        with fake_flashinfer.installed():
+            tokens = Sampler()(logits, SamplingBatchInfo.from_params(params, 100, positions))
+        alone = Sampler()(logits[:1], SamplingBatchInfo.from_params([largest], 100, positions[:1]))
+        assert tokens[0] == alone[0]
 
 
 @pytest.mark.gpu

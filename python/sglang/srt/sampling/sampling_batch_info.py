@@ -35,7 +35,7 @@ class SamplingCuts:
 class SamplingBatchInfo:
     """One entry per sampled row; all columns on one device.
 
-    temperatures, top_ps: (n,) float32. top_ks: (n,) int64, vocabulary size where unlimited. seeds: (n,) int64.
+    temperatures, top_ps: (n,) float32. top_ks: (n,) int64, the vocabulary's size at most. seeds: (n,) int64.
     min_ps: (n,) float32. positions: (n,) int64, index of the token to be drawn in its sequence (prompt included).
     is_all_greedy: every temperature is 0. cuts: None lets the sampler read them off the columns, which waits for a
     device; `from_params` knows them.
@@ -62,7 +62,7 @@ class SamplingBatchInfo:
         columns = _Columns(
             np.minimum([p.temperature for p in params], np.finfo(np.float32).max).astype(np.float32),
             np.array([p.top_p for p in params], np.float32),
-            np.array([p.top_k if p.top_k > 0 else vocab_size for p in params], np.int64),
+            np.array([min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params], np.int64),
             np.array([p.min_p for p in params], np.float32),
         )
         return cls(
@@ -104,7 +104,7 @@ class _Columns:
         return SamplingCuts(
             num_limited=len(rows),
             limited=to_device(rows, device) if 0 < len(rows) < len(drawn) else None,
-            deepest_top_k=int(np.clip(self.top_ks[rows].max(), 1, vocab_size)) if len(rows) else vocab_size,
+            deepest_top_k=int(self.top_ks[rows].max()) if len(rows) else vocab_size,
             has_top_k=bool(by_top_k.any()),
             has_top_p=bool(by_top_p.any()),
             has_min_p=bool((self.min_ps > 0).any()),
