@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.model_executor.launch import LaunchMode
 from sglang.srt.sampling.logprob_types import LogprobSpec
+from sglang.srt.sampling.penalties import PenaltyTable
 from sglang.srt.sampling.sampling_params import SamplingParams
 from support.local_engine import Generation, LocalEngine
 
@@ -92,6 +93,26 @@ def test_penalties_in_a_batch_and_through_retraction(model: Model, penalties: tu
     assert (engine.scheduler.counters["retracted_reqs"] > 0) == (pages == 90)
     for prompt, answer, shape in zip(batch, answers, [penalise(*penalties), lambda x, _: x, penalise(*penalties)]):
         assert answer.tokens == model.greedy(prompt, 30, shape)
+    engine.close()
+
+
+def test_no_memory_for_penalties_fails_the_launch(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first request with a penalty takes it. The stream goes on."""
+    start, tries = PenaltyTable.start, []
+
+    def fails_at_first(table: PenaltyTable, slot: int, tokens: torch.Tensor) -> None:
+        tries.append(slot)
+        if len(tries) == 1:
+            raise torch.OutOfMemoryError("no memory for penalties")
+        start(table, slot, tokens)
+
+    monkeypatch.setattr(PenaltyTable, "start", fails_at_first)
+    engine = LocalEngine(model.config, num_device_pages=500)
+    batch = prompts(4, [9, 20])
+    answers = engine.generate(batch, [params(frequency_penalty=0.7), params()])
+    for prompt, answer, shape in zip(batch, answers, [penalise(0.7, 0.0, 1.0), lambda x, _: x]):
+        assert answer.tokens == model.greedy(prompt, 30, shape)
+    assert len(tries) == 2
     engine.close()
 
 

@@ -385,10 +385,11 @@ class ModelExecutor:
     def _prepare(self, run: _Run) -> None:
         run.began = self.stream.mark()
         self._page_table.apply(run.launch.page_runs, run.launch.page_appends)
-        self._start_sampling(run.launch)
         if run.ends_void:
             self._void = False
         run.void = self._void
+        # The first request with a penalty takes memory, of which there may be too little.
+        self._try(run, partial(self._start_sampling, run.launch))
         if not run.is_graph:
             self._guard(run, self.model.embed)
 
