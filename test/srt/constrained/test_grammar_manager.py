@@ -105,6 +105,8 @@ def test_a_grammar_is_held_until_its_request_has_ended_and_others_wait_for_room(
     fixture.cache.is_full = False
     ready, _ = fixture.manager.take_ready()
     assert [each.rid for each in ready] == ["2"] and fixture.cache.held == ["a"]
+    fixture.manager.release("2")
+    assert fixture.cache.held == []
 
 
 def test_a_grammar_that_was_given_up_before_it_was_held_is_compiled_again():
