@@ -476,6 +476,19 @@ def test_the_chat_template_and_the_ends_come_from_the_file(tmp_path):
     assert tokenizer_fields(300)["tokenizer.ggml.tokens"][tokenizer.eos_token_id] == "</s>"
 
 
+def test_known_ends_that_the_file_does_not_name_end_an_answer(tmp_path):
+    tokens, kinds = (tokenizer_fields(300)[f"tokenizer.ggml.{key}"] for key in ("tokens", "token_type"))
+    for at, token, kind in (
+        (290, "<|eot_id|>", 3),
+        (291, "<|eom_id|>", 3),
+        (292, "<|im_end|>", 1),
+        (293, "<|x|>", 3),
+    ):
+        tokens[at], kinds[at] = token, kind
+    file, _ = make(tmp_path, fields={"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds})
+    assert set(ModelConfig.from_pretrained(str(file)).eos_token_ids) == {290, 291, 299}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_transformers_loads_the_same_file_to_the_same_logits(tmp_path, family):

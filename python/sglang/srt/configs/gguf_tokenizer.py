@@ -15,6 +15,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 # Values of tokenizer.ggml.token_type.
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
+# Control tokens that end an answer, of which a file names one or two. Configs of Llama 3 and Qwen have all of theirs.
+_ENDS = frozenset(("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>", "<|endoftext|>", "<|im_end|>"))
 _REMEDY = "give its tokenizer as a directory with --tokenizer-path"
 
 
@@ -94,7 +96,9 @@ class SpecialIds:
             if at is not None and not isinstance(at, int):
                 raise ValueError(f"{name}_token_id is {at!r}")
         of_config = {f"{name}_token_id": ids[name] for name in ("bos", "eos") if ids[name] is not None}
-        return cls(of_config, sorted({at for at in (ids["eos"], ids["eot"]) if at is not None}))
+        tokens, kinds = (metadata.get(f"tokenizer.ggml.{key}") or [] for key in ("tokens", "token_type"))
+        known = {at for at, (token, kind) in enumerate(zip(tokens, kinds)) if kind == _CONTROL and token in _ENDS}
+        return cls(of_config, sorted(known.union(at for at in (ids["eos"], ids["eot"]) if at is not None)))
 
 
 @dataclass(frozen=True)
