@@ -54,6 +54,28 @@ def test_ends_that_the_model_cannot_draw_are_left_out(tmp_path):
     assert config.eos_token_ids == (99,)
 
 
+END = {"content": "<|im_end|>", "special": True}
+
+
+@pytest.mark.parametrize(
+    "config, added, want",
+    [
+        ({"eos_token": "<|im_end|>", "added_tokens_decoder": {"31": END, "7": {"content": "</s>"}}}, None, (7, 31)),
+        ({"eos_token": END, "added_tokens_decoder": {"7": {"content": "</s>"}}}, [{"id": 32, **END}], (7, 32)),
+        ({"eos_token": "<|im_end|>"}, [{"id": 100, **END}], (7,)),
+        ({"eos_token": "<|im_end|>"}, None, (7,)),
+        ({"eos_token": None}, None, (7,)),
+        ({"eos_token": 5, "added_tokens_decoder": [END]}, None, (7,)),
+    ],
+)
+def test_the_tokenizers_end_ends_an_answer(tmp_path, config, added, want):
+    """As of a model that was tuned to another template, whose config.json still names its base's end."""
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    if added is not None:
+        (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
+    assert ModelConfig.from_pretrained(write(tmp_path)).eos_token_ids == want
+
+
 @pytest.mark.parametrize("ends", ["</s>", [[7]]])
 def test_ends_that_are_no_tokens(tmp_path, ends):
     with pytest.raises(ModelConfigError, match="is not a valid generation config"):

@@ -32,6 +32,7 @@ from sglang.srt.configs.model_files import (
     read_config_json,
     resolve_model_path,
     rope_parameters_of,
+    tokenizer_end,
     unsupported_dtype,
 )
 from sglang.srt.configs.quantization import WeightQuantization
@@ -77,7 +78,7 @@ class ModelConfig:
     # Values of a head.
     head_dim: int
     vocab_size: int
-    # From config.json and generation_config.json, in that order, each once.
+    # From config.json, generation_config.json and the tokenizer's files, in that order, each once.
     eos_token_ids: tuple[int, ...]
     # Of the KV cache; None for dtype.
     kv_cache_dtype: torch.dtype | None = None
@@ -321,6 +322,8 @@ def _eos_token_ids(local_path: Path, hf_config: Any) -> tuple[int, ...]:
     try:
         if path.is_file():
             found.append(json.loads(path.read_text()).get("eos_token_id"))
+        # A model that was tuned to another end may have it there alone.
+        found.append(tokenizer_end(local_path))
         for entry in found:
             for token in entry if isinstance(entry, list) else [entry]:
                 if token is not None and 0 <= int(token) < hf_config.vocab_size:

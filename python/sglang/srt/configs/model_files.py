@@ -356,6 +356,23 @@ def check_tokenizer_files(path: Path) -> None:
             raise ModelConfigError(problem)
 
 
+def tokenizer_end(path: Path) -> int | None:
+    """The token that ends an answer by the tokenizer's files. path: a model's directory. None where they do not tell,
+    or cannot be read, which the tokenizer itself reports."""
+    try:
+        config = _read_object(path / "tokenizer_config.json")
+        end = config.get("eos_token")
+        text = end["content"] if isinstance(end, dict) else end
+        added = {each["content"]: int(at) for at, each in config.get("added_tokens_decoder", {}).items()}
+        if text is not None and text not in added:
+            added = {
+                each["content"]: int(each["id"]) for each in _read_object(path / "tokenizer.json")["added_tokens"]
+            }
+        return added.get(text)
+    except (ModelConfigError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
 def some(names: Sequence[str], limit: int = 5) -> str:
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
