@@ -120,6 +120,14 @@ def test_abort(engine, rid, abort_all):
     assert last["meta_info"]["finish_reason"]["type"] == "abort"
 
 
+def test_an_empty_rid_ends_no_request(engine):
+    stream = engine.generate("a b", {"max_new_tokens": 400, "ignore_eos": True}, stream=True)
+    next(stream)
+    engine.abort_request()
+    *_, last = stream
+    assert last["meta_info"]["finish_reason"] == {"type": "length", "length": 400}
+
+
 def test_a_stream_may_be_given_up_in_the_engines_own_thread(engine):
     """Where garbage collection may close it."""
     stream = engine.generate("a b", {"max_new_tokens": 3900, "ignore_eos": True}, stream=True)

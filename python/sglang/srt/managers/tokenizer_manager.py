@@ -738,7 +738,8 @@ class TokenizerManager:
         the tokens that they have."""
         for state in self._states.values():
             names = (state.client_rid, state.request_id, state.rid)
-            if (rid is None or rid in names) and not state.finished:
+            # An Engine's requests have an empty x-request-id, which names none of them.
+            if (rid is None or (rid and rid in names)) and not state.finished:
                 state.aborting = True
                 if state.sent is not None:
                     self._send(encode(AbortReq(rid=state.rid)))
