@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from sglang.srt.entrypoints.http_routes import make_app
@@ -15,14 +16,17 @@ from support.one_word import OneWord
 
 
 class Recording(OneWord):
-    """Each change is noted, and succeeds unless there is a message."""
+    """Each change is noted, and succeeds unless there is a message. A prompt's ids are its letters."""
 
     def __init__(self, message: str) -> None:
         self.message = message
         self.changes: list[tuple[Any, ...]] = []
 
+    async def render_chat(self, messages, kwargs, continue_final):
+        return "".join(f"{each['role']}: {each['content']};" for each in messages)
+
     async def prompt_ids(self, prompt, add_special_tokens, namespace):
-        return await self.tokenize(prompt, add_special_tokens)
+        return np.array([ord(letter) for letter in prompt])
 
     async def get_internal_state(self) -> dict[str, Any]:
         return {"admin": {"policies": {"hicache_bubble_filling": True, "hicache_load_or_recompute": False}}}
@@ -98,6 +102,17 @@ def test_a_name_may_have_a_slash(kind: str) -> None:
         assert reply.status_code == 200 and change[0] == "a/b"
         reply, (change,) = ask("DELETE", f"/hicache/{kind}/{path}")
         assert reply.status_code == 200 and change[0] == "a/b" and len(change[2]) == 0
+
+
+def test_the_messages_of_a_prefix_are_those_of_a_chat() -> None:
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+    ]
+    _, ((_, _, ids),) = ask("PUT", "/hicache/labels/n", {"messages": messages})
+    assert "".join(map(chr, ids)) == "system: Be brief.;user: a b;"
+    reply, changes = ask("PUT", "/hicache/labels/n", {"messages": [{"role": "nobody", "content": "a"}]})
+    assert reply.status_code == 400 and "'nobody'" in reply.text and not changes
 
 
 @pytest.mark.parametrize("kind", ["labels", "retention"])

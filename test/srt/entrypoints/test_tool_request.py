@@ -99,6 +99,13 @@ def test_a_tools_message_gets_the_name_of_its_function() -> None:
     assert "tool_calls" not in template_messages([{"role": "assistant", "content": "a", "tool_calls": []}])[0]
 
 
+def test_a_developers_message_is_one_of_the_system_unless_the_template_has_the_role() -> None:
+    given = [{"role": "developer", "content": "Be brief."}]
+    assert template_messages(given, "{% if role == 'system' %}") == [{"role": "system", "content": "Be brief."}]
+    assert template_messages(given, "{% if role == 'developer' %}") == given
+    assert given[0]["role"] == "developer"
+
+
 @pytest.mark.parametrize("calls", ["f", [{"id": "1"}], [{"function": {"arguments": "{}"}}], [3]])
 def test_calls_without_a_function_are_refused(calls: Any) -> None:
     with pytest.raises(RequestError, match=r"messages\[0\]\.tool_calls") as error:

@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from sglang.srt.entrypoints.audit import shown_salt
 from sglang.srt.entrypoints.auth import require_a_key, require_admin
+from sglang.srt.entrypoints.openai.chat_messages import template_messages
 from sglang.srt.entrypoints.request_bodies import parsed
 from sglang.srt.entrypoints.request_fields import check_name, namespace
 from sglang.srt.entrypoints.streams import unless_disconnected
@@ -325,7 +326,8 @@ async def _prompt_of(prefix: Prefix, manager: TokenizerManager) -> tuple[str | l
     if len(given) != 1:
         raise RequestError("give one of text, input_ids and messages", param="text")
     if prefix.messages is not None:
-        return await manager.render_chat(prefix.messages, {}, continue_final=False), True
+        messages = template_messages(prefix.messages, manager.chat_format.template)
+        return await manager.render_chat(messages, {}, continue_final=False), True
     return prefix.text if prefix.text is not None else prefix.input_ids or [], False
 
 

@@ -11,13 +11,16 @@ from sglang.srt.utils.errors import RequestError
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
-def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def template_messages(messages: Sequence[Mapping[str, Any]], template: str = "") -> list[dict[str, Any]]:
     """Each content is one text, which every template takes. The arguments of calls are objects, as the templates
-    expect. A tool's message gets the name of its function. Other fields stay as they are."""
+    expect. A tool's message gets the name of its function. A developer's message becomes one of the system, unless
+    the template has that role: most templates would leave the message out. Other fields stay as they are."""
     made = []
     names: dict[str, str] = {}
     for at, message in enumerate(messages):
         made.append(_message(message, at))
+        if message["role"] == "developer" and "developer" not in template:
+            made[-1]["role"] = "system"
         for call in made[-1].get("tool_calls", ()):
             names[str(call.get("id"))] = call["function"]["name"]
         if message.get("role") == "tool" and (name := names.get(str(message.get("tool_call_id")))) is not None:
