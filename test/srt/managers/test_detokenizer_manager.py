@@ -249,6 +249,14 @@ def test_held_back_text_comes_with_the_end():
     assert "".join(r.text for r in results[:-1]) == "ends with "
 
 
+def test_a_last_output_of_many_tokens_breaks_no_character_where_stop_strings_are_searched_for():
+    ids = [BYTE_FALLBACK.token_to_id(f"<0x{b:02X}>") for b in "é🎉ST".encode()]
+    manager = DetokenizerManager(decode_with(BYTE_FALLBACK))
+    manager.handle(DetokenizeReq(rid="r", stop=("STOP",)))
+    (result,) = run(manager, output(ids, FinishReason(type="length", length=len(ids))))
+    assert result.text == "é🎉ST"
+
+
 def test_aborts_of_unknown_requests_pass_and_their_tokens_do_not():
     manager = DetokenizerManager(decode_with(BYTE_LEVEL))
     assert run(manager, output([5])) == []

@@ -94,6 +94,18 @@ def test_the_oldest_points_go_and_a_client_gets_what_is_new() -> None:
     assert rig.columns(since=-math.inf)["time"] == rig.columns(since=1.0)["time"] == times
 
 
+def test_a_line_that_is_0_in_what_is_new_is_left_out() -> None:
+    rig = Rig()
+    for prompt_tokens in (0, 50, 50):
+        rig.point(state(prompt_tokens, running=1))
+    rig.point(None)
+    assert "prompt_tokens" in rig.columns()
+    assert rig.columns(since=1010) == {
+        **{"time": [1015, 1020], "running": [1, None]},
+        **{f"filled.{tier}": [part, None] for tier, part in (("device", 0.6), ("disk", 0.25))},
+    }
+
+
 def test_a_history_of_all_that_can_happen_is_small() -> None:
     rig = Rig()
     everything = state(running=1)
@@ -138,13 +150,14 @@ def sampled(rig: Rig, ask: Callable[[], Awaitable[dict[str, Any]]], num_points: 
     asyncio.run(main())
 
 
-def test_an_idle_scheduler_is_left_asleep() -> None:
+@pytest.mark.parametrize("storage", [state()["storage"], None])
+def test_an_idle_scheduler_is_left_asleep(storage: Any) -> None:
     rig = Rig()
     asked: list[float] = []
 
     async def ask() -> dict[str, Any]:
         asked.append(rig.now)
-        return state(in_flight=int(rig.now == 10))
+        return state(in_flight=int(rig.now == 10)) | {"storage": storage}
 
     sampled(rig, ask, 30)
     # Until nothing is in flight and two states are equal; then once a minute.

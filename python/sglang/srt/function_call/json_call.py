@@ -58,7 +58,7 @@ class JsonCall:
             if not (yield from reader.take(",")) and not (yield from reader.starts_with("}")):
                 return self._broken()
             yield from reader.skip_space()
-        if not self._begun and self._name is not None and self._early is None:
+        if self._name is not None and self._early is None:
             self._early = ["{}"]  # a call without arguments
             self._begin()
         return CallEnd.COMPLETE if self._begun else CallEnd.NO_CALL

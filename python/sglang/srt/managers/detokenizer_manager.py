@@ -152,19 +152,12 @@ class RequestText:
         self._stops = StopMatcher(req.stop, req.no_stop_trim)
         self._has_stops = bool(req.stop)
         self._keep = req.no_stop_trim
-        self._tokens_before = 0
 
     def process(self, output: TokenOutput) -> StrOutput:
         ids = bytes_to_ids(output.output_ids).tolist()
         reason = output.finish_reason
         # The id that ended the request is counted, but it is not part of the text.
-        hidden = int(
-            bool(ids)
-            and reason is not None
-            and reason.type == "stop"
-            and reason.matched == ids[-1]
-            and not self._keep
-        )
+        hidden = int(bool(ids) and reason is not None and reason.matched == ids[-1] and not self._keep)
         shown = ids[: len(ids) - hidden]
         text = ""
         # One by one, if stop strings are searched for: the answer ends, and is counted, at the token that completes

@@ -298,7 +298,6 @@ class TokenizerManager:
         # Set by every token, for those who clear it and wait.
         self.token_came = asyncio.Event()
         self.ready: asyncio.Future[SchedulerReady] = asyncio.get_running_loop().create_future()
-        self.last_state: dict[str, Any] = {}
         # How storage names blocks; None while there is none.
         self._names: BlockKeys | None = None
         self.prefixes = PrefixSampler()
@@ -745,9 +744,9 @@ class TokenizerManager:
                     self._send(encode(AbortReq(rid=state.rid)))
 
     async def get_internal_state(self) -> dict[str, Any]:
-        self.last_state = msgspec.json.decode(await self.control.state())
-        self.metrics.set_scheduler_state(self.last_state)
-        return self.last_state
+        state: dict[str, Any] = msgspec.json.decode(await self.control.state())
+        self.metrics.set_scheduler_state(state)
+        return state
 
     async def keep_history(self) -> None:
         """For ever: what the live page shows of the past."""
