@@ -238,6 +238,12 @@ EXAMPLES = (
     Example("qwen3_coder", "<tool_call>\n<function=no_tool>\n</function>\n</tool_call>", "", (("no_tool", "{}"),)),
     Example(
         "qwen3_coder",
+        "<tool_call>\n<function=no_tool>\n<parameter=a>\n12\n</parameter>\n</function>",
+        "",
+        (("no_tool", '{"a": "12"}'),),
+    ),
+    Example(
+        "qwen3_coder",
         '<tool_call>\n<function=f>\n<parameter=b>\n\n <a>\n</parameter> "é\\n\n\n</parameter>\n'
         "</function>\n</tool_call>\n"
         "<tool_call>\n<function=get-time>\n</function>\n</tool_call>",
@@ -251,6 +257,7 @@ EXAMPLES = (
         (("get_weather", '{"days": "many"}'),),
     ),
     Example("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=b>\ncut </para", "", (("f", '{"b": "cut '),)),
+    Example("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=b>\ncut\n", "", (("f", '{"b": "cut\\n'),)),
     Example(
         "qwen3_coder", "<tool_call>\n<function=f>\n<parameter=b>\nx\n</parameter>\n</func", "", (("f", '{"b": "x"}'),)
     ),

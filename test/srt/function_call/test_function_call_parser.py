@@ -272,6 +272,7 @@ DEFS = {
         ({"type": "integer"}, "12.0", 12),
         ({"type": "integer"}, "12.5", "12.5"),
         ({"type": "number"}, "NaN", "NaN"),
+        ({"type": "number"}, "true", "true"),
         ({"type": "number"}, "9" * 5000, "9" * 5000),
         ({"type": ["string", "null"]}, "None", None),
         ({"type": ["string", "null"]}, '"quoted"', '"quoted"'),
