@@ -272,3 +272,15 @@ def test_what_a_signal_ended_is_named_before_what_ended_with_it():
     for child in processes._children:
         child.end()
     assert end == "the scheduler rank 1 process was killed by SIGABRT"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have other numbers")
+def test_a_signal_without_a_name_is_named_by_its_number():
+    """An error here would leave the engine's callers waiting."""
+    processes = EngineProcesses(ServerArgs(model_path="m"))
+    code = "import os; os.kill(os.getpid(), 40)"
+    child = Child("scheduler", (sys.executable, "-c", code), ChildArgs(server_args={}, ipc={}))
+    processes._children.append(child)
+    end = asyncio.run(processes.wait_for_death())
+    child.end()
+    assert end == "the scheduler process was killed by signal 40"

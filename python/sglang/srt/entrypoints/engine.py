@@ -146,7 +146,7 @@ class Child:
         """One line: which process ended, and why. The reason is its last line of log, unless a signal ended it."""
         code = self.process.returncode
         if code < 0:
-            return f"the {self.name} process was killed by {signal.Signals(-code).name}"
+            return f"the {self.name} process was killed by {_signal_name(-code)}"
         last = self.last_log_line()
         return f"the {self.name} process ended with exit code {code}" + (f": {last}" if last else "")
 
@@ -376,6 +376,11 @@ class EngineProcesses:
             shutil.rmtree(self._directory, ignore_errors=True)
             os.close(self._lock)
             self._directory = None
+
+
+def _signal_name(number: int) -> str:
+    """Most real-time signals have no name in Python."""
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 def _is_terminal(stream: Any) -> bool:
