@@ -86,7 +86,7 @@ def test_abort_answers_with_what_there_is():
         assert await h.until_sent(4) == AbortReq(rid=neighbour.rid)
         h.output(neighbour.rid, "", [], FinishReason(type="abort", status_code=499))
         assert [chunk.text for chunk in await other] == [""]
-        assert h.count("num_aborted_requests_total") == 2 and not h.manager._states
+        assert h.count("num_aborted_requests_total") == h.count("num_requests_total") == 2 and not h.manager._states
 
     run(test)
 
@@ -515,6 +515,7 @@ def test_a_request_waits_until_its_first_token_is_known_not_until_its_text_comes
         (state,) = harness.manager._states.values()
         first = state.first
         assert first is not None
+        assert harness.count("queue_time_seconds_count") == 1
         waiting = harness.start()
         await harness.until_sent(2)
         harness.output(req.rid, "a", [1], FinishReason(type="stop"))
