@@ -134,6 +134,12 @@ def test_a_conversation_with_calls_is_rendered_and_continued(scripted: Scripted)
     assert scripted.prompt().endswith("<think>I know. It")
 
 
+def test_a_developers_message_is_in_the_prompt(scripted: Scripted) -> None:
+    scripted.answer("It rains.")
+    scripted.ask(messages=[{"role": "developer", "content": "Be brief."}, *ASKED])
+    assert "<|im_start|>system\nBe brief." in scripted.prompt()
+
+
 def test_forced_calls_come_with_a_grammar(scripted: Scripted) -> None:
     scripted.answer(CALLS.strip())
     for choice in ("required", {"type": "function", "function": {"name": "f"}}):
