@@ -18,6 +18,7 @@ from sglang.srt.managers.io_struct import ReqTimes
 from sglang.srt.observability.trace import GeneratedTrace, OtelTracer, open_tracer
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.errors import RequestError
 from support.one_word import OneWord
 from support.server_fixture import Server, wait_until
 
@@ -29,13 +30,17 @@ PARENT = {"traceparent": f"00-{TRACE_ID}-b7ad6b7169203331-01", "x-request-id": "
 
 
 class Traced(OneWord):
-    def __init__(self, tracer: OtelTracer, times: ReqTimes | None = TIMES) -> None:
+    """error: what a request ends with."""
+
+    def __init__(self, tracer: OtelTracer, times: ReqTimes | None = TIMES, error: RequestError | None = None) -> None:
         self._tracer = tracer
         self._times = times
+        self._error = error
 
     async def generate(self, req):
-        async for chunk in super().generate(req):
-            yield chunk
+        if self._error is None:
+            async for chunk in super().generate(req):
+                yield chunk
         self._tracer.generated(
             GeneratedTrace(
                 rid="r",
@@ -48,11 +53,13 @@ class Traced(OneWord):
                 prompt_tokens=10,
                 completion_tokens=3,
                 cached_tokens={"device": 4, "host": 2},
-                finish_reason="stop",
-                is_error=False,
+                finish_reason="stop" if self._error is None else self._error.message,
+                is_error=self._error is not None,
                 times=self._times,
             )
         )
+        if self._error is not None:
+            raise self._error
 
 
 def ask(tracer: OtelTracer, manager: Any, path: str = "/v1/chat/completions", **kwargs: Any) -> httpx.Response:
@@ -67,12 +74,13 @@ def ask(tracer: OtelTracer, manager: Any, path: str = "/v1/chat/completions", **
     return asyncio.run(main())
 
 
-def spans_of(stream: bool, times: ReqTimes | None = TIMES) -> dict[str, Any]:
+def spans_of(stream: bool, times: ReqTimes | None = TIMES, error: RequestError | None = None) -> dict[str, Any]:
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
     exporter = InMemorySpanExporter()
     tracer = OtelTracer("m", sdk.SimpleSpanProcessor(exporter))
-    assert ask(tracer, Traced(tracer, times), stream=stream).status_code == 200
+    reply = ask(tracer, Traced(tracer, times, error), stream=stream)
+    assert reply.status_code == (200 if error is None else error.status_code)
     return {span.name: span for span in exporter.get_finished_spans()}
 
 
@@ -127,6 +135,14 @@ def test_the_attributes_are_those_of_generative_models():
 def test_a_request_without_a_token_has_waited_to_its_end():
     spans = spans_of(False, times=None)
     assert "prefill" not in spans and spans["queue"].end_time == spans["chat m"].end_time
+
+
+@pytest.mark.parametrize("status", [400, 503])
+def test_a_failed_request_and_a_fault_of_the_server_are_errors(status):
+    """What a client did wrong is none of the HTTP span."""
+    spans = spans_of(False, error=RequestError("the queue is full", status))
+    assert not spans["chat m"].status.is_ok and spans["chat m"].status.description == "the queue is full"
+    assert spans["POST /v1/chat/completions"].status.is_ok == (status < 500)
 
 
 class Collector:
