@@ -8,6 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
+from sglang.srt.entrypoints.anthropic.protocol import error_body
+from sglang.srt.utils.errors import RequestError
 from support.scripted_server import CALLS, FIRST, SECOND, Scripted
 from support.server_fixture import NO_TLS, Server
 from support.tool_texts import WEATHER_SCHEMA
@@ -25,6 +27,11 @@ def post(server: Scripted | Server, path: str = "/v1/messages", headers: Any = N
     url = (server.server if isinstance(server, Scripted) else server).url
     body = {"model": "default", "max_tokens": 400, "messages": USER, **fields}
     return httpx.post(url + path, json=body, headers=headers, timeout=60, verify=NO_TLS)
+
+
+def test_the_names_of_errors() -> None:
+    kinds = {status: error_body(RequestError("x", status))["error"]["type"] for status in (409, 500, 503, 504)}
+    assert kinds == {409: "invalid_request_error", 500: "api_error", 503: "overloaded_error", 504: "api_error"}
 
 
 def test_a_whole_message(scripted: Scripted) -> None:
