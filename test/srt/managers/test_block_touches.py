@@ -78,6 +78,15 @@ def test_each_path_in_use_is_told_once_and_one_operation_at_a_time():
     rig.assert_nothing_left()
 
 
+def test_a_store_that_gets_nothing_is_told_nothing():
+    rig = stored_rig(LONG)
+    rig.storage.writer.turn(False, (1,))
+    use(rig, LONG)
+    assert tell(rig) == names(rig, LONG)
+    assert [op.skips for op in rig.ops.values()] == [(1,)]  # type: ignore[attr-defined]
+    rig.assert_nothing_left()
+
+
 @pytest.mark.parametrize("lost", [0, 1, 3])
 def test_what_storage_has_lost_is_stored_again(lost: int):
     rig = stored_rig(LONG, OTHER)

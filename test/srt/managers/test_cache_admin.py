@@ -27,7 +27,7 @@ from sglang.srt.managers.tenant_quotas import MAX_QUOTAS, TenantQuotas
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
 from sglang.srt.mem_cache.namespaces import namespace_of
 from sglang.srt.mem_cache.transfer import D2H, EXEC, FETCH, H2D, PROBE, STORE, StorageAction, Tier
-from sglang.srt.utils.time_units import LaunchClock, Seconds
+from sglang.srt.utils.time_units import LaunchClock, LaunchSeq, Seconds
 from support.faults import Gate
 from support.tiny_model import tiny_llama
 
@@ -431,6 +431,19 @@ def test_a_quota_that_failed_undoes_no_later_one(second_succeeds: bool) -> None:
     counts = {STORE: (0, int(second_succeeds))}
     scheduler.step(StepInputs(step=2, now=0.0, done=dict(done), counts=counts))
     assert scheduler.cache.quotas.of(Tier.DISK) == ({"t": 200} if second_succeeds else {})
+
+
+def test_a_tenant_at_its_quota_gives_up_nothing_and_one_without_is_not_looked_at() -> None:
+    tree, clock, given_up = HiRadixTree(1, "lru"), LaunchClock(), []
+    tree.insert_prefix(ALICE, None, prompt(1, 64), np.arange(64, dtype=np.int32), LaunchSeq(0), LaunchSeq(0))
+    quotas = TenantQuotas(tree, (Tier.DEVICE,), clock, lambda _, num_pages, __: given_up.append(num_pages))
+    for tokens in (64, 63):
+        assert not quotas.set("alice", {Tier.DEVICE: tokens})
+        quotas.enforce(is_idle=True)
+    assert given_up == [1 + 1], "with a 32nd of the quota"
+    assert not quotas.set("alice", {})
+    quotas.enforce(is_idle=True)
+    quotas.check_invariants()
 
 
 def test_a_quota_that_is_not_there_can_be_removed_from_a_full_table() -> None:

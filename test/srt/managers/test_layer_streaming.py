@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from test_equality import MODELS, Model, check_memory, greedy, prompts
 
 from sglang.srt.managers import kv_cache
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
+from sglang.srt.managers.layer_streaming import LayerStreaming
 from sglang.srt.managers.schedule_batch import BatchDecision, ReqHold
 from sglang.srt.managers.scheduler_config import LayerStreamConfig, PriorityConfig
 from sglang.srt.managers.streamed_request import StreamedRequest
@@ -398,6 +400,46 @@ def test_a_request_that_would_be_too_slow_is_refused(model: Model):
     (short,) = engine.generate([second[:20]], greedy(4))
     model.check(second[:20], short, 4)
     check_memory(model, engine)
+
+
+def streaming_alone(*max_lens: int, num_borrowed: int = 0) -> LayerStreaming:
+    """Without an engine: chunks of two pages of four tokens, ten pages on the device and twenty on the host.
+
+    max_lens: of requests that wait and are longer than the device."""
+    each = LayerStreaming.__new__(LayerStreaming)
+    each._page, each.chunk_pages, each.max_resident_len, each._streams = 4, 2, 36, {}
+    stream = LayerStreamConfig(2, 5, max_tpot_s=1.0)
+    each.config = cast(
+        Any, SimpleNamespace(num_usable_pages=10, num_host_pages=20, num_swap_pages=0, layer_stream=stream)
+    )
+    each._cache = cast(Any, SimpleNamespace(num_borrowed_pages=num_borrowed, host=SimpleNamespace(num_pages=20)))
+    each._queues = cast(Any, SimpleNamespace(waiting=[SimpleNamespace(num_known=37, max_len=n) for n in max_lens]))
+    return each
+
+
+def test_how_many_pages_the_longest_request_lacks():
+    # With two chunks and two pages that are not whole: 46.
+    assert streaming_alone(40, 160).awaited() == (True, 16)
+    assert streaming_alone(160, num_borrowed=15).awaited() == (True, 1)
+    assert streaming_alone(160, num_borrowed=17).awaited() == (True, 0)
+    assert streaming_alone().awaited() == (False, 0)
+
+
+@pytest.mark.parametrize(("num_prompt", "streamed", "from_disk"), [(120, 92, 0), (121, 93, 1), (36, 0, 0)])
+def test_what_of_a_prompt_would_be_streamed_and_what_from_the_disk(num_prompt: int, streamed: int, from_disk: int):
+    asked: list[tuple[int, int]] = []
+    expected = SimpleNamespace(
+        stream_seconds=lambda *tokens: asked.append(tokens) or 1.5,  # type: ignore[func-returns-value]
+        decode_seconds=lambda: 0.5,
+    )
+    each = streaming_alone(num_borrowed=3)
+    each._planner = cast(Any, SimpleNamespace(expected=expected))
+    message = each.refusal(num_prompt)
+    if streamed:
+        assert asked == [(streamed, from_disk)]
+        assert f"no room for {streamed} of the prompt's {num_prompt} tokens" in message and "1.5 s" in message
+    else:
+        assert not asked and not message
 
 
 @pytest.mark.sampled(1)

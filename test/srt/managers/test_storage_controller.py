@@ -13,9 +13,11 @@ from sglang.srt.mem_cache.transfer import (
     D2P,
     FETCH,
     PROBE,
+    STORE,
     Ticket,
     Tier,
 )
+from sglang.srt.utils.time_units import Seconds
 from support.storage_rig import StorageRig as Rig
 from support.storage_rig import expire, keys_of, tokens
 
@@ -234,6 +236,25 @@ def test_without_room_for_the_page_above_the_rest_is_computed():
     rig.insert(TEXT[:8])
     rig.begin("r", TEXT)
     assert rig.finish(Ticket(PROBE, 0)) == [] and rig.over("r") == [True]
+    rig.detach("r")
+    rig.assert_nothing_left()
+
+
+def test_no_fetch_waits_for_pages_of_a_write_that_is_late():
+    rig = Rig("ccccdddd", host=12, blocks_per_op=1)
+    for text in ("aaaa", "bbbb"):
+        rig.controller.begin_backup(rig.insert(text))
+        for ticket in rig.collect():
+            rig.finish(ticket)
+    rig.finish(Ticket(STORE, 1))
+    (written,) = rig.tree.match("", tokens("aaaa")).path
+    rig.controller.drop(written, HOST)
+    rig.storage.watch()
+    rig.storage.set_now(Seconds(3.0))
+    rig.storage.watch()
+    assert rig.storage.writes.is_late and rig.host.counts[FrameState.PENDING_FREE] == 4
+    rig.begin("r", "ccccdddd", 3.0)
+    assert rig.finish(Ticket(PROBE, 0)) == [Ticket(FETCH, 0), Ticket(FETCH, 1)], "the other text makes room"
     rig.detach("r")
     rig.assert_nothing_left()
 

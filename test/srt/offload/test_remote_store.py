@@ -30,6 +30,7 @@ from sglang.srt.mem_cache.block_store import ExistsFailed, OverlappingStore, Sto
 from sglang.srt.mem_cache.transfer import Tier
 from sglang.srt.offload import proxy_client, remote_store, wire
 from sglang.srt.offload.proxy_process import OwnProxy
+from sglang.srt.offload.remote_store import RemoteStore, _Read
 from sglang.srt.offload.store.embedded import EmbeddedStore
 from support.children import children, wait_until
 from support.clocks import LaterClock
@@ -129,6 +130,20 @@ def test_a_read_that_is_given_up_ends(remote):
     until(lambda: counts)
     assert counts[0] < 4
     assert one.get(range(1)) == 1 and one.came(range(1))
+
+
+def test_a_read_that_is_given_up_while_it_is_asked_again_is_cancelled():
+    store = RemoteStore.__new__(RemoteStore)
+    store._lock, store._unanswered, told, ends = threading.Lock(), [], [], []
+    read = _Read(Mock(), ends.append)
+
+    def ask(make: object, on_end: Callable[[int], None]) -> int:
+        store._give_up(read)
+        return 7
+
+    store._client = SimpleNamespace(ask=ask, tell=told.append)
+    store._ask_read(read)
+    assert told == [wire.Cancel(7)] and not ends, "it ends when the proxy has answered"
 
 
 def test_stats_move(remote):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ from sglang.srt.managers.slab_exchange import SlabBorrower
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.slab_ledger import SlabLedger, SlabReport, SlabState, source_of
 from sglang.srt.mem_cache.slab_use import VALUE_S, SlabUse
-from sglang.srt.mem_cache.transfer import H2D, P2D, Tier
+from sglang.srt.mem_cache.transfer import D2P, H2D, P2D, STORE, StorageAction, StorageOp, Ticket, Tier, TransferOp
+from sglang.srt.model_executor.launch import StreamedPrefix
 from sglang.srt.peer.borrowing import Borrowing, BorrowingConfig, Shortage
 from sglang.srt.utils.time_units import Seconds
 from support.soak import Soak
@@ -83,6 +85,26 @@ def test_a_hit_counts_as_a_load_from_the_host_that_would_have_the_page(
     costs = SimpleNamespace(usual_load_seconds=seconds.__getitem__, recompute_seconds=lambda start, end: 10.0)
     saved = borrower._saved_seconds(costs) * USUAL_TOKENS  # type: ignore[arg-type]
     assert saved == pytest.approx(2.0 if has_room else 9.0)
+
+
+def test_what_is_written_loaded_and_streamed_is_a_use_and_hits_have_a_value():
+    rig = Rig()
+    borrower = SlabBorrower.__new__(SlabBorrower)
+    borrower.policy, borrower._page_size = rig.policy, 2
+    borrower._saved_seconds = lambda costs: 0.5  # type: ignore[method-assign]
+    pages = [np.arange(4 * slab, 4 * slab + 2, dtype=np.int32) for slab in range(6)]
+    ops = [
+        TransferOp(Ticket(D2P, 0), Tier.DEVICE, Tier.PEER, pages[5], pages[0], 8, 0),
+        TransferOp(Ticket(P2D, 0), Tier.PEER, Tier.DEVICE, pages[1], pages[5], 8),
+        TransferOp(Ticket(H2D, 0), Tier.HOST, Tier.DEVICE, pages[5], pages[5], 8),
+        StorageOp(Ticket(STORE, 0), StorageAction.CLEAR, np.empty((0, 16), np.uint8), pages[5], 0),
+    ]
+    costs = cast(Any, None)
+    borrower.note_ops(Seconds(7.0), ops, costs)
+    streamed = StreamedPrefix(0, 0, 8, ((Tier.PEER, pages[2]), (Tier.HOST, pages[5])))
+    borrower.note_streams(Seconds(8.0), [streamed], costs)
+    assert rig.use.used_at.tolist() == [7.0, 7.0, 8.0, *[-np.inf] * 3]
+    assert rig.use.values(Seconds(8.0)) == pytest.approx([0, 2 * np.exp(-1 / VALUE_S), 2, 0, 0, 0])
 
 
 def test_an_idle_borrower_asks_for_nothing():

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from sglang.simulator.simulation import SimulatedHardware, Simulation
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, bytes_to_ids, ids_to_bytes
+from sglang.srt.managers.kv_cache import KVCache
 from sglang.srt.managers.progress import reduce_progress
 from sglang.srt.managers.schedule_batch import BatchDecision
 from sglang.srt.managers.scheduler import Scheduler
@@ -16,12 +18,14 @@ from sglang.srt.managers.scheduler_config import SchedulerConfig
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.slab_ledger import SlabLedger, SlabReport, SlabState
 from sglang.srt.mem_cache.slab_use import SlabUse
+from sglang.srt.mem_cache.transfer import Tier
 from sglang.srt.peer.lending import DeviceLending, LendingConfig, OwnCache, why_nothing_is_lent
 from sglang.srt.sampling.sampling_params import SamplingParams
 from support.coming_and_going import LentOut
 from support.hash_model import HashModel
 from support.soak_config import SoakConfig
 from support.soak_rank import build_rank
+from support.storage_rig import StorageRig, tokens
 
 TEN_SLABS = tuple((first, first + 10) for first in range(0, 100, 10))
 
@@ -46,6 +50,20 @@ def lending(num_slabs: int = 5, keep_pages: int = 4, cache_pages: int = 0) -> tu
     made = DeviceLending(LendingConfig(window_s=10.0), ledger, keep_pages, cache_pages, use)
     made.update(SlabReport(b"\1" * num_slabs, num_borrowable=255))
     return made, table
+
+
+def test_what_a_request_finds_is_noted_and_what_it_lacks_is_not():
+    rig = StorageRig("aaaabbbb")
+    on_device = rig.insert("aaaa")
+    rig.begin("r", "aaaabbbb")
+    rig.finish_all()
+    (_, below) = rig.tree.match("", tokens("aaaabbbb")).path
+    cache, req = KVCache.__new__(KVCache), SimpleNamespace(priority=0, epoch=0, session=None)
+    cache.tree, cache.storage, cache._found, cache._filled = rig.tree, SimpleNamespace(is_open=False), [], []
+    cache.ledger = SimpleNamespace(lends_device=True)
+    cache.count_use(SimpleNamespace(node=below), req)
+    filled, (found,) = cache.take_device_use()
+    assert not filled and found is on_device.frames[Tier.DEVICE] and cache.take_device_use() == ([], [])
 
 
 def test_what_a_window_did_not_need_is_drained_from_the_end():

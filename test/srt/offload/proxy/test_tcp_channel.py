@@ -36,6 +36,15 @@ def test_each_piece_is_asked_for_once(order: Any):
     assert pulled == list(range(NUM)) and not origin._pulled
 
 
+def test_a_key_that_is_too_long_to_be_masked_ends_the_session():
+    hello = wire.Hello(
+        token="", num_pages=1, pool_bytes=1, layout={}, codec={}, namespace=b"", mac_key=bytes(wire.MAC_KEY_BYTES + 1)
+    )
+    frames = SimpleNamespace(receive=lambda: SimpleNamespace(payload=wire.encode(hello)))
+    with pytest.raises(wire.WireError, match="too long"):
+        TcpChannel(frames, 120.0).receive_hello()  # type: ignore[arg-type]
+
+
 def test_a_write_that_was_answered_keeps_no_memory():
     channel = TcpChannel(SimpleNamespace(send=lambda message: None), 120.0)  # type: ignore[arg-type]
     channel.attach(None, LAYOUT)  # type: ignore[arg-type]

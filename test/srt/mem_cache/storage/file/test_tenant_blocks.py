@@ -59,6 +59,24 @@ def test_a_tenants_blocks_leave_the_disk_and_no_others(start, tmp_path: Path) ->
     assert process.get(1) == 1 and process.store.erase(ALICE) and not other.exists(1)
 
 
+def test_what_was_erased_does_not_come_back_after_a_power_cut(
+    start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process, fsync, on_stable_storage = start(), os.fsync, []
+    put(process, ALICE, 1)
+    secret = payload(process, 1)
+    assert secret in on_disk(tmp_path / "root")
+
+    def note(fd: int) -> None:
+        fsync(fd)
+        on_stable_storage.append(Path(f"/proc/self/fd/{fd}").read_bytes())
+
+    monkeypatch.setattr(os, "fsync", note)
+    assert process.store.erase(ALICE)
+    segment = on_disk(tmp_path / "root")
+    assert secret not in segment and segment in on_stable_storage
+
+
 def test_nothing_of_a_tenant_is_nothing_to_erase(start) -> None:
     process = start()
     assert process.store.erase(ALICE)
