@@ -374,6 +374,28 @@ def test_victims_of_the_host_need_not_be_leaves_where_another_tier_has_them():
     assert tree.victims(HOST, 9, {low.id}) == [top], "though it would leave a hole"
 
 
+def test_what_a_victim_covered_goes_before_what_was_used_later():
+    tree = HiRadixTree(1)
+    top = insert(tree, "aa", 0, now=1).node
+    low = insert(tree, "bb", 2, below=top, now=5).node
+    young = insert(tree, "xx", 4, now=9).node
+    load_all(tree, [top, low, young], HOST, 50, seq=0)
+    tree.evict(DEVICE, 6)
+    assert tree.victims(HOST, 6) == [low, top, young]
+
+
+def test_a_victim_that_stays_in_the_tree_as_a_hole_still_covers_what_is_above():
+    tree = HiRadixTree(1)
+    top = insert(tree, "aa", 0, now=9).node
+    middle = insert(tree, "bb", 2, below=top, now=1).node
+    low = insert(tree, "cc", 4, below=middle, now=9).node
+    other = insert(tree, "xx", 6, now=5).node
+    below = insert(tree, "yy", 8, below=other, now=9).node
+    load_all(tree, [top, middle, low, other, below], HOST, 50, seq=0)
+    tree.evict(DEVICE, 10)
+    assert tree.victims(HOST, 9, {low.id, below.id}) == [middle, other, top]
+
+
 def test_a_hole_on_the_way_does_not_cover_what_is_above_it():
     tree = HiRadixTree(1)
     top, hole, low = hole_between(tree)

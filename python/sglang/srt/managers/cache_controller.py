@@ -238,8 +238,6 @@ class HiCacheController:
     def _gives_up_stored(self, num_pages: int, kept: Sequence[Node]) -> bool:
         """Whether nothing is lost if the host makes room for so many pages: storage or another tier has it too."""
         missing = num_pages - self.tables[Tier.HOST].num_free
-        if missing <= 0:
-            return True
         return all(
             node.frames[Tier.DEVICE] is not None
             or node.frames[Tier.PEER] is not None
@@ -322,7 +320,7 @@ class HiCacheController:
             return
         nodes = self.commit_nodes(ticket, op.dst)
         note_source(nodes, op.src)
-        if op.dst == Tier.HOST and nodes:
+        if op.dst == Tier.HOST:
             self._host_filled(nodes)
         if op.dst == Tier.PEER and self.write_policy == "auto":
             self._end_probe(nodes)

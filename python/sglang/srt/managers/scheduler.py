@@ -292,7 +292,7 @@ class Scheduler:
             return
         for (req, epoch), end in zip(record.reqs, record.ends):
             if req.epoch == epoch and req.hold is not None:
-                self.builder.insert_prefix(req, min(end, req.num_known))
+                self.builder.insert_prefix(req, end)
         for req, epoch in record.sampled:
             if req.epoch == epoch:
                 self.cache.claims.release(req.rid)
@@ -386,7 +386,6 @@ class Scheduler:
         read it start again."""
         for each in (tier, *self.storage.tiers):
             self.cache.turn(TIER_NAMES[each], reads=False, writes=None)
-        self._end_check()
         for req in self.queues.active():
             self._lose(req)
         self.admission.end_preloads(self.queues.waiting)

@@ -439,7 +439,6 @@ class HiRadixTree:
     def replace_frames(self, node: Node, tier: Tier, frames: np.ndarray) -> None:
         """The tier has the node's pages in other frames, ready, int32, one per page."""
         assert node.frames[tier] is not None and node.tickets[tier] is None
-        self._changed(node)
         node.frames[tier] = trimmed(frames)
 
     def cut(self, ticket: Ticket, tier: Tier, end: int) -> Dropped:

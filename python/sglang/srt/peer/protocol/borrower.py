@@ -181,7 +181,7 @@ class Borrower:
             self._forget(number)
         for terms in message.leases:
             lease = self._leases.setdefault(terms.number, _BorrowedLease(terms, LeaseState.GRANTED))
-            if terms.strict and lease.state == LeaseState.GRANTED:
+            if terms.strict:
                 self.hold(LeaseId(self.epoch, terms.number), None)
             if terms.due_in_s is not None:
                 self._recall(lease, now + terms.due_in_s)
