@@ -22,6 +22,7 @@ from sglang.srt.mem_cache.transfer import TIER_NAMES, Tier
 from sglang.srt.model_executor.launch import Launch
 from support.local_engine import LocalEngine
 from support.memory_store import MemoryStore
+from support.storage_rig import StorageRig, tokens
 from support.tiny_model import tiny_llama
 
 TEXT = prompt(1, 100)
@@ -382,3 +383,24 @@ def test_nothing_is_sampled_where_a_request_may_have_less_than_a_page() -> None:
     sampling.note_hit(req)
     (sample,) = sampling._samples
     assert sample.tokens.tolist() == list(range(16))
+
+
+def test_what_is_on_its_way_to_the_device_is_not_compared() -> None:
+    """A request that was aborted may have begun to load it."""
+    rig, text = StorageRig(), tokens("aaaabbbb")
+    low = rig.insert("bbbb", rig.insert("aaaa"))
+    rig.controller.begin_backup(low)
+    rig.collect()
+    rig.finish_all()
+    rig.controller.evict(Tier.DEVICE, 4)
+    rig.controller.begin_load([low])
+    compared: list[tuple[np.ndarray, ...]] = []
+    ledger = SimpleNamespace(begin_check=lambda *check: compared.append(check))
+    checking = canary.Canary(cast(Any, SimpleNamespace(page_size=1)), cast(Any, SimpleNamespace(tree=rig.tree)))
+    checking._cache.ledger = cast(Any, ledger)
+    checking.req = cast(Any, SimpleNamespace(hold=SimpleNamespace(frames=np.arange(20, 28))))
+    checking._sample = canary._Sample("", text)
+    checking.compare()
+    ((cached, computed, checked, tier),) = compared
+    assert cached.tolist() == [0, 1, 2, 3] and computed.tolist() == [20, 21, 22, 23]
+    assert checked.tolist() == text[:4].tolist() and tier == Tier.DEVICE

@@ -396,3 +396,13 @@ def test_close_ends_those_who_wait(rig: Rig):
     waiting.join(60)
     assert counts == [0]
     gate.open.set()
+
+
+def test_what_either_store_has_lost_is_lost() -> None:
+    pool = MHATokenToKVPoolHost(MHATokenToKVPool(4, PageLayout.kv(4, 2, 1, 8, torch.float32)), 8)
+    near, far = MemoryStore(pool, 4), MemoryStore(pool, 4)
+    for fewer, more in ((near, far), (far, near)):
+        fewer.clear()
+        fewer.set(KEYS[:1], FRAMES[:1])
+        more.set(KEYS, FRAMES)
+        assert TieredStore(near, far).touch(KEYS) == 1
