@@ -105,6 +105,17 @@ def test_what_storage_has_lost_is_stored_again(lost: int):
     rig.assert_nothing_left()
 
 
+def test_what_is_lost_of_a_later_path_is_stored_again():
+    rig = stored_rig(LONG, OTHER)
+    use(rig, LONG)
+    use(rig, OTHER)
+    told = tell(rig)
+    begun = rig.finish(next(iter(rig.ops)), 1 + 4 + 1)
+    assert written(rig, begun) == told[4 + 1 :] == names(rig, OTHER)[1:]
+    rig.finish_all()
+    rig.assert_nothing_left()
+
+
 def lose(rig: Rig, num_left: int) -> list[bytes]:
     """Tell storage, which has so many of the leading blocks left. The keys that are stored again, which it ends."""
     if not tell(rig):
