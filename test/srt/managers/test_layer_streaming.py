@@ -417,6 +417,22 @@ def streaming_alone(*max_lens: int, num_borrowed: int = 0) -> LayerStreaming:
     return each
 
 
+def test_what_others_use_stays_where_a_request_begins_to_stream():
+    rig = StorageRig()
+    top = rig.insert("aaaa")
+    low = rig.insert("bbbb", top)
+    each = streaming_alone()
+    each._page, each._tree, each._controller = 1, rig.tree, rig.controller
+    match = rig.tree.match("", tokens("aaaabbbb"))
+    receipt = rig.tree.lock(match, LaunchSeq(20))
+    each._cut_back(match, 3)
+    assert low.frames[DEVICE] is not None, "others use it"
+    rig.tree.unlock(receipt, LaunchSeq(20), LaunchSeq(19))
+    each._cut_back(match, 3)
+    assert rig.tree.match("", tokens("aaaabbbb")).device_len == 5
+    rig.check()
+
+
 def test_how_many_pages_the_longest_request_lacks():
     # With two chunks and two pages that are not whole: 46.
     assert streaming_alone(40, 160).awaited() == (True, 16)
