@@ -331,6 +331,30 @@ def test_attempts_to_begin_a_session_become_rare(remote, monkeypatch):
     assert len(attempts) == 8
 
 
+@pytest.mark.parametrize("what", ["thread", "descriptor"])
+def test_a_system_that_has_nothing_left_ends_no_attempts(remote, monkeypatch, caplog, what: str):
+    monkeypatch.setattr(remote_store, "_CHECK_INTERVAL_S", 0.01)
+    one = remote()
+    store, start, connect, refused = one.store, threading.Thread.start, one.store._place.connect, []
+
+    def refuse() -> None:
+        refused.append(store)
+        raise OSError("Too many open files") if what == "descriptor" else RuntimeError("can't start new thread")
+
+    if what == "thread":
+        monkeypatch.setattr(
+            threading.Thread, "start", lambda each: refuse() if each.name == "proxy-connect" else start(each)
+        )
+    else:
+        store._place.connect = refuse
+    store._client.shut()
+    until(lambda: len(refused) == 2 and "the remote tier is out of reach" in caplog.text)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    store._place.connect = connect
+    until(lambda: store._client is not None)
+    assert one.put(SOME) == 4 and one.get(SOME) == 4
+
+
 def read_slowly(say: Callable[..., None], folder: Path) -> None:
     """As an engine."""
     one = Remote(folder, **PROCESS, proxy={"engine": "emulated", "rates_gbps": {"receive": 0.05}})

@@ -253,16 +253,28 @@ class RemoteStore:
             self._unanswered = [read for read in self._unanswered if read.until > before]
         return taken
 
+    def _begin_reconnecting(self) -> None:
+        """On a thread of its own, as a proxy that hangs takes its time."""
+        self._is_connecting = True
+        try:
+            threading.Thread(target=self._reconnect, name="proxy-connect", daemon=True).start()
+        except RuntimeError as error:
+            self._is_connecting = False
+            self._note_out_of_reach(error)
+
     def _reconnect(self) -> None:
         """Begin a new session. Takes as long as a proxy that hangs lets it."""
         try:
             self._begin_session()
-        except StoreError as error:
-            self._retry_at = self._clock() + self._retry_s
-            self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
-            self._log.warn("connect", "the remote tier is out of reach: %s", error)
+        except (StoreError, OSError, RuntimeError) as error:  # also of a system that has no descriptor or thread left
+            self._note_out_of_reach(error)
         finally:
             self._is_connecting = False
+
+    def _note_out_of_reach(self, error: Exception) -> None:
+        self._retry_at = self._clock() + self._retry_s
+        self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
+        self._log.warn("connect", "the remote tier is out of reach: %s", error)
 
     def _begin_session(self) -> None:
         client = self._connect()
@@ -316,9 +328,7 @@ class RemoteStore:
             if client is None or client.is_lost:
                 self._num_silent = 0
                 if client is None and not self._is_connecting and self._clock() >= self._retry_at:
-                    # On a thread of its own, as a proxy that hangs takes its time.
-                    self._is_connecting = True
-                    threading.Thread(target=self._reconnect, name="proxy-connect", daemon=True).start()
+                    self._begin_reconnecting()
                 continue
             self._look_at(client)
 

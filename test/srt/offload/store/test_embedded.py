@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -96,6 +98,25 @@ def test_its_log_is_quoted(tmp_path, monkeypatch):
     monkeypatch.setattr(embedded, "spawn", spawn)
     with pytest.raises(StoreError, match="Out of luck"):
         EmbeddedStore.start(tmp_path / "store", 20 * MIB)
+
+
+def test_without_descriptors_there_is_a_sentence_and_the_next_attempt_starts_it(tmp_path, monkeypatch):
+    folder = tmp_path / "store"
+    first = EmbeddedStore.start(folder, 20 * MIB)
+    os.kill(first.pid, signal.SIGKILL)
+    wait_until(lambda: first._process.poll() is not None, "the server to end")
+
+    def refuse(*args: object, **options: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as exhausted:
+        exhausted.setattr(socket, "socket", refuse)
+        exhausted.setattr(subprocess, "Popen", refuse)
+        with pytest.raises(StoreError, match=r"cannot be started: .*Too many open files"):
+            first.revived()
+    again = first.revived()
+    assert again.pid != first.pid
+    again.stop()
 
 
 def test_folders_that_it_does_not_use(tmp_path):

@@ -69,7 +69,10 @@ class EmbeddedStore:
             "lazyfree-lazy-server-del": "yes",
         }
         log_path(folder).unlink(missing_ok=True)
-        store = cls(spawn(binary, options), folder, limit_bytes)
+        try:
+            store = cls(spawn(binary, options), folder, limit_bytes)
+        except OSError as error:
+            raise StoreError(f"the embedded store cannot be started: {error}") from error
         try:
             store._wait_until_it_listens()
         except BaseException:
@@ -153,10 +156,10 @@ def _make_private(folder: Path) -> None:
 
 
 def _listens(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.settimeout(1.0)
             probe.connect(str(path))
             return True
-        except OSError:
-            return False
+    except OSError:
+        return False
