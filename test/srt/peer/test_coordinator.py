@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import socket
@@ -265,6 +266,47 @@ def test_what_was_not_taken_is_closed(make_lender_side, make_borrower_side):
     borrower_side.coordinator.close()
     with pytest.raises(OSError):
         os.fstat(fd)
+
+
+class NoSockets:
+    """The module, for a process that has no descriptor left."""
+
+    def __init__(self) -> None:
+        self.num_refused = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(socket, name)
+
+    def socket(self, *kind: int) -> socket.socket:
+        self.num_refused += 1
+        raise OSError(errno.EMFILE, "Too many open files")
+
+
+def test_a_borrower_without_descriptors_goes_on_and_asks_again(make_lender_side, make_borrower_side, monkeypatch):
+    lender_side, exhausted = make_lender_side(), NoSockets()
+    monkeypatch.setattr(slab_channel, "socket", exhausted)
+    borrower_side = make_borrower_side(lender_side.coordinator.endpoint)
+    wait_until(lambda: exhausted.num_refused > 1, "the second attempt to connect")
+    monkeypatch.undo()
+    os.close(lend_one(lender_side, borrower_side).fd)
+
+
+def test_a_lender_without_descriptors_does_not_ask_for_a_connection_all_the_time(make_lender_side, monkeypatch):
+    coordinator, pauses = make_lender_side().coordinator, []
+    listener = coordinator._listener
+
+    class Exhausted:
+        fileno, close = listener.fileno, listener.close
+
+        def accept(self) -> None:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(lender_coordinator, "_sleep", pauses.append)
+    coordinator._listener = Exhausted()
+    with slab_channel.connect(coordinator._slab_socket):
+        wait_until(lambda: pauses, "a pause")
+        coordinator._listener = listener
+        wait_until(lambda: coordinator._connections, "it is connected")
 
 
 def test_poll_raises_when_the_thread_has_died(make_lender_side, make_borrower_side):

@@ -6,6 +6,7 @@ about slabs: the `Lender` does.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import secrets
@@ -15,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from time import sleep as _sleep
 from typing import Any
 
 import msgspec
@@ -35,6 +37,8 @@ from sglang.srt.utils.peer_endpoint import PeerError, check_endpoint, check_unus
 _MAX_CONNECTIONS = 64
 # Of one borrower's connection. It is the borrower's memory, and takes this process addresses.
 _MAX_STAGING_BYTES = 1 << 30
+# While no descriptor is left.
+_ACCEPT_PAUSE_S = 0.1
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(BorrowerHeartbeat)
 logger = logging.getLogger(__name__)
@@ -173,7 +177,9 @@ class LenderCoordinator(Coordinator[LenderEvent]):
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
-        except OSError:
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                _sleep(_ACCEPT_PAUSE_S)  # the connection waits, and would wake the thread at once
             return
         sock.setblocking(False)
         try:

@@ -58,7 +58,10 @@ def listen(path: str) -> socket.socket:
 
 def connect(path: str) -> socket.socket:
     """Raises ChannelError."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    except OSError as error:
+        raise ChannelError(f"no socket can be made: {error}") from error
     try:
         sock.setblocking(False)
         sock.connect(path)
