@@ -100,6 +100,15 @@ def test_operations_run_in_order_and_count():
     assert rig.notified == 4 and rig.link.poll() == []
 
 
+def test_of_a_synchronous_store_the_caller_waits_for_reads_alone():
+    rig = Rig(store=Store())
+    rig.slot.store.is_synchronous = True
+    for action in (StorageAction.GET, StorageAction.SET, StorageAction.EXISTS):
+        rig.submit(action)
+    assert [call[0] for call in rig.slot.store.calls] == ["get"]
+    assert rig.run() == [(0, True, 2), (1, True, 2), (2, True, 1)]
+
+
 def test_the_order_of_numbers_is_asserted():
     rig = Rig(store=Store())
     rig.submit(StorageAction.EXISTS)
