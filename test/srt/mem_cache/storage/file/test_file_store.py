@@ -309,6 +309,20 @@ def test_a_bad_block_that_could_not_be_erased_gives_way_to_its_successor(disk: D
     assert disk.get(store, keys) == 3 and store.stats()["blocks"] == 3 and store.stats()["read_errors"] == 0
 
 
+def test_no_block_is_lost_while_no_descriptor_is_left(disk: Disk, monkeypatch: pytest.MonkeyPatch):
+    keys = keys_of(0, 1, 2)
+    store = disk.open()
+    disk.set(store, keys)
+
+    def refuse(path: str) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store._files, "open_to_read", refuse)
+        assert disk.get(store, keys) == 0 and store.stats()["read_errors"] == 1
+    assert disk.get(store, keys) == 3
+
+
 def test_a_disk_that_fails_to_read_is_asked_once_per_request(disk: Disk, monkeypatch: pytest.MonkeyPatch):
     store = disk.open(segment_bytes=1)
     keys = keys_of(*range(6))

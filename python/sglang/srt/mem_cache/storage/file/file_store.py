@@ -314,7 +314,8 @@ class HiCacheFile:
                 self._sync.drop(segment)
                 self._log.read_failed(n, "a link is in the place of the file", segment.path)
                 return none, None
-            self._forget(segment, first_slot, *expected[0])
+            if error.errno not in (errno.EMFILE, errno.ENFILE):  # no fault of the block
+                self._forget(segment, first_slot, *expected[0])
             self._log.read_failed(1, f"opening failed ({error.strerror})", segment.path)
             return none, error
         verified, bad, failure = self._files.read(fd, segment.layout, first_slot, pages, expected)
