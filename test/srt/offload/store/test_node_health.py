@@ -43,6 +43,23 @@ def pings() -> None:
     Ping.may_end, Ping.began = threading.Event(), threading.Event()
 
 
+def test_a_server_that_no_thread_is_left_for_is_asked_on(monkeypatch: pytest.MonkeyPatch):
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    health = NodeHealth(Ping)  # type: ignore[arg-type]
+    with monkeypatch.context() as exhausted:
+        exhausted.setattr(threading.Thread, "start", refuse)
+        health.note_timeout(ONE)
+    health.check(ONE)
+    health.note_timeout(ONE)
+    with pytest.raises(StoreLost):
+        health.check(ONE)
+    Ping.may_end.set()
+    Ping.well = {ONE}
+    wait_until(lambda: health.num_sick == 0, "the silent server to be used again")
+
+
 def test_a_silent_server_does_not_hold_up_the_others():
     health = NodeHealth(Ping)  # type: ignore[arg-type]
     health.note_timeout(ONE)

@@ -7,6 +7,7 @@ more is forgotten. One that refuses connections is none of them: that costs no t
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 
@@ -40,11 +41,13 @@ class NodeHealth:
             raise StoreLost(f"{endpoint} has not answered in time; it is asked again when it answers a PING")
 
     def note_timeout(self, endpoint: Endpoint) -> None:
+        thread = threading.Thread(target=self._ping, args=(endpoint,), name="store-ping", daemon=True)
         with self._lock:
             if endpoint in self._sick or self._closed.is_set():
                 return
-            self._sick = {*self._sick, endpoint}
-        threading.Thread(target=self._ping, args=(endpoint,), name="store-ping", daemon=True).start()
+            with contextlib.suppress(RuntimeError):  # no thread is left: it is asked on, until its next timeout
+                thread.start()
+                self._sick = {*self._sick, endpoint}
 
     def close(self) -> None:
         self._closed.set()
