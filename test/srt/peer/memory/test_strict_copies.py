@@ -23,6 +23,7 @@ from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.transfer import D2P, P2D, LoadFailedError, OpResult, Ticket, Tier, TransferOp
 from sglang.srt.peer.memory import borrowed_pool, copy_session, slab_channel
 from sglang.srt.peer.memory.copy_session import CopySession, StrictSlab
+from sglang.srt.peer.memory.lender_breakers import LenderBreakers
 from sglang.srt.peer.memory.lent_memory import LentMemory
 from sglang.srt.peer.memory.slabs import SlabError, SlabRange
 from sglang.srt.peer.protocol import lender_breaker
@@ -720,3 +721,17 @@ def test_a_session_that_is_refused_leaves_nothing(make_rig: Callable[..., Rig]) 
         with pytest.raises(slab_channel.ChannelError):
             CopySession(slab, 4096)
     wait_until(lambda: held() == before, f"{before} to be left, not {held()}")
+
+
+def test_a_lender_that_no_thread_is_left_to_probe_is_asked_on(monkeypatch: pytest.MonkeyPatch):
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    breakers = LenderBreakers([None])
+    with monkeypatch.context() as exhausted:
+        exhausted.setattr(threading.Thread, "start", refuse)
+        breakers.open("socket", "it is silent")
+    assert breakers.all_are_usable and not breakers.reason("socket")
+    breakers.open("socket", "it is silent")
+    assert breakers.reason("socket") and not breakers.all_are_usable
+    breakers.close()

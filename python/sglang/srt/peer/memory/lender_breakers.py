@@ -67,8 +67,12 @@ class LenderBreakers:
             if not breaker.open(Seconds(time.monotonic()), reason):
                 return
             thread = threading.Thread(target=self._probe, args=(slab_socket, breaker), name="peer-probe", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # no thread is left: it is asked on, until its next failure
+                breaker.close(Seconds(time.monotonic()))
+                return
             self._probes[slab_socket] = thread
-            thread.start()
         self._notify()
 
     def refuse(self, slab: StrictSlab) -> None:
