@@ -136,6 +136,23 @@ class SoakConfig:
             storage = replace(storage, prefetch=prefetch)
         return replace(self, storage=storage, hang_rate=0.01, tick_s=tick_s)
 
+    def with_checks(self, fails: bool) -> SoakConfig:
+        """The canary computes hits again, between requests, of which a quarter of the device has room for most."""
+        return replace(
+            self,
+            canary_rate=0.8,
+            check_fail_rate=0.3 if fails else 0.0,
+            # Few requests, so that nothing is often under way, and most find what came before.
+            steps=2 * self.steps,
+            arrival_rate=0.03,
+            restart_rate=self.restart_rate / 5,
+            flush_rate=0.0,
+            link_fail_rate=self.link_fail_rate / 4,
+            num_documents=3,
+            whole_rate=0.8,
+            num_device_pages=max(self.num_device_pages, 160 // self.page_size),
+        )
+
     def with_rare_options(self) -> SoakConfig:
         """Requests differ in what they ask for, and the scheduler has what other seeds leave out."""
         # Of its own, so that all else is drawn as without.
@@ -244,8 +261,7 @@ class SoakConfig:
         if seed % 7 in (2, 3):
             config = replace(config, admin_rate=0.03)
         if seed % 6 == 5:
-            # Checks are made between requests.
-            config = replace(config, canary_rate=0.5, check_fail_rate=0.0 if seed % 4 else 0.1, arrival_rate=0.05)
+            config = config.with_checks(fails=seed % 12 == 5)
         if seed % 11 in (1, 4, 7, 10):
             config = config.with_rare_options()
         if not config.streams:

@@ -33,6 +33,7 @@ from sglang.srt.mem_cache.transfer import (
     TransferOp,
 )
 from sglang.srt.utils.cuda_stream import CudaStream
+from sglang.srt.utils.device import settle_memory
 from sglang.srt.utils.stream import Event, ThreadEvent, ThreadStream
 from support.device_emulator import emulated_device, launch
 from support.stream_emulator import EmulatedEvent, EmulatedStream, StreamEmulator
@@ -485,6 +486,7 @@ class KernelRig:
         self.pool = MHATokenToKVPool(DEVICE_PAGES, layout, device=device)
         self.host = MHATokenToKVPoolHost(self.pool, HOST_PAGES)
         self.host.kv.copy_(torch.randn(self.host.kv.shape, generator=torch.Generator().manual_seed(3)))
+        settle_memory(device)
         self.copies, self.compute = CudaStream("copies", device), CudaStream("compute", device)
         options = CopyOptions(io_backend="persistent")
         self.link = CopyLink(H2D, self.pool, self.host, self.copies, no_fence, options=options)
