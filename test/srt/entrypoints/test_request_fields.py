@@ -40,6 +40,20 @@ def completion(**fields) -> CompletionRequest:
 
 
 @pytest.mark.parametrize(
+    "fields, variables",
+    [
+        ({}, {}),
+        ({"reasoning_effort": None, "chat_template_kwargs": {"x": 1}}, {"x": 1}),
+        ({"reasoning_effort": "high", "chat_template_kwargs": {"x": 1}}, {"reasoning_effort": "high", "x": 1}),
+        ({"reasoning_effort": "none"}, {"enable_thinking": False}),
+        ({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, {"enable_thinking": True}),
+    ],
+)
+def test_the_effort_is_a_variable_of_the_template_and_the_clients_own_go_first(fields, variables):
+    assert chat(**fields).template_variables == variables
+
+
+@pytest.mark.parametrize(
     "body",
     [b"", b"{", b"[1]", b"3", b'{"a": NaN}', b"[" * 100_000, b"\xff\xfe", b'{"a":' * 50_000, b'{"t": 1e999}'],
 )
@@ -65,7 +79,7 @@ def test_a_body_with_half_of_a_surrogate_pair(text: str) -> None:
         ("functions", [{"name": "f"}]),
         ("stop_regex", "a+"),
         ("return_hidden_states", True),
-        ("reasoning_effort", "high"),
+        ("thinking", {"type": "enabled"}),
         ("lora_path", "x"),
     ],
 )

@@ -12,6 +12,7 @@ from sglang.srt.entrypoints.openai.responses_protocol import UNSUPPORTED_RESPONS
 from sglang.srt.entrypoints.openai.serving_responses import _status, _why_incomplete
 from sglang.srt.entrypoints.request_fields import convert
 from sglang.srt.managers.io_struct import FinishReason
+from sglang.srt.utils.errors import RequestError
 from support.scripted_server import CALLS, FIRST, SECOND, Scripted
 from support.tool_texts import WEATHER_SCHEMA
 
@@ -151,3 +152,11 @@ def test_upstreams_sampling_fields_are_those_of_chats() -> None:
     params = request.chat().sampling_params(8)
     assert (params.top_k, params.min_p, params.stop, params.repetition_penalty) == (3, 0.25, ("x",), 1.5)
     assert (params.presence_penalty, params.frequency_penalty) == (1.0, 0.5)
+
+
+def test_the_effort_is_that_of_chats() -> None:
+    request = convert({"input": "a", "reasoning": {"effort": "high"}}, ResponsesRequest, UNSUPPORTED_RESPONSES)
+    assert request.chat().template_variables == {"reasoning_effort": "high"}
+    request = convert({"input": "a", "reasoning": {"effort": 3}}, ResponsesRequest, UNSUPPORTED_RESPONSES)
+    with pytest.raises(RequestError, match="effort must be a text"):
+        request.chat()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -44,7 +43,7 @@ class EngineFields(msgspec.Struct, frozen=True, kw_only=True):
     priority: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    def engine_fields(self, template_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    def engine_fields(self, **template_kwargs: Any) -> dict[str, Any]:
         """As fields of a `ChatCompletionRequest`. template_kwargs: variables of the chat template that the API's own
         fields stand for; the client's go first."""
         given = {name: getattr(self, name) for name in EngineFields.__struct_fields__}
@@ -169,11 +168,21 @@ class ChatCompletionRequest(OpenAIRequest, frozen=True, kw_only=True):
     top_logprobs: int | None = None
     continue_final_message: bool | None = False
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
     tools: list[Any] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = True
     separate_reasoning: bool | None = True
     stream_reasoning: bool | None = True
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """What the template is given beside messages and tools; one that does not know a variable ignores it."""
+        effort = self.reasoning_effort
+        stated: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+        if effort == "none":
+            stated = {"enable_thinking": False}
+        return stated | (self.chat_template_kwargs or {})
 
     def logprob_spec(self) -> LogprobSpec | None:
         top = self.top_logprobs or 0

@@ -99,7 +99,8 @@ class ResponsesRequest(EngineFields, frozen=True, kw_only=True):
             tool_choice=_chat_tool_choice(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls,
             response_format=_response_format(self.text),
-            **self.engine_fields(_effort(self.reasoning)),
+            **self.engine_fields(),
+            reasoning_effort=_effort(self.reasoning),
         )
 
 
@@ -234,11 +235,8 @@ def _response_format(text: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return {"type": kind, "json_schema": {"name": form.get("name"), "schema": schema}}
 
 
-def _effort(reasoning: Mapping[str, Any] | None) -> dict[str, Any]:
-    """As variables of templates that know them."""
+def _effort(reasoning: Mapping[str, Any] | None) -> str | None:
     effort = (reasoning or {}).get("effort")
-    if effort is None:
-        return {}
-    if not isinstance(effort, str):
+    if effort is not None and not isinstance(effort, str):
         raise RequestError("reasoning.effort must be a text", param="reasoning")
-    return {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
+    return effort

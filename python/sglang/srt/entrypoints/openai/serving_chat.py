@@ -50,7 +50,7 @@ async def chat_request(req: ChatCompletionRequest, manager: TokenizerManager) ->
     limit = req.max_completion_tokens if req.max_completion_tokens is not None else req.max_tokens
     # These checks come before the template's work.
     params, logprobs = req.sampling_params(limit, least_new_tokens=1), req.logprob_spec()
-    kwargs = req.chat_template_kwargs or {}
+    kwargs = req.template_variables
     for name in _NOT_FOR_CLIENTS:
         if name in kwargs:
             raise RequestError(f"chat_template_kwargs may not hold {name}", param="chat_template_kwargs")
