@@ -6,6 +6,8 @@ import logging
 import os
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import zmq
@@ -15,18 +17,68 @@ from sglang.srt.constrained.grammar_cache import GrammarCache
 from sglang.srt.constrained.grammar_manager import GrammarManager
 from sglang.srt.distributed.parallel_state import SINGLE_RANK
 from sglang.srt.managers import scheduler_process
-from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
+from sglang.srt.managers.io_struct import (
+    EraseSaltReqInput,
+    TokenizedGenerateReqInput,
+    decode_to_detokenizer,
+    encode,
+    ids_to_bytes,
+)
 from sglang.srt.managers.rank_sync import RankSync
 from sglang.srt.managers.scheduler_config import SchedulerConfig
 from sglang.srt.managers.scheduler_process import SchedulerProcess
 from sglang.srt.managers.startup.engine import RankSetup, build_core
-from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.mem_cache.namespaces import namespace_of
+from sglang.srt.sampling.sampling_params import GrammarSpec, SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.child_process import StartupError
 
 
 def grammars() -> GrammarManager:
     return GrammarManager(GrammarCache(Path("none"), None), lambda: None)
+
+
+class _CompilesLater(GrammarCache):
+    """Never holds what it has compiled: it has no room yet."""
+
+    def get(self, spec: GrammarSpec) -> Any:
+        return None
+
+    def hold(self, spec: GrammarSpec) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("aborts", [False, True])
+def test_who_waits_for_a_grammar_is_seen_when_the_salt_is_erased(aborts: bool) -> None:
+    """Such a request came to the scheduler after the erasing, and left a part of what had been erased."""
+    core = Simulation(SchedulerConfig(1, 100, 0, page_bytes=100, context_len=90), SimulatedHardware(1, Mock())).core
+    params = SamplingParams(grammar=GrammarSpec("regex", "a"))
+    requests = [
+        TokenizedGenerateReqInput(rid, ids_to_bytes([1]), params, extra_key=namespace_of(salt, ""))
+        for rid, salt in (("mine", "tenant"), ("other", "another"))
+    ]
+    erase = EraseSaltReqInput(id="e", cache_salt="tenant", aborts_requests=aborts)
+    with zmq.Context() as context, ExitStack() as sockets:
+        to_scheduler, receiver, sender, outputs = (
+            sockets.enter_context(context.socket(kind)) for kind in (zmq.PUSH, zmq.PULL, zmq.PUSH, zmq.PULL)
+        )
+        for mine, theirs, name in ((receiver, to_scheduler, "in"), (outputs, sender, "out")):
+            mine.bind(f"inproc://{name}")
+            theirs.connect(f"inproc://{name}")
+        waiting = GrammarManager(_CompilesLater(Path("none"), None), lambda: None)
+        sync = RankSync(SINGLE_RANK, context, "")
+        process = SchedulerProcess(core, None, sync, receiver, sender, -1, waiting)
+        for message in (*requests, erase):
+            to_scheduler.send(encode(message))
+        inbox = process._receive()
+        sent = [decode_to_detokenizer(outputs.recv()) for _ in range(3)]
+    assert not inbox.new and waiting.waiting_of("another") == ["other"]
+    if aborts:
+        assert inbox.admin == [erase] and not waiting.waiting_of("tenant")
+        assert [(o.rid, o.finish_reason.status_code) for o in sent[2].outputs] == [("mine", 503)]
+    else:
+        assert not inbox.admin and waiting.waiting_of("tenant") == ["mine"]
+        assert (sent[2].id, sent[2].success) == ("e", False) and "1 requests with this cache_salt" in sent[2].message
 
 
 def test_the_line_of_throughput_comes_while_a_launch_takes_long(monkeypatch, caplog):

@@ -23,6 +23,7 @@ from sglang.srt.constrained.grammar_cache import GrammarCache
 from sglang.srt.constrained.grammar_checker import LANES, TOO_MANY
 from sglang.srt.constrained.xgrammar_backend import GrammarError
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+from sglang.srt.mem_cache.namespaces import salt_of
 from sglang.srt.sampling.sampling_params import GrammarSpec
 from sglang.srt.utils.errors import RequestError
 
@@ -117,6 +118,10 @@ class GrammarManager:
         """A request has ended."""
         if (spec := self._held.pop(rid, None)) is not None:
             self._cache.release(spec)
+
+    def waiting_of(self, salt: str) -> list[str]:
+        """Ids of requests with this `cache_salt` that wait here."""
+        return [rid for rid, request in self._waiting.items() if salt_of(request.extra_key) == salt]
 
     def abort(self, rid: str) -> bool:
         """Whether the request was waiting here. It is forgotten then, and so is a grammar that no other waits for and

@@ -52,6 +52,16 @@ _FIELDS = {
     "hicache_load_or_recompute": "load_or_recompute",
     "hicache_deferral_threshold": "deferral_threshold",
 }
+# To a request that is ended.
+ERASED = "an administrator has erased what is cached of this cache_salt: send it again"
+
+
+def has_requests(num_reqs: int) -> str:
+    """Why nothing is erased."""
+    return (
+        f"{num_reqs} requests with this cache_salt are queued or running: wait until they have ended, or give "
+        "abort_requests"
+    )
 
 
 @dataclass(eq=False)
@@ -186,11 +196,7 @@ class CacheAdmin:
         cache, salt = self._cache, request.cache_salt
         requests = [req for req in self._queues.all() if salt_of(req.namespace) == salt]
         if requests and not request.aborts_requests:
-            self._reply(
-                request.id,
-                f"{len(requests)} requests with this cache_salt are queued or running: wait until they have ended, "
-                "or give abort_requests",
-            )
+            self._reply(request.id, has_requests(len(requests)))
             return
         if trouble := self._storage_trouble():
             self._reply(request.id, trouble)

@@ -28,7 +28,7 @@ from typing import Any
 
 from sglang.srt.managers.admission import Admission
 from sglang.srt.managers.batch_builder import BatchBuilder
-from sglang.srt.managers.cache_admin import CacheAdmin
+from sglang.srt.managers.cache_admin import ERASED, CacheAdmin
 from sglang.srt.managers.canary import Canary
 from sglang.srt.managers.io_struct import (
     EraseSaltReqInput,
@@ -472,7 +472,7 @@ class Scheduler:
             self._end_early(req, "the request was aborted", 499)
 
     def _end_erased(self, req: Req) -> None:
-        self._end_early(req, "an administrator has erased what is cached of this cache_salt: send it again", 503)
+        self._end_early(req, ERASED, 503)
 
     def _end_early(self, req: Req, message: str, status_code: int) -> None:
         """End a request that waits or runs."""

@@ -25,6 +25,7 @@ from sglang.srt.constrained.xgrammar_backend import VOCABULARY_FILE
 from sglang.srt.disaggregation.event_publisher import ZmqEventPublisher
 from sglang.srt.disaggregation.kv_events import KVEventsConfig
 from sglang.srt.distributed.parallel_state import init_tensor_parallel
+from sglang.srt.managers.cache_admin import ERASED, has_requests
 from sglang.srt.managers.crash_folder import replay_hint
 from sglang.srt.managers.crash_record import CrashRecord
 from sglang.srt.managers.engine_core import EngineCore
@@ -34,6 +35,7 @@ from sglang.srt.managers.io_struct import (
     BatchTokenIDOutput,
     BlockNaming,
     ControlReqOutput,
+    EraseSaltReqInput,
     FinishReason,
     FlushCacheReqInput,
     GetInternalStateReq,
@@ -197,7 +199,8 @@ class SchedulerProcess:
             elif isinstance(message, FlushCacheReqInput):
                 inbox.flush.append(message.id)
             elif isinstance(message, AdminReqInput):
-                inbox.admin.append(message)
+                if not isinstance(message, EraseSaltReqInput) or self._may_erase(message):
+                    inbox.admin.append(message)
             elif isinstance(message, GetInternalStateReq):
                 self.sender.send(
                     encode(GetInternalStateReqOutput(id=message.id, state=self._state(message.is_brief)))
@@ -208,6 +211,18 @@ class SchedulerProcess:
         for id, reason in unusable:
             self.sender.send(encode(ControlReqOutput(id=id, success=False, message=reason)))
         return inbox
+
+    def _may_erase(self, message: EraseSaltReqInput) -> bool:
+        """The scheduler does not know requests whose grammar is compiled: they end, or it is answered that the
+        erasing has to wait for them."""
+        rids = self.grammars.waiting_of(message.cache_salt)
+        if rids and not message.aborts_requests:
+            self.sender.send(encode(ControlReqOutput(id=message.id, success=False, message=has_requests(len(rids)))))
+            return False
+        for rid in rids:
+            self.grammars.abort(rid)
+            self._refuse(rid, ERASED, 503)
+        return True
 
     def _refuse(self, rid: str, message: str, status_code: int) -> None:
         """End a request of which the scheduler has not heard."""
