@@ -284,6 +284,7 @@ def test_of_a_path_that_the_host_has_no_room_for_an_end_goes_there(monkeypatch: 
     streaming._controller, streaming._tree = rig.controller, rig.tree
     streaming._cache = SimpleNamespace(tables=rig.controller.tables)  # type: ignore[assignment]
     streaming._clock, streaming._page, streaming._start, streaming.counters = rig.clock, 1, 12, Counter()
+    streaming._spares_peers = False
     streaming._spilling = streaming._swapped = streaming._swapping = np.empty(0, np.int32)
     streaming.req = SimpleNamespace(hold=hold)  # type: ignore[assignment]
     monkeypatch.setattr(streaming, "_layout", lambda: SimpleNamespace(start=12, stop=12))

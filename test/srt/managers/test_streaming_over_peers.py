@@ -472,6 +472,30 @@ def test_what_goes_to_the_host_for_want_of_peers_is_asked_for(model: Model) -> N
     check_memory(model, rig.engine)
 
 
+def test_a_request_goes_without_peers_that_take_their_memory_back_again_and_again(model: Model) -> None:
+    """They have it back, and lend it anew, whenever a launch has read it; the swap file has room for all."""
+    rig = Borrowing(model, 8, host=10, swap=60)
+    rig.lend(*range(8))
+    num_recalls = 0
+
+    def look(decision: BatchDecision) -> None:
+        nonlocal num_recalls
+        streams = decision.launch.streams if decision.launch is not None else ()
+        if any(tier == Tier.PEER for stream in streams for tier, _ in stream.parts):
+            num_recalls += 1
+            rig.recall(*range(8))
+        elif not any(rig.slabs.mapped):
+            rig.slabs.mapped = [True] * 8
+        assert num_recalls < 20, "it starts again for ever"
+
+    (prompt,) = prompts(3, [180])
+    (answer,) = rig.engine.generate([prompt], greedy(24), after_step=look)
+    model.check(prompt, answer, 24)
+    assert num_recalls >= 2 and rig.counters["swapped_tokens"] > 0
+    rig.engine.settle()
+    check_memory(model, rig.engine)
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("lends_again", [True, False])
 # The last has room for a while.

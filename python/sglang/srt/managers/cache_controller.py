@@ -252,15 +252,16 @@ class HiCacheController:
         self.counters["moved_to_host_tokens"] += self._tokens_of(nodes)
 
     def begin_spill(
-        self, below: Node, tokens: np.ndarray, src: np.ndarray, fence: LaunchSeq, priority: int
+        self, below: Node, tokens: np.ndarray, src: np.ndarray, fence: LaunchSeq, priority: int, tiers: list[Tier]
     ) -> tuple[Ticket, Node] | None:
-        """Move to a peer, or to the host, what a request has computed below a node, on pages src that are its own, as
-        much of it as there is room for; None if there is none. The request locks the node that it gets."""
-        found = self._room_to_spill(len(src), self.tree.path_of(below))
+        """Move to the first of the tiers that has room what a request has computed below a node, on pages src that
+        are its own, as much of it as there is room for; None if there is none. The request locks the node that it
+        gets."""
+        found = self._room_to_spill(len(src), self.tree.path_of(below), tiers)
         if found is None:
             return None
         tier, num_pages = found
-        if Tier.PEER in self.tables and tier != Tier.PEER:
+        if Tier.PEER in tiers and tier != Tier.PEER:
             self.num_short_of_peers += num_pages
         link = BACKUP_LINKS[tier]
         src, tokens = src[:num_pages], tokens[: num_pages * self.tree.page_size]
@@ -272,11 +273,11 @@ class HiCacheController:
         run = FilledRun(tokens, dst, op.ticket, fence, priority)
         return op.ticket, self.tree.put_run(below, run, tier, self.clock.next)
 
-    def _room_to_spill(self, num_pages: int, kept: list[Node]) -> tuple[Tier, int] | None:
-        """The first tier that has free room for so many pages, else the first that has any, or could make it, and how
-        many it takes. kept: nodes that stay."""
+    def _room_to_spill(self, num_pages: int, kept: list[Node], tiers: list[Tier]) -> tuple[Tier, int] | None:
+        """The first of the tiers that has free room for so many pages, else the first that has any, or could make it,
+        and how many it takes. kept: nodes that stay."""
         rooms = {}
-        for tier in self.tiers_below():
+        for tier in tiers:
             table = self.tables[tier]
             table.reap(self.clock.done)
             if table.num_free >= num_pages:

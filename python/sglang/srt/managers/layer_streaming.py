@@ -306,7 +306,9 @@ class LayerStreaming(NoLayerStreaming):
 
     def begin(self, req: Req) -> None:
         assert req.rid not in self._streams
-        self._streams[req.rid] = StreamedRequest(req, self._cache, self._planner, self.chunk_pages, self.counters)
+        self._streams[req.rid] = StreamedRequest(
+            req, self._cache, self._planner, self.chunk_pages, self.counters, self.max_len_with(0)
+        )
         self.counters["streamed_reqs"] += 1
 
     def begin_if_outgrown(self, req: Req) -> bool:

@@ -166,6 +166,7 @@ class Req:
         "num_failures",
         "num_known",
         "num_prompt",
+        "num_recalls",
         "num_retractions",
         "order",
         "plan",
@@ -229,6 +230,8 @@ class Req:
         self.num_retractions = 0
         # Of launches, weighted; see scheduler.py.
         self.num_failures = 0
+        # How often lenders took back memory with KV that it read.
+        self.num_recalls = 0
         # The most tokens that there was room for while it streamed.
         self.most_room = 0
         # Of the page table; -1 while it waits.

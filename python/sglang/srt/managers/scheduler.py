@@ -185,7 +185,7 @@ class Scheduler:
             self.lender.step(inputs.now, self._demand(), self.planner.expected.costs)
         if self.borrower is not None:
             costs = self.planner.expected.costs
-            if self.borrower.step(inputs.now, costs, self.streaming.awaited(), self._lose_readers):
+            if self.borrower.step(inputs.now, costs, self.streaming.awaited(), self._lose_to_lenders):
                 self._step_again_at = inputs.now
         if self._too_long.is_possible:
             self._too_long.note_room()
@@ -258,7 +258,7 @@ class Scheduler:
         for link in STORAGE_LINKS:
             done, counts = inputs.done.get(link, 0), inputs.counts.get(link, ())
             cache.complete_storage_ops(link, done, counts, inputs.far_counts, self._administered)
-        if cache.update_borrowed(inputs.slab_report, self._lose_readers):
+        if cache.update_borrowed(inputs.slab_report, self._lose_to_lenders):
             self._step_again_at = inputs.now
         for each in (self.lender, self.borrower):
             if each is not None:
@@ -365,15 +365,23 @@ class Scheduler:
         if lost := self.cache.nodes_lost_with(ticket):
             self._lose_readers(lost)
 
+    def _lose_to_lenders(self, lost: set[int]) -> None:
+        """As `_lose_readers`, where lenders take back the memory."""
+        for req in self._readers(lost):
+            req.num_recalls += 1
+        self._lose_readers(lost)
+
     def _lose_readers(self, lost: set[int]) -> None:
         """Nodes, by their ids, are about to be lost: requests that count on them start again."""
         cache = self.cache
-        for req in self.queues.active():
-            assert req.hold is not None
-            if cache.reads(req.hold.receipt, lost):
-                self._lose(req)
+        for req in self._readers(lost):
+            self._lose(req)
         waiting = [r for r in self.queues.waiting if r.preload is not None and cache.reads(r.preload.receipt, lost)]
         self.admission.end_preloads(waiting)
+
+    def _readers(self, nodes: set[int]) -> list[Req]:
+        """Running requests that count on some of the nodes, by their ids."""
+        return [r for r in self.queues.active() if r.hold is not None and self.cache.reads(r.hold.receipt, nodes)]
 
     def _lose(self, req: Req) -> None:
         """A running request lacks a part of its KV: it starts again."""

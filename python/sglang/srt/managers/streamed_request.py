@@ -14,6 +14,7 @@ The request's tokens, from the first to the last:
   device does not have; once they are there, the device frames are free and launches stream these pages.
 - *Swap*: once peers and host are full they go to the swap file, where no other request finds them. Behind the first
   of them nothing enters the tree, and with the request they are gone.
+  A request from which lenders have taken what it had on peers again and again does without them, if it fits.
 - *Demote*: the last pages before `start` leave the device; a peer or the host has them.
 - *Promote*: pages from `start` on are loaded, while there is room; a request that shares them may load them, too.
 
@@ -38,6 +39,7 @@ from sglang.srt.model_executor.launch import PageRun, StreamedPrefix
 
 # Links that bring what a launch of the request reads.
 _FILLING = set(COPY_LINKS) - set(LOAD_LINKS.values())
+_MAX_RECALLS = 2
 # The tiers below the device that the tree knows.
 _BELOW = tuple(BACKUP_LINKS)
 
@@ -56,14 +58,23 @@ class _Layout:
 
 
 class StreamedRequest:
-    """req: has just got its hold. chunk_pages: the most that a launch computes. counters: of all that stream."""
+    """req: has just got its hold. chunk_pages: the most that a launch computes. counters: of all that stream.
+    len_without_peers: the most tokens of a request that uses no memory of peers."""
 
     def __init__(
-        self, req: Req, cache: KVCache, planner: LoadPlanner, chunk_pages: int, counters: Counter[str]
+        self,
+        req: Req,
+        cache: KVCache,
+        planner: LoadPlanner,
+        chunk_pages: int,
+        counters: Counter[str],
+        len_without_peers: int,
     ) -> None:
         self.req = req
         self.counters = counters
         self._chunk_pages = chunk_pages
+        # Peers that have taken back what it had there again and again would do so once more.
+        self._spares_peers = req.num_recalls >= _MAX_RECALLS and req.max_len <= len_without_peers
         self._cache = cache
         self._planner = planner
         self._controller = cache.controller
@@ -190,7 +201,7 @@ class StreamedRequest:
                 return True
         n = len(tokens) // page
         frames = hold.frames[:n].copy()
-        found = self._controller.begin_spill(node, tokens, frames, req.last_launch, req.priority)
+        found = self._controller.begin_spill(node, tokens, frames, req.last_launch, req.priority, self._tiers_below())
         if found is None:
             return False
         self._spill, new = found
@@ -297,10 +308,15 @@ class StreamedRequest:
             num_pages -= len(part.key) // page
         return nodes
 
+    def _tiers_below(self) -> list[Tier]:
+        """The tiers that may take what the device has no room for, the fastest first."""
+        tiers = self._controller.tiers_below()
+        return [tier for tier in tiers if tier != Tier.PEER] if self._spares_peers else tiers
+
     def _is_room_coming(self) -> bool:
         """Whether transfers or launches that are under way will give some of the tiers below the device back, or let
         it be evicted."""
-        tables = [self._cache.tables[tier] for tier in self._controller.tiers_below()]
+        tables = [self._cache.tables[tier] for tier in self._tiers_below()]
         for table in tables:
             table.reap(self._clock.done)
         return any(t.counts[FrameState.FILLING] + t.counts[FrameState.PENDING_FREE] > 0 for t in tables)
@@ -383,7 +399,7 @@ class StreamedRequest:
         """Begin to copy the path to a node to the first tier that has room for what no tier has of it."""
         path = self._tree.path_of(node)
         num_pages = sum(len(n.key) for n in path if self._tree.order.ready_tier(n) is None) // self._page
-        for tier in self._controller.tiers_below():
+        for tier in self._tiers_below():
             if self._room_on(tier, path) >= num_pages and self._controller.begin_backup(
                 node, tier, only_uncopied=True
             ):
@@ -394,7 +410,7 @@ class StreamedRequest:
         """Begin to copy as much of a node's end as a tier has room for, without what lies above. False if none has
         any."""
         kept = self._tree.path_of(self._hold.receipt.node)
-        for tier in self._controller.tiers_below():
+        for tier in self._tiers_below():
             room = self._room_on(tier, kept)
             if room < 1 or node.frames[tier] is not None:
                 continue
@@ -407,7 +423,7 @@ class StreamedRequest:
         """Cut off the front of a node that a tier has room for, with what no tier has above it. None if there is no
         such part."""
         path = self._tree.path_of(node)
-        room = max((self._room_on(tier, path) for tier in self._controller.tiers_below()), default=0)
+        room = max((self._room_on(tier, path) for tier in self._tiers_below()), default=0)
         above = [n for n in path if n is not node and self._tree.order.ready_tier(n) is None]
         room -= sum(len(n.key) for n in above) // self._page
         if not 0 < room < len(node.key) // self._page:
