@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
@@ -78,6 +79,7 @@ CASES = [("llama", scaling) for scaling in SCALINGS] + [
     ("qwen2", "yarn"),
     ("qwen3", "yarn_mscale"),
     ("mistral", "llama3"),
+    ("mistral", "longrope"),
     ("qwen2", "dynamic"),
     ("qwen2", "longrope"),
     ("phi3", "longrope"),
@@ -88,12 +90,17 @@ def save(path, family, scaling):
     config_class, model_class = CLASSES[family]
     parameters = {"rope_theta": 300.0, **SCALINGS[scaling]}
     changes = {"sliding_window": None}
-    if family == "phi3":
-        # Its config names the original length beside, not inside.
+    if family in ("phi3", "mistral"):
+        # Phi-3's config names the original length beside, not inside. Any config may.
         changes["original_max_position_embeddings"] = parameters.pop("original_max_position_embeddings")
     torch.manual_seed(5)
     theirs = model_class(config_class(**BASE | changes, rope_parameters=parameters)).eval()
     theirs.save_pretrained(path)
+    if "original_max_position_embeddings" in changes:
+        # As its maker wrote it: transformers saves the length in both places.
+        config = json.loads((path / "config.json").read_text())
+        config["rope_parameters"].pop("original_max_position_embeddings")
+        (path / "config.json").write_text(json.dumps(config))
     return theirs
 
 

@@ -274,10 +274,12 @@ def test_what_the_built_model_shows(config: Any, architecture: str, sentence: st
     assert sentence in str(refused.value)
 
 
-def test_rotations_that_depend_on_the_length(tmp_path: Path) -> None:
+@pytest.mark.parametrize("config_class", [Phi3Config, MistralConfig])
+def test_rotations_that_depend_on_the_length(tmp_path: Path, config_class: Any) -> None:
     rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 10000.0}
     shape = BASE | {"head_dim": 8, "pad_token_id": 0, "original_max_position_embeddings": 64}
-    written(tmp_path, Phi3Config(**shape, rope_parameters=rope), "Phi3ForCausalLM")
+    architecture = config_class.__name__.replace("Config", "ForCausalLM")
+    written(tmp_path, config_class(**shape, rope_parameters=rope), architecture)
     with pytest.raises(ModelConfigError, match=r"'longrope' rotates keys by.* use --context-length 64 or less"):
         of_transformers(tmp_path)
     assert of_transformers(tmp_path, context_length=64).context_length == 64

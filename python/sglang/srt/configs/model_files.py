@@ -206,6 +206,10 @@ def rope_parameters_of(hf_config: Any) -> dict[str, Any]:
     params.update(getattr(hf_config, "rope_parameters", None) or {})
     params.setdefault("rope_theta", getattr(hf_config, "rope_theta", 10000.0))
     params["rope_type"] = params.get("rope_type") or params.get("type") or "default"
+    # Beside them it counts more than in them, as in transformers: there it is filled in where it was left out.
+    beside = getattr(hf_config, "original_max_position_embeddings", None)
+    if beside is not None:
+        params["original_max_position_embeddings"] = beside
     params.setdefault("original_max_position_embeddings", hf_config.max_position_embeddings)
     if params["rope_type"] in ("yarn", "longrope") and params.get("factor") is None:
         params["factor"] = hf_config.max_position_embeddings / params["original_max_position_embeddings"]

@@ -111,7 +111,9 @@ def check_context(config: Any, context_length: int) -> None:
     for each in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
         if each.get("rope_type") != "longrope":
             continue
-        original = each.get("original_max_position_embeddings") or config.original_max_position_embeddings
+        # Beside the parameters it counts more than in them, where it may have been filled in.
+        beside = getattr(config, "original_max_position_embeddings", None)
+        original = beside or each["original_max_position_embeddings"]
         if context_length > original:
             raise ModelConfigError(
                 f"In transformers' code the rope type 'longrope' rotates keys by the length of their sequence beyond "
