@@ -68,6 +68,30 @@ def test_every_tensor_arrives(tmp_path, classes, tied, shard):
     assert (model.lm_head.weight is model.embed_tokens.weight) == tied
 
 
+@pytest.mark.parametrize("architecture", ["Qwen3Model", "Qwen3ForCausalLM"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_saved_without_its_head_is_read_for_embeddings(tmp_path, architecture, tied):
+    """As Qwen3-Embedding and e5-mistral are."""
+    theirs = save(tmp_path, Qwen3Config, Qwen3ForCausalLM, tie_word_embeddings=tied).model
+    theirs.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3Model"]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": [architecture]}))
+    model = load(tmp_path)
+    targets = model.weight_targets()
+    assert targets.keys() == {f"model.{name}" for name in theirs.state_dict()}
+    for name, tensor in theirs.state_dict().items():
+        ours = targets[f"model.{name}"].tensor
+        assert torch.equal(ours, tensor.expand_as(ours)), name
+    assert model.lm_head.weight is model.embed_tokens.weight
+
+    rewrite(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["embed_tokens.weight"] + 1}))
+    assert ("lm_head.weight" in load(tmp_path).weight_targets()) == (not tied)
+    rewrite(tmp_path, lambda tensors: tensors.update(more=torch.zeros(1)))
+    with pytest.raises(ModelLoadError, match="unexpected: more"):
+        load(tmp_path)
+
+
 def test_converts_dtype(tmp_path):
     theirs = save(tmp_path)
     model = load(tmp_path, dtype="bfloat16")

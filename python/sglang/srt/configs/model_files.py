@@ -155,8 +155,10 @@ def pick_architecture(model_path: str, raw: dict[str, Any], model_impl: str = "a
     """Whether transformers can run an architecture that has no native model is checked later."""
     named = raw.get("architectures") or []
     for architecture in named:
-        if architecture in MODEL_FAMILIES:
-            return str(architecture)
+        # A model for embeddings may have been saved without its head: MistralModel is MistralForCausalLM's rest.
+        for name in (str(architecture), str(architecture).removesuffix("Model") + "ForCausalLM"):
+            if name in MODEL_FAMILIES:
+                return name
     if named and pick_model_impl(str(named[0]), model_impl) == TRANSFORMERS:
         return str(named[0])
     raise ModelConfigError(

@@ -7,6 +7,7 @@ and a rank reads only its part of each. Loading therefore takes no memory beyond
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -44,6 +45,9 @@ from sglang.srt.utils.startup_progress import SILENT, StartupProgress
 
 logger = logging.getLogger(__name__)
 
+# Of the names of tensors.
+_PREFIX, _HEAD = "model.", "lm_head."
+
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
 
@@ -75,6 +79,9 @@ def load_model(
             return load_transformers_model(config, load_format == "dummy", attn_backend, seed, device, group)
         except ModelConfigError as error:
             raise ModelLoadError(str(error)) from error
+    if load_format != "dummy" and _is_headless(_weight_files(config.local_path, load_format)):
+        logger.info("the checkpoint is of a model without a head: it is for embeddings")
+        config = replace(config, tie_word_embeddings=True)
     with device:
         model = get_model_class(config)(config, attn_backend, group)
     if load_format == "dummy":
@@ -152,11 +159,14 @@ def _load_files(model: Any, config: ModelConfig, load_format: str, progress: Sta
     quantization = None if gguf_file is not None else config.quantization
     if quantization is not None:
         files = {name: stored[held] for name, held in plain_names(stored).items()}
-    where = {name: file for name, file in files.items() if not model.ignores_weight(name)}
+    full_names = _full_names(files)
+    where = {name: file for name, file in files.items() if not model.ignores_weight(full_names[name])}
+    named = {full_names[name] for name in where}
     plan: dict[str, list[WeightTarget]] = {}
     for name in where:
-        parts = (name,) if name in targets else model.parts_of_fused(name)
-        if parts and all(part in targets and (part == name or part not in where) for part in parts):
+        full = full_names[name]
+        parts = (full,) if full in targets else model.parts_of_fused(full)
+        if parts and all(part in targets and (part == full or part not in named) for part in parts):
             plan[name] = [targets.pop(part) for part in parts]
     unexpected = sorted(where.keys() - plan.keys())
     if quantization is not None and unexpected:
@@ -192,6 +202,17 @@ def _load_files(model: Any, config: ModelConfig, load_format: str, progress: Sta
                     numbers[name] = [each for target in plan[name] for each in target.extremes()]
                     bar.update()
                 refuse_non_finite(numbers, gguf_file or file, config.dtype)
+
+
+def _full_names(names: Iterable[str]) -> dict[str, str]:
+    """A checkpoint's names -> those of the model with a head. A model that was saved without one, as for embeddings,
+    has names without its prefix."""
+    has_prefix = any(name.startswith(_PREFIX) for name in names)
+    return {name: name if has_prefix or name.startswith(_HEAD) else f"{_PREFIX}{name}" for name in names}
+
+
+def _is_headless(names: Iterable[str]) -> bool:
+    return not any(name.startswith((_PREFIX, _HEAD)) for name in names)
 
 
 def _copy(name: str, file: Any, targets: list[WeightTarget], config_name: str) -> None:
