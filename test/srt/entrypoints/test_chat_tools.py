@@ -158,12 +158,18 @@ def test_what_is_wrong_with_tools_is_a_400(scripted: Scripted) -> None:
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
         ({"tools": "f"}, "tools"),
         ({"tools": TOOLS, "tool_choice": "required", "extra_body": {"min_tokens": 2}}, "min_tokens"),
+        ({"tools": TOOLS, "parallel_tool_calls": False, "extra_body": {"min_tokens": 2}}, "min_tokens"),
         ({"tools": BROKEN, "tool_choice": "required"}, "tools"),
         ({"extra_body": {"chat_template_kwargs": {"tools": []}}}, "chat_template_kwargs"),
     ):
         with pytest.raises(openai.BadRequestError) as error:
             scripted.ask(**fields)
         assert error.value.param == param
+
+
+def test_an_answer_that_may_go_on_behind_a_strict_call_may_have_a_least_length(scripted: Scripted) -> None:
+    scripted.answer("It rains.")
+    assert scripted.ask(tools=TOOLS, extra_body={"min_tokens": 2}).choices[0].message.content == "It rains."
 
 
 def test_parsers_for_a_text_that_a_client_has(scripted: Scripted) -> None:

@@ -115,10 +115,7 @@ class AnswerFormat:
                     "tool_choice constrains the whole answer, and so does the request's other grammar: use one",
                     param="tool_choice",
                 )
-            if params.min_new_tokens:
-                raise RequestError(
-                    "tool_choice constrains where the answer may end: leave min_tokens out", param="min_tokens"
-                )
+            _refuse_min_tokens(params, "tool_choice constrains where the answer may end")
             return self.detector.call_format(tools.callable_tools, self.template, self._single)
         if params.grammar is not None:
             # The model calls, or answers in the form that was asked for.
@@ -126,7 +123,10 @@ class AnswerFormat:
             own = _structural_format(params.grammar)
             return {"type": "or", "elements": [own, calls]} if own is not None and calls is not None else None
         if any(tool.strict for tool in tools.tools):
-            return self.detector.strict_format(tools.tools, self.template, self._single)
+            found = self.detector.strict_format(tools.tools, self.template, self._single)
+            if found is not None and found.get("stop_after_first"):
+                _refuse_min_tokens(params, "an answer ends behind the call of a strict tool")
+            return found
         return None
 
     @property
@@ -221,6 +221,12 @@ class _ReasoningTokens:
             self._tail += self._texts.data(token)
             self._done = self._end in self._tail
             self._tail = self._tail[-len(self._end) :]
+
+
+def _refuse_min_tokens(params: SamplingParams, why: str) -> None:
+    """Where only an end may follow, and is not allowed yet, no token can be drawn."""
+    if params.min_new_tokens:
+        raise RequestError(f"{why}: leave min_tokens out", param="min_tokens")
 
 
 def _structural_format(grammar: GrammarSpec) -> dict[str, Any] | None:
