@@ -178,6 +178,10 @@ def test_strict_tools_are_constrained_within_free_text(name: str) -> None:
     assert _is_grammar_accept_string(grammar, "No call.") and _is_grammar_accept_string(grammar, "Look: " + good)
     assert _is_grammar_accept_string(grammar, loose), "a tool that is not strict may have any arguments"
     assert not _is_grammar_accept_string(grammar, "Look: " + bad)
+    single = detector.strict_format(TOOLS, template, True)
+    assert single is not None and single["stop_after_first"]
+    if "[TOOL_CALLS] [" in good:
+        assert not _is_grammar_accept_string(grammar, good + " More."), "the array of calls ends the answer"
 
 
 @pytest.mark.parametrize(

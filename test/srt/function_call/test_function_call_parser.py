@@ -218,6 +218,12 @@ def test_what_a_template_writes_is_read_back(name: str) -> None:
 def test_auto_finds_nothing_in_a_template_without_calls() -> None:
     template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     assert find_detector(AUTO, template) is None and find_detector(None, TEMPLATES["qwen2.5"][1]) is None
+    glm = "<tool_call>{{ name }}<arg_key>{{ key }}</arg_key></tool_call>{{ arguments }}"
+    assert find_detector(AUTO, glm) is None, "it is Qwen's marks with another format in them"
+
+
+def test_auto_knows_the_marks_of_a_list() -> None:
+    assert find_detector(AUTO, "<|python_start|>[{{ calls }}]<|python_end|>") is TOOL_CALL_PARSERS["pythonic"]
 
 
 def test_one_call_where_several_are_not_wanted() -> None:
@@ -232,6 +238,9 @@ def test_ids_are_those_that_clients_and_templates_take() -> None:
 
     assert new_id("qwen25").startswith("call_") and new_id("qwen25") != new_id("qwen25")
     assert len(new_id("mistral")) == 9 and new_id("mistral").isalnum()
+    for written, taken in (("abcdefghi", "abcdefghi"), ("abc", None)):
+        (call,) = joined(*parse("mistral", [f"[TOOL_CALLS]f[CALL_ID]{written}[ARGS]{{}}"])).calls
+        assert call.call_id == taken
 
 
 @pytest.mark.parametrize(
@@ -298,6 +307,12 @@ DEFS = {
         ({"enum": ["a", "b"]}, " a\n", "a"),
         ({"const": "a"}, "a ", "a"),
         ({"type": "array"}, "{1, 2}", "{1, 2}"),
+        ({"type": "array"}, "[NaN]", "[NaN]"),
+        ({"type": "integer"}, "1e400", "1e400"),
+        ({"type": "string", "minLength": 3}, "  a ", "  a"),
+        ({"type": "string", "minLength": 2}, "a  ", "a "),
+        ({"type": "string", "minLength": 2}, "  a", " a"),
+        ({"type": "string", "minLength": "3"}, " a ", "a"),
     ],
 )
 def test_a_value_of_an_element_is_what_its_schema_allows(schema: object, text: str, value: object) -> None:

@@ -34,9 +34,6 @@ class BaseFormatDetector(ABC):
         next(self._steps, None)
         return self.output.take(final)
 
-    def detect_and_parse(self, text: str) -> StreamingParseResult:
-        return self.parse_streaming_increment(text, final=True)
-
     @abstractmethod
     def _read(self) -> Steps[None]:
         """Read the answer to its end."""

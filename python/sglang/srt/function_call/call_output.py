@@ -47,8 +47,6 @@ class CallOutput:
         self._space.append(text[len(body) :])
 
     def begin_call(self, name: str, call_id: str | None = None) -> None:
-        if not self._has_text:
-            self._space.clear()
         call_id = None if call_id is None else _HALF_PAIR.sub("\ufffd", call_id)
         self._parts.append(_Part(self.num_calls, _HALF_PAIR.sub("\ufffd", name), call_id))
         self.num_calls += 1

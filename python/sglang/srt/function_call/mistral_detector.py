@@ -75,6 +75,7 @@ class MistralDetector(BaseFormatDetector):
             return True
 
     def _named_call(self) -> Steps[bool]:
+        """What may follow a name begins with a bracket: without a name it is no named call."""
         name = yield from self.reader.take_while(_NAME, _MAX_NAME)
         call_id = None
         if (yield from self.reader.take(_ID)):
@@ -82,7 +83,7 @@ class MistralDetector(BaseFormatDetector):
         if not (yield from self.reader.take(_ARGS)):
             return False
         yield from self.reader.skip_space()
-        if not name or not (yield from self.reader.starts_with("{")):
+        if not (yield from self.reader.starts_with("{")):
             return False
         self.output.begin_call(name, call_id if call_id and len(call_id) == _CALL_ID_LENGTH else None)
         self.reader.drop_mark()

@@ -198,7 +198,7 @@ def allowed_kinds(schema: Any, resolved: Callable[[Any], Any]) -> frozenset[str]
         one = schemas.popleft()  # the nearest first
         if isinstance(one, Mapping) and "$ref" in one:
             one = resolved(one)
-            if not isinstance(one, Mapping) or "$ref" in one:
+            if not isinstance(one, Mapping):
                 found |= {"object", "array"}
         if not isinstance(one, Mapping):
             continue

@@ -116,7 +116,7 @@ class ReasoningParser:
         self._reader.push(text, final)
         next(self._steps, None)
         reasoning = ""
-        if self._stream or self.ended or final:
+        if self._stream or self.ended:
             reasoning, self._reasoning = "".join(self._reasoning), []
         normal, self._normal = "".join(self._normal), []
         return ReasoningParseResult(reasoning, normal)
