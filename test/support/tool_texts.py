@@ -266,6 +266,8 @@ EXAMPLES = (
         "qwen3_coder", "<tool_call>\n<function=f>\n<parameter=b>\nx\n</parameter>\n</func", "", (("f", '{"b": "x"}'),)
     ),
     Example("qwen3_coder", "<tool_call>\n<function=f>\nwhat?", "what?", (("f", "{}"),)),
+    Example("qwen3_coder", "<function=f><parameter=a b>x</parameter></function>", "", (("f", '{"a b": "x"}'),)),
+    Example("qwen3_coder", "<function=f>\n<parameter=a\nb>x", "<parameter=a\nb>x", (("f", "{"),)),
     Example("qwen3_coder", "<tool_call>\n<func", "<tool_call>\n<func"),
     Example("qwen3_coder", "<tool_call>\n{}\n</tool_call>", "<tool_call>\n{}\n</tool_call>"),
 )

@@ -43,6 +43,8 @@ _BEGIN, _END = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 _NAME = re.compile(r"[^<>\s]*")
+# Of an argument: a schema may have spaces in it.
+_KEY = re.compile(r"[^<>\n]*")
 _MAX_NAME = 256
 # The parts of one argument's schema that are looked at: it may be deep, or refer to itself.
 _MAX_SCHEMAS = 256
@@ -75,7 +77,7 @@ class Qwen3CoderDetector(BaseFormatDetector):
         return found
 
     def _function(self, known_only: bool) -> Steps[bool]:
-        name = yield from self._element(_FUNCTION)
+        name = yield from self._element(_FUNCTION, _NAME)
         if not name or (known_only and name not in self.tools):
             return False
         tool = self.tools.get(name)
@@ -89,7 +91,7 @@ class Qwen3CoderDetector(BaseFormatDetector):
                 return True
             self.reader.set_mark()
             yield from self.reader.skip_space()
-            key = yield from self._element(_PARAMETER)
+            key = yield from self._element(_PARAMETER, _KEY)
             if not key:
                 self.reader.rewind()
                 # At the end of the text the call is unfinished; before other text it has ended.
@@ -110,11 +112,11 @@ class Qwen3CoderDetector(BaseFormatDetector):
         self.reader.rewind()
         return found
 
-    def _element(self, begin: str) -> Steps[str]:
+    def _element(self, begin: str, pattern: re.Pattern[str]) -> Steps[str]:
         """The name in `<function=name>`, which is passed over; empty if that does not come next."""
         if not (yield from self.reader.take(begin)):
             return ""
-        name = yield from self.reader.take_while(_NAME, _MAX_NAME)
+        name = yield from self.reader.take_while(pattern, _MAX_NAME)
         return name if (yield from self.reader.take(">")) else ""
 
     def _value(self, tool: Tool | None, key: str) -> Steps[bool]:
