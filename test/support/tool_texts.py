@@ -170,6 +170,7 @@ EXAMPLES = (
     Example("llama3", '{"name": "f", "parameters": {"a": 1}}', "", (_WHOLE,)),
     Example("llama3", f'\n{{"name": "f", "parameters": {_ODD}}};', "", (("f", _ODD),)),
     Example("llama3", f"{_CALL}; {_CALL};\n{_CALL}", "", (_WHOLE,) * 3),
+    Example("llama3", f"{_CALL} ;\n{_CALL}", "", (_WHOLE,) * 2),
     Example("llama3", f"<|python_tag|>{_CALL}; {_CALL}<|python_tag|>{_CALL}", "", (_WHOLE,) * 3),
     Example("llama3", f"A <|python_tag|>{_CALL} B", "A  B", (_WHOLE,)),
     Example("llama3", '<|python_tag|>{"name": "no_tool", "parameters": {}}', "", (("no_tool", "{}"),)),

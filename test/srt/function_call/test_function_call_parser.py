@@ -220,6 +220,8 @@ def test_auto_finds_nothing_in_a_template_without_calls() -> None:
     assert find_detector(AUTO, template) is None and find_detector(None, TEMPLATES["qwen2.5"][1]) is None
     glm = "<tool_call>{{ name }}<arg_key>{{ key }}</arg_key></tool_call>{{ arguments }}"
     assert find_detector(AUTO, glm) is None, "it is Qwen's marks with another format in them"
+    assert find_detector(AUTO, "{# role ipython #}{{ message.content }}") is None
+    assert find_detector(AUTO, '{{ tools }} is {"name": "f", "parameters": {}}') is None
 
 
 def test_auto_knows_the_marks_of_a_list() -> None:

@@ -77,7 +77,7 @@ class JsonCall:
         yield from self._reader.skip_space()
         if self._known is not None and key not in _KEYS:
             return False
-        is_first = not self._begun and self._early is None
+        is_first = self._early is None
         if key in _ARGUMENTS and is_first and (yield from self._reader.starts_with("{")):
             return (yield from self._read_arguments())
         value = yield from self._value()
