@@ -200,6 +200,9 @@ EXAMPLES = (
     Example("mistral", f"[TOOL_CALLS] [{_CALL}, nothing]", ", nothing]", (_WHOLE,)),
     Example("mistral", f"[TOOL_CALLS] [{_CALL}", "", (_WHOLE,)),
     # Python
+    Example("pythonic", "<|python_start|> [f(a=1)]<|python_end|>", "", (_WHOLE,)),
+    Example("pythonic", '[f(from="a, in=3", in = None)]', "", (("f", '{"from": "a, in=3", "in": null}'),)),
+    Example("pythonic", "[f(a=[from=1])]", "[f(a=[from=1])]"),
     Example("pythonic", "[f(a=1), get-time()]", "", (_WHOLE, ("get-time", "{}"))),
     Example("pythonic", "<|python_start|>[f(a=1)]<|python_end|>", "", (_WHOLE,)),
     Example("pythonic", "I call [f(a=1)] now", "I call  now", (_WHOLE,)),

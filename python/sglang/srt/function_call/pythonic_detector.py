@@ -16,10 +16,14 @@ it in another, so that few readings are under way at any place.
 from __future__ import annotations
 
 import ast
+import io
 import json
+import keyword
 import re
+import tokenize
 import warnings
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from sglang.srt.function_call.base_format_detector import BaseFormatDetector
@@ -32,6 +36,9 @@ _MAX_NAME = 256
 # What takes part in finding the end of the arguments; any other text is passed over.
 _OTHER = re.compile(r"""[^()\[\]{}"'\\]*""")
 _MAX_ARGUMENTS = 1 << 20
+# Words of Python that stand where an argument's name does, or look so; and what is written before such a name.
+_KEYWORD_NAME = re.compile(rf"\b(?:{'|'.join(keyword.kwlist)})\s*=")
+_MARK = "_name_"
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
@@ -136,17 +143,31 @@ def json_arguments(text: str) -> str | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of an unknown escape in a string
-            call = ast.parse(f"f({text}\n)", mode="eval").body
+            call = ast.parse(_marked(f"f({text}\n)"), mode="eval").body
         if not isinstance(call, ast.Call) or call.args:
             return None
         values: dict[str, Any] = {}
-        for keyword in call.keywords:
-            if keyword.arg is None:
+        for argument in call.keywords:
+            if argument.arg is None:
                 return None
-            values[keyword.arg] = _value(keyword.value)
+            name = argument.arg.removeprefix(_MARK)
+            values[name if keyword.iskeyword(name) else argument.arg] = _value(argument.value)
         return json.dumps(values, ensure_ascii=False, allow_nan=False)
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+    except (SyntaxError, tokenize.TokenError, ValueError, TypeError, RecursionError, MemoryError):
         return None
+
+
+def _marked(source: str) -> str:
+    """With a mark before each argument's name that is a word of Python, such as `from`: a schema may have it."""
+    if not _KEYWORD_NAME.search(source):
+        return source
+    lines = io.StringIO(source).readlines()
+    tokens = list(tokenize.generate_tokens(iter(lines).__next__))
+    for token, behind in reversed(list(pairwise(tokens))):
+        if keyword.iskeyword(token.string) and behind.string == "=":
+            row, column = token.start
+            lines[row - 1] = f"{lines[row - 1][:column]}{_MARK}{lines[row - 1][column:]}"
+    return "".join(lines)
 
 
 def _value(node: ast.expr) -> Any:
