@@ -137,6 +137,7 @@ def test_rope_of_old_and_new_configs(tmp_path, changes, rope_type, theta, factor
         ({"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4}}, "'proportional' is not supported"),
         ({"quantization_config": {"quant_method": "quip"}}, "quantized"),
         ({"hidden_act": "gelu"}, "'gelu' is not supported"),
+        ({"is_causal": False}, "its tokens see those behind them"),
         ({"num_key_value_heads": 3}, "cannot share 3 KV heads"),
         ({"head_dim": 9}, "transformers cannot read .* even rotary dimension"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "part of the head"),

@@ -124,6 +124,11 @@ class ModelConfig:
         raw = read_config_json(local_path)
         architecture = pick_architecture(model_path, raw, model_impl)
         hf_config = _auto_config(local_path)
+        if getattr(hf_config, "is_causal", True) is False:
+            raise ModelConfigError(
+                f"{model_path!r} cannot be served: its tokens see those behind them (is_causal is false in its "
+                "config); use a model whose tokens do not."
+            )
         if pick_model_impl(architecture, model_impl) == TRANSFORMERS:
             found = cls._of_transformers(model_path, local_path, architecture, hf_config, dtype, context_length)
             return replace(found, file_stamps=stamps)
