@@ -7,11 +7,12 @@ import json
 import os
 import resource
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
-from sglang.srt.constrained import grammar_checker
+from sglang.srt.constrained import check_process, grammar_checker
 from sglang.srt.constrained.check_process import CheckOrder, CheckSettings, check_in_fork
 from sglang.srt.constrained.grammar_checker import MAX_SOURCE_CHARS, GrammarChecker
 from sglang.srt.sampling.sampling_params import GrammarSpec
@@ -253,6 +254,35 @@ async def test_processes_that_do_not_start(checker: GrammarChecker, folder: Path
     assert await why_not(checker, "good") == (501, "this tokenizer is of no use")
     (folder / "useless").unlink()
     await checker.check(spec("good"))
+
+
+@run
+async def test_a_system_that_starts_no_thread_or_process(
+    checker: GrammarChecker, folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def popen(*_: object, **__: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        status, message = await why_not(checker, "good")
+        assert status == 503 and "has no thread for this request" in message
+    with monkeypatch.context() as patch:
+        patch.setattr(grammar_checker.subprocess, "Popen", popen)
+        status, message = await why_not(checker, "good")
+        assert status == 503 and "cannot be started (Too many open files)" in message
+    assert await checker.check(spec("good")) == 0
+
+
+def test_a_folder_that_was_cleaned_gets_the_vocabulary_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sglang.srt.utils.hf_transformers_utils.get_tokenizer", lambda path: None)
+    monkeypatch.setattr(check_process, "make_vocabulary", lambda tokenizer, size: "words")
+    file = tmp_path / "gone" / "vocabulary"
+    assert check_process.vocabulary_of(settings(file, tmp_path)) == "words" == file.read_text()
+    assert file.parent.stat().st_mode & 0o777 == 0o700
 
 
 def test_a_server_without_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -119,6 +119,28 @@ def test_a_grammar_that_was_given_up_before_it_was_held_is_compiled_again():
     assert fixture.take() == (["1"], [])
 
 
+def test_where_no_thread_can_be_started_requests_are_refused(monkeypatch: pytest.MonkeyPatch):
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    fixture = Fixture()
+    fixture.cache.allow("a")
+    fixture.cache.compiled.append("b")
+    fixture.cache.is_full = True
+    assert not fixture.manager.add(request("2", "b", lane=1)), "it waits for room"
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RequestError, match="no thread for this request") as refusal:
+            fixture.manager.add(request("1", "a"))
+        fixture.cache.compiled.clear()  # what the other waits for was given up
+        fixture.cache.is_full = False
+        assert [rid for rid, _ in fixture.manager.take_ready()[1]] == ["2"]
+    assert refusal.value.status_code == 503
+    assert not fixture.manager.abort("1")
+    assert not fixture.manager.add(request("3", "a"))
+    assert fixture.take()[0] == ["3"]
+
+
 def test_a_grammar_that_fails_ends_its_requests_and_no_others():
     fixture = Fixture()
     for rid in "12":

@@ -81,6 +81,22 @@ def test_a_disk_that_is_full_ends_the_record_alone(tmp_path, monkeypatch, caplog
     assert sum("no more is recorded (No space left" in each.message for each in caplog.records) == 1
 
 
+def test_a_folder_that_cannot_be_written_any_more_ends_the_record_alone(tmp_path, monkeypatch, caplog):
+    """As a file system that an error has made read-only."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    record, _ = record_of(tmp_path)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    record.remove()
+    assert not record.is_open
+    monkeypatch.setattr(crash_record.os, "write", refuse)
+    record, _ = record_of(tmp_path)
+    assert not record.is_open
+    assert sum("no more is recorded (Read-only" in each.message for each in caplog.records) == 1
+
+
 def test_only_the_newest_records_of_ended_processes_stay(tmp_path):
     for day in range(1, 9):
         (tmp_path / f"crash-2026010{day}-000000-1.rec").write_bytes(b"x")

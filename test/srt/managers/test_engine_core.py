@@ -139,6 +139,24 @@ def test_replay_notices_a_changed_decision_and_a_cut_off_record() -> None:
 # -- costs ----------------------------------------------------------------------------------------------------
 
 
+def test_a_disk_that_is_full_ends_the_record_alone(caplog) -> None:
+    class Full(io.BytesIO):
+        is_full = False
+
+        def flush(self) -> None:
+            if self.is_full:
+                raise OSError(28, "No space left on device")
+
+    file = Full()
+    rank = ScriptedRank(file)
+    file.is_full = True
+    for new in ((asked(),), ()):
+        rank.core.step(0.0, rank.core.progress(), new)
+    assert [each.message for each in caplog.records] == [
+        "--record-steps: no more is recorded (No space left on device)"
+    ]
+
+
 def test_costs_are_rank_0_s_and_of_what_all_have_done() -> None:
     cost = {EXEC: {4: 0.4, 5: 0.5, 6: 0.6}, STALL: {4: 0.04, 6: 0.06}, H2D: {1: 0.1, 2: 0.2}, D2H: {0: 0.7}}
     first = Progress(progress(7, 3, 1).done, {}, {}, cost=cost)

@@ -82,3 +82,17 @@ def test_a_bug_ends_no_server(caplog):
     notified.acquire()
     ready, failed = requests.take_ready()
     assert not ready and failed[0][0] == "a" and "ZeroDivisionError" in failed[0][1] and "Traceback" in caplog.text
+
+
+def test_where_no_thread_can_be_started_there_is_a_sentence(monkeypatch):
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    requests = StorageRequests(_Opener(), lambda: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        requests.add(attach("a"))
+    ready, failed = requests.take_ready()
+    assert not ready and failed == [
+        ("a", "the server has no thread for this request (can't start new thread): try again later")
+    ]

@@ -172,6 +172,22 @@ def test_the_longest_text_that_fits_is_served():
     run_with_text(test)
 
 
+def test_a_text_is_refused_where_no_thread_can_be_started(monkeypatch):
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def test(h: Harness) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(RequestError, match="no thread for this request") as refusal:
+                await anext(h.manager.generate(GenerateRequest(prompt="a", params=SamplingParams(), **TEXT)))
+            assert refusal.value.status_code == 503
+        assert not h.manager.is_active
+        assert len(await h.manager.tokenize("a"))
+
+    run_with_text(test)
+
+
 def test_earlier_turns_are_tokenised_once():
     async def test(h: Harness) -> None:
         turn = SPECIAL[1] + "the library opens at nine " * 20 + SPECIAL[2]

@@ -82,6 +82,8 @@ def vocabulary_of(settings: CheckSettings) -> str:
     from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
     vocabulary = make_vocabulary(get_tokenizer(settings.tokenizer_path), settings.vocab_size)
+    # What cleans the temporary files may have removed the engine's folder.
+    os.makedirs(os.path.dirname(settings.vocabulary_file), mode=0o700, exist_ok=True)
     new = f"{settings.vocabulary_file}.{os.getpid()}"
     with open(new, "w") as file:
         file.write(vocabulary)

@@ -28,6 +28,7 @@ from sglang.srt.constrained.xgrammar_backend import is_installed
 from sglang.srt.sampling.sampling_params import GrammarSpec
 from sglang.srt.setting_sources import environment_without_keys
 from sglang.srt.utils.errors import RequestError
+from sglang.srt.utils.pools import run_in_pool
 
 CHECK_COMMAND = (sys.executable, "-m", "sglang.srt.constrained.check_process")
 # Characters of a grammar's text.
@@ -143,7 +144,7 @@ class _Lane:
         run = copy_context().run
         self._num_waiting += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, run, self._check, spec)
+            return await run_in_pool(self._pool, run, self._check, spec)
         finally:
             self._num_waiting -= 1
 
@@ -180,14 +181,19 @@ class _Lane:
             return CheckResult(is_killed=True)
 
     def _start(self) -> None:
-        self._process = process = subprocess.Popen(
-            self._command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-            # One thread of each library: it is going to fork, and has a limit of address space.
-            env={**environment_without_keys(), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-        )
+        try:
+            self._process = process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+                # One thread of each library: it is going to fork, and has a limit of address space.
+                env={**environment_without_keys(), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            )
+        except OSError as error:
+            what = f"the process that compiles grammars cannot be started ({error.strerror})"
+            logger.warning("%s: raise the limits of open files and processes (ulimit -n, ulimit -u)", what)
+            raise RequestError(f"{what}: try again later", 503) from None
         try:
             result = self._read(process, _START_TIMEOUT_S)
         except EOFError:

@@ -26,6 +26,7 @@ from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.mem_cache.namespaces import salt_of
 from sglang.srt.sampling.sampling_params import GrammarSpec
 from sglang.srt.utils.errors import RequestError
+from sglang.srt.utils.pools import submit
 
 # Of the threads that compile: the requests of the batch go first.
 _NICENESS = 10
@@ -60,7 +61,7 @@ class GrammarManager:
 
     def add(self, request: TokenizedGenerateReqInput) -> bool:
         """Whether the request can go to the scheduler now. If not, `take_ready` returns it later. Raises RequestError
-        where too many grammars wait."""
+        where too many grammars wait, or no thread can be started."""
         spec = request.sampling_params.grammar
         if spec is None:
             return True
@@ -69,8 +70,8 @@ class GrammarManager:
             return True
         if not self._is_on_its_way(spec) and self._is_full(request.grammar_lane):
             raise RequestError(TOO_MANY, 503)
-        self._waiting[request.rid] = request
         self._compile(spec, request.grammar_lane)
+        self._waiting[request.rid] = request
         return False
 
     def _is_on_its_way(self, spec: GrammarSpec) -> bool:
@@ -81,11 +82,12 @@ class GrammarManager:
         return sum(each.lane == lane for each in self._compiling.values()) >= most
 
     def _compile(self, spec: GrammarSpec, lane: int) -> None:
+        """Raises RequestError where no thread can be started."""
         if self._is_on_its_way(spec):
             return
         if lane not in self._pools:
             self._pools[lane] = ThreadPoolExecutor(1, thread_name_prefix="grammar", initializer=_yield_to_others)
-        future = self._pools[lane].submit(self._cache.get, spec)
+        future = submit(self._pools[lane], self._cache.get, spec)
         self._compiling[spec] = _Compilation(future, lane)
         future.add_done_callback(lambda _: self._notify())
 
@@ -109,8 +111,11 @@ class GrammarManager:
                 self._held[rid] = spec
                 ready.append(request)
             else:  # it waits for room, or was given up before it could be held
-                self._compile(spec, request.grammar_lane)
-                continue
+                try:
+                    self._compile(spec, request.grammar_lane)
+                    continue
+                except RequestError as no_compilation:
+                    failed.append((rid, no_compilation.message))
             del self._waiting[rid]
         return ready, failed
 

@@ -13,6 +13,7 @@ step that ends the process, by whatever means, is the last in it.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -81,7 +82,7 @@ class CrashRecord:
         """The process ends as it should. Without effect after `keep`."""
         if self.is_open:
             self._close()
-            self.path.unlink(missing_ok=True)
+            self._unlink(self.path)
 
     def _begin_anew(self) -> None:
         if not self.is_open:
@@ -119,7 +120,13 @@ class CrashRecord:
     def _give_up(self, error: OSError) -> None:
         logger.warning("--crash-dump-folder: no more is recorded (%s)", error.strerror)
         self._close()
-        for path in (self.path, self.path.with_suffix(".new")):
+        self._unlink(self.path)
+        self._unlink(self.path.with_suffix(".new"))
+
+    @staticmethod
+    def _unlink(path: Path) -> None:
+        """A folder that cannot be written any more keeps it until a later start."""
+        with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
 
     def _close(self) -> None:

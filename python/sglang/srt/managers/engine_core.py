@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import logging
 from collections.abc import Callable, Sequence
 from typing import BinaryIO, Protocol
 
@@ -34,6 +35,8 @@ RECORD_FORMAT = b"sglang-steps-6"
 # Of a record that begins with a snapshot of the scheduler in the place of its configuration.
 SNAPSHOT_FORMAT = b"sglang-steps-snapshot-6"
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+
+logger = logging.getLogger(__name__)
 
 
 class Recorder(Protocol):
@@ -249,10 +252,10 @@ class EngineCore:
 class StepRecorder:
     """Writes a run to a file: the format, the scheduler's configuration, then every step. The inputs of a step are
     written before it is taken, its decision's digest after it. A step that ends the process is therefore the last one
-    in the file."""
+    in the file. A disk that is full ends the record and nothing else."""
 
     def __init__(self, file: BinaryIO, config: SchedulerConfig) -> None:
-        self._file = file
+        self._file: BinaryIO | None = file
         self._encode = msgspec.msgpack.Encoder().encode
         self._frame(RECORD_FORMAT)
         self._frame(self._encode(config))
@@ -264,8 +267,14 @@ class StepRecorder:
         self._frame(digest_of(decision))
 
     def _frame(self, data: bytes) -> None:
-        self._file.write(frame(data))
-        self._file.flush()
+        if self._file is None:
+            return
+        try:
+            self._file.write(frame(data))
+            self._file.flush()
+        except OSError as error:
+            logger.warning("--record-steps: no more is recorded (%s)", error.strerror)
+            self._file = None
 
 
 def frame(data: bytes) -> bytes:

@@ -19,6 +19,8 @@ from sglang.srt.managers.schedule_batch import StorageRequest
 from sglang.srt.managers.startup.storage import StorageOpener
 from sglang.srt.mem_cache.block_store import StoreError
 from sglang.srt.mem_cache.transfer import StorageAction
+from sglang.srt.utils.errors import RequestError
+from sglang.srt.utils.pools import submit
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +41,11 @@ class StorageRequests:
         if isinstance(message, AttachHiCacheStorageReqInput):
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="storage-settings")
-            future = self._thread.submit(self._read, message)
+            try:
+                future = submit(self._thread, self._read, message)
+            except RequestError as error:
+                future = Future()
+                future.set_exception(StoreError(error.message))
         else:
             is_detach = isinstance(message, DetachHiCacheStorageReqInput)
             action = StorageAction.DETACH if is_detach else StorageAction.CLEAR

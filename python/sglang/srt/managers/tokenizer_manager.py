@@ -56,6 +56,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.chat_template import all_chat_templates
 from sglang.srt.utils.errors import RETRY_AFTER_S, RequestError
 from sglang.srt.utils.log import REQUEST_ID
+from sglang.srt.utils.pools import run_in_pool
 from sglang.srt.utils.token_texts import TokenTexts
 
 logger = logging.getLogger(__name__)
@@ -612,7 +613,7 @@ class TokenizerManager:
             )
 
         pool = self._pool if len(text) <= _LONG_TEXT else self._long_pool
-        return await asyncio.get_running_loop().run_in_executor(pool, run)
+        return await run_in_pool(pool, run)
 
     async def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         def run() -> str:
@@ -644,7 +645,7 @@ class TokenizerManager:
             raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from None
 
     async def off_loop(self, function: Callable[..., T], *args: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
+        return await run_in_pool(self._pool, function, *args)
 
     async def off_loop_if_many(self, num_tokens: int, function: Callable[..., T], *args: Any) -> T:
         """Python's work for each of num_tokens tokens: here if they are few, off the event loop if they are many."""
