@@ -77,6 +77,24 @@ def test_blocks_come_whole_and_nothing_else_is_touched(variant, runs):
         assert source.engine_sees_the_end()
 
 
+def test_connections_are_made_where_no_thread_can_be_started(monkeypatch):
+    start = threading.Thread.start
+
+    def started(thread: threading.Thread) -> None:
+        if thread.name == "connect":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    source = PieceSource(1, 3, LAYOUT)
+    with plane() as line:
+        session = source.open(line)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", started)
+            asked = Asked(source, session, 1, [0, 1, 2], some_pages(source, 3, random.Random(1)))
+            assert asked.wait() == 3 and asked.came(3)
+        session.close()
+
+
 @pytest.mark.parametrize("layout", [SMALL, CUT], ids=["small", "cut"])
 @pytest.mark.parametrize("config", CONFIGS)
 def test_every_codec_gives_what_its_reference_does(config, layout):

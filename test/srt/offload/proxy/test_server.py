@@ -23,6 +23,7 @@ from sglang.srt.offload.proxy.plane import PlaneSession
 from sglang.srt.offload.proxy.server import ProxyServer
 from sglang.srt.offload.proxy.session import Session
 from sglang.srt.offload.proxy.settings import ProxySettings
+from sglang.srt.offload.store.address import Endpoint
 from sglang.srt.offload.store.object_store import ObjectStore
 from sglang.srt.utils.shared_memory import SharedMemory
 from support.codec_cases import kv_block
@@ -144,6 +145,79 @@ def test_a_proxy_without_descriptors_goes_on(server: ProxyServer, monkeypatch: p
     with ours:
         ours.shutdown(socket.SHUT_WR)
         assert ours.recv(1) == b"", "it is served"
+
+
+def refuse_threads(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """The system starts no more threads with these names."""
+    start = threading.Thread.start
+
+    def started(thread: threading.Thread) -> None:
+        if thread.name in names:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", started)
+
+
+@pytest.mark.parametrize("is_tcp", [False, True])
+def test_a_proxy_without_threads_goes_on(server: ProxyServer, monkeypatch: pytest.MonkeyPatch, is_tcp: bool):
+    class EndOfTestError(Exception):
+        pass
+
+    ours, theirs = socket.socketpair()
+    name = Mock(return_value=("127.0.0.1", 1))
+    listener = Mock(accept=Mock(side_effect=[(theirs, ("127.0.0.1", 2)), EndOfTestError]), getsockname=name)
+    monkeypatch.setattr(server_module, "open_listener", lambda path: listener)
+    monkeypatch.setattr(server_module.socket, "create_server", lambda *_, **__: listener)
+    refuse_threads(monkeypatch, "session")
+    with pytest.raises(EndOfTestError):
+        if is_tcp:
+            server.listen_tcp(Endpoint("127.0.0.1", 1))
+        else:
+            server.listen(Path("proxy.sock"))
+    with ours:
+        assert ours.recv(1) == b"", "it is closed"
+    assert not server._strangers
+
+
+@pytest.mark.parametrize("name", ["session_send", "session_answer_questions", "session_do_chores", "plane-later"])
+def test_a_session_that_lacks_a_thread_leaves_none(server: ProxyServer, monkeypatch: pytest.MonkeyPatch, name: str):
+    threads = set(threading.enumerate())
+    with monkeypatch.context() as patch:
+        refuse_threads(patch, name)
+        with served(server) as (engine, answer):
+            if name == "plane-later":
+                assert isinstance(answer, wire.Refused) and "has no thread" in answer.reason
+            assert engine.recv(1) == b""
+    assert set(threading.enumerate()) <= threads
+    with served(server, epoch=2) as (_, answer):
+        assert isinstance(answer, wire.Welcome)
+
+
+@pytest.mark.parametrize(("name", "message"), [("clear", wire.Clear(1)), ("erase", wire.Erase(1, b"tenant"))])
+def test_nothing_is_erased_while_an_older_session_may_write(monkeypatch: pytest.MonkeyPatch, name: str, message: Any):
+    """As one whose connection is lost, and whose write the store has not answered."""
+    erased, may_end, end = Mock(), threading.Event(), Session._end
+
+    def end_late(session: Session) -> None:
+        may_end.wait()
+        end(session)
+
+    monkeypatch.setattr(ObjectStore, name, erased)
+    monkeypatch.setattr(Session, "_end", end_late)
+    store = FakeServer(single(lambda connection, command: connection.send(b"$-1\r\n")))
+    server = ProxyServer(ProxySettings(**BUFFERS, store_timeout_s=0.05), store.address, TOKEN)
+    with served(server) as (older, _), served(server, epoch=2) as (engine, _):
+        wire.send(engine, message)
+        assert wire.receive(engine, wire.Done)[0] == wire.Done(1, 0) and not erased.called
+        may_end.set()
+        assert older.recv(1) == b""
+        while not erased.called:
+            wire.send(engine, message)
+            count = wire.receive(engine, wire.Done)[0].count
+        assert count == 1
+    server.close()
+    store.close()
 
 
 def test_an_engine_that_goes_before_it_is_welcome_leaves_nothing(server: ProxyServer):

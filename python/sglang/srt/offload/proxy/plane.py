@@ -153,6 +153,7 @@ class Plane:
         try:
             session._open(link)
         except BaseException:
+            session._end_later()
             self.forget(session._id)
             raise
         return session
@@ -267,7 +268,7 @@ class PlaneSession:
         # these, since an engine may store a block again when it has the answer.
         self._later: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
         self._num_later = 0
-        self._later_thread: threading.Thread | None = None
+        self._later_thread = threading.Thread(target=self._do_later, name="plane-later", daemon=True)
         self._buffer: np.ndarray | None = None
 
     def get(self, operation: int, keys: bytes, pages: bytes, on_end: Callable[[int], None]) -> None:
@@ -292,15 +293,18 @@ class PlaneSession:
 
     def close(self) -> None:
         """After the ends of all fetches. Messages to an engine elsewhere are sent first."""
-        if self._later_thread is not None:
-            self._later.put(None)
-            self._later_thread.join()
+        self._end_later()
         self._plane.send(b"", _CLOSE, self._id)
         self._closed.wait()
         self._plane.forget(self._id)
         self._connections.close()
 
     # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _end_later(self) -> None:
+        self._later.put(None)
+        if self._later_thread.ident is not None:
+            self._later_thread.join()
 
     def _open(self, link: PoolLink | FrameLink) -> None:
         source, codec, layout = self._source, self._source.codec, self._source.layout
@@ -327,6 +331,11 @@ class PlaneSession:
             link.key if isinstance(link, FrameLink) else b"",
             link.number if isinstance(link, FrameLink) else 0,
         )
+        try:
+            # Now: the thread that reads the events cannot wait until one is left.
+            self._later_thread.start()
+        except RuntimeError as error:
+            raise PlaneRefused(f"the proxy has no thread for it: {error}") from error
         self._plane.send(fields + store.prefix, _OPEN, self._id, fds)
         if reason := self._opened.get():
             raise PlaneRefused(f"the proxy's data plane cannot serve it: {reason}")
@@ -335,7 +344,10 @@ class PlaneSession:
         """An event, on the thread that reads them, which must not wait."""
         if kind == _NEED:
             # A store that does not answer holds up only those who wait for it.
-            threading.Thread(target=self._connect, args=_NEEDED.unpack(body), name="connect", daemon=True).start()
+            try:
+                threading.Thread(target=self._connect, args=_NEEDED.unpack(body), name="connect", daemon=True).start()
+            except RuntimeError:  # no thread is left: others wait too
+                self._do_soon(kind, body)
         elif kind == _FAILED:
             thread, node, how, error, has_answered = _FAILURE.unpack_from(body)
             text = body[_FAILURE.size :].decode("utf-8", "replace")
@@ -349,12 +361,12 @@ class PlaneSession:
         elif kind == _ENDED and not self._num_later:
             self._end(body)
         elif kind in (_ENDED, _BAD, _REDIRECT):
-            with self._lock:
-                self._num_later += 1
-            if self._later_thread is None:
-                self._later_thread = threading.Thread(target=self._do_later, name="plane-later", daemon=True)
-                self._later_thread.start()
-            self._later.put((kind, body))
+            self._do_soon(kind, body)
+
+    def _do_soon(self, kind: int, body: bytes) -> None:
+        with self._lock:
+            self._num_later += 1
+        self._later.put((kind, body))
 
     def _connect(self, thread: int, hash_slot: int) -> None:
         try:
@@ -375,7 +387,12 @@ class PlaneSession:
                 self._plane.send(bytes([route.is_cluster]) + route.node_of_slot, _ROUTES, self._id)
 
     def _do_later(self) -> None:
-        work = {_ENDED: self._end, _BAD: self._note_bad, _REDIRECT: self._bring}
+        work = {
+            _ENDED: self._end,
+            _BAD: self._note_bad,
+            _REDIRECT: self._bring,
+            _NEED: lambda body: self._connect(*_NEEDED.unpack(body)),
+        }
         while (event := self._later.get()) is not None:
             kind, body = event
             try:

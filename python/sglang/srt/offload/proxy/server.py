@@ -8,7 +8,9 @@ import os
 import socket
 import threading
 import time
+import weakref
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +42,8 @@ class ProxyServer:
         self._address = address
         self._token = token
         self._lock = threading.Condition()
-        # Sessions that have not ended.
-        self._running: set[Session] = set()
+        # Sessions that have not ended -> their engines; b"": not known, or not yet.
+        self._running: dict[Session, bytes] = {}
         self._is_closed = False
         # By engine: the number of its newest session, and that session.
         self._sessions: dict[bytes, tuple[int, Session]] = {}
@@ -60,7 +62,7 @@ class ProxyServer:
         logger.info("offload proxy listens on %s", path)
         while True:
             sock, _ = self._accept(listener)
-            threading.Thread(target=self.serve, args=(sock,), name="session", daemon=True).start()
+            self._start(sock, self.serve, sock)
 
     def listen_tcp(self, endpoint: Endpoint) -> None:
         """Serve relays of engines on other machines, for ever. Raises StoreError as `listen`."""
@@ -77,7 +79,9 @@ class ProxyServer:
             if oldest is not None:
                 with contextlib.suppress(OSError):
                     oldest.shutdown(socket.SHUT_RDWR)
-            threading.Thread(target=self._greet, args=(sock, peer), name="session", daemon=True).start()
+            if not self._start(sock, self._greet, sock, peer):
+                with self._lock, contextlib.suppress(ValueError):
+                    self._strangers.remove(sock)
 
     def close(self) -> None:
         """End all sessions, then the threads of the writer and of the data plane, whose buffers are freed.
@@ -107,6 +111,16 @@ class ProxyServer:
                 self._log.warn("accept", "a connection cannot be accepted: %s", error)
                 time.sleep(_ACCEPT_PAUSE_S)
 
+    def _start(self, sock: socket.socket, serve: Callable[..., None], *args: Any) -> bool:
+        """Begin a session, unless no thread can be started: then it is closed, and its engine comes again."""
+        try:
+            threading.Thread(target=serve, args=args, name="session", daemon=True).start()
+            return True
+        except RuntimeError as error:
+            self._log.warn("thread", "a connection cannot be served: %s", error)
+            sock.close()
+            return False
+
     def _greet(self, sock: socket.socket, peer: tuple[str, int]) -> None:
         try:
             frames = FrameConnection(sock, self._token.encode(), is_proxy=True)
@@ -130,7 +144,7 @@ class ProxyServer:
         with self._lock:
             is_closed = self._is_closed
             if not is_closed:
-                self._running.add(session)
+                self._running[session] = b""
         if is_closed:
             channel.close()
             return
@@ -138,21 +152,30 @@ class ProxyServer:
             session.run()
         finally:
             with self._lock:
-                self._running.remove(session)
+                del self._running[session]
                 self._lock.notify_all()
                 self._sessions = {engine: each for engine, each in self._sessions.items() if each[1] is not session}
 
-    def _admit(self, hello: wire.Hello, session: Session) -> None:
-        """One session per engine: a newer one ends the older, whose connection may be dead without a sign."""
+    def _admit(self, hello: wire.Hello, session: Session) -> Callable[[float], bool]:
+        """One session per engine: a newer one ends the older, whose connection may be dead without a sign. Returns a
+        function that waits so many seconds for the end of all older ones, and tells whether they have ended."""
         if not hello.engine:
-            return
+            return lambda timeout_s: True
         with self._lock:
-            epoch, older = self._sessions.get(hello.engine, (-1, None))
+            epoch, last = self._sessions.get(hello.engine, (-1, None))
             if epoch >= hello.epoch:
                 raise SessionRefusedError("the engine has begun a newer session")
             self._sessions[hello.engine] = hello.epoch, session
-        if older is not None:
-            older.channel.shut()
+            older = weakref.WeakSet(each for each, engine in self._running.items() if engine == hello.engine)
+            self._running[session] = hello.engine
+        if last is not None:
+            last.channel.shut()
+
+        def have_ended(timeout_s: float) -> bool:
+            with self._lock:
+                return self._lock.wait_for(lambda: self._running.keys().isdisjoint(older), timeout_s)
+
+        return have_ended
 
 
 def open_listener(path: Path) -> socket.socket:

@@ -26,7 +26,7 @@ from sglang.srt.offload.proxy.settings import MAX_BLOCK_BYTES, PIECE_BYTES, Prox
 from sglang.srt.offload.proxy.writer import Write, Writer
 from sglang.srt.offload.store.address import StoreAddress
 from sglang.srt.offload.store.object_store import BlockWriter, ObjectStore
-from sglang.srt.offload.store.resp import RespConnection, StoreFailure
+from sglang.srt.offload.store.resp import RespConnection, StoreFailure, StoreLost
 from sglang.srt.utils.rare_log import RareLog
 
 # Of a message.
@@ -47,7 +47,7 @@ class Session:
     def __init__(
         self,
         channel: Channel,
-        admit: Callable[[wire.Hello, Session], None],
+        admit: Callable[[wire.Hello, Session], Callable[[float], bool]],
         address: StoreAddress,
         plane: Plane,
         writer: Writer,
@@ -69,6 +69,8 @@ class Session:
             queue.SimpleQueue()
         )
         self._usage: dict[str, int] = {}
+        # Whether the engine's older sessions have ended, after so many seconds at most: until then they may write.
+        self._have_older_ended: Callable[[float], bool] = lambda timeout_s: True
         self._lock = threading.Condition()
         # Operations that are not answered yet: the write, or a fetch's keys.
         self._open: dict[int, Write | list[bytes]] = {}
@@ -87,19 +89,21 @@ class Session:
                 logger.info("a session was refused: %s", error)
                 self.channel.send(wire.Refused(str(error)))
                 return
-            sender = self._start_thread(self._send)
-            threads = [self._start_thread(run) for run in (self._answer_questions, self._do_chores)]
+            threads: list[threading.Thread] = []
             try:
+                for run in (self._send, self._answer_questions, self._do_chores):
+                    threads.append(self._start_thread(run))
                 self._serve()
             finally:
                 self.channel.end_waits()
                 self._questions.put(None)
                 self._chores.put(None)
-                for thread in threads:
+                for thread in threads[1:]:
                     thread.join()
                 self._end()
                 self._outbox.put(None)
-                sender.join()
+                for sender in threads[:1]:
+                    sender.join()
         except wire.WireError as error:
             logger.debug("session ends: %s", error)
         finally:
@@ -132,7 +136,8 @@ class Session:
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _start_thread(self, run: Callable[[], None]) -> threading.Thread:
-        """Start one of the session's. Its death ends the session, which would never answer."""
+        """Start one of the session's. Its death ends the session, which would never answer. Raises WireError where
+        none can be started."""
 
         def body() -> None:
             try:
@@ -142,7 +147,11 @@ class Session:
                 self.channel.shut()
 
         thread = threading.Thread(target=body, name="session" + run.__name__, daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:
+            logger.warning("a session ends: %s", error)
+            raise wire.WireError(f"the session has no thread: {error}") from error
         return thread
 
     def _begin(self) -> None:
@@ -169,7 +178,7 @@ class Session:
                 "their sizes"
             )
         self.channel.attach(hello, self.layout)
-        self._admit(hello, self)
+        self._have_older_ended = self._admit(hello, self)
         namespace = hashlib.blake2b(self.codec.spec.encode(), key=hello.namespace[:64], digest_size=16).digest()
         self.store = ObjectStore(
             self._address,
@@ -245,9 +254,11 @@ class Session:
         try:
             if isinstance(chore, wire.Clear):
                 what = "emptied"
+                self._wait_for_older_writes()
                 self.store.clear()
             elif isinstance(chore, wire.Erase):
                 what = "rid of a tenant's blocks"
+                self._wait_for_older_writes()
                 self.store.erase(chore.tenant)
             else:
                 what = "asked how many blocks a tenant has"
@@ -256,6 +267,11 @@ class Session:
             logger.warning("the store was not %s: %s", what, error)
             return False
         return True
+
+    def _wait_for_older_writes(self) -> None:
+        """Of sessions whose connections were lost. Raises StoreFailure where one goes on."""
+        if not self._have_older_ended(self._settings.store_timeout_s):
+            raise StoreLost("the store has not answered a write of the engine's last session: try again later")
 
     def _move(self, message: wire.Get | wire.Put) -> None:
         keys = _split(message.keys)
