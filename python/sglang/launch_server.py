@@ -15,7 +15,15 @@ def stop_at_once() -> None:
         signal.signal(number, lambda *_: os._exit(0))
 
 
+def fill_standard_streams() -> None:
+    """In place of those that are closed: else sockets would get their numbers, and children inherit none."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
+
+
 def main() -> None:
+    fill_standard_streams()
     stop_at_once()
     from sglang.srt.server_args import ServerArgs  # imports take a second, more on a busy machine
 

@@ -83,3 +83,16 @@ def test_a_signal_before_the_server_handles_any_ends_it() -> None:
         code = f"import os, sglang.launch_server as l; l.stop_at_once(); os.kill(os.getpid(), {int(number)}); input()"
         done = subprocess.run([sys.executable, "-c", code], stdin=subprocess.PIPE, capture_output=True, timeout=120)
         assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_standard_streams_that_are_closed_are_given_to_no_file(tmp_path: Path) -> None:
+    """Not even in children, which inherit them."""
+    child = "import os; [os.fstat(fd) for fd in range(3)]"
+    code = (
+        "import os, subprocess, sys, sglang.launch_server as l; l.fill_standard_streams(); "
+        f"os._exit(os.open('/', 0) <= 2 or subprocess.call([sys.executable, '-c', {child!r}]))"
+    )
+    for closed in ("0<&- 1>&- 2>&-", "2>&-", "0<&-", ""):
+        script = f'exec "$0" -c "$1" {closed}'
+        done = subprocess.run(["sh", "-c", script, sys.executable, code], stdin=subprocess.DEVNULL, timeout=120)
+        assert done.returncode == 0, closed
