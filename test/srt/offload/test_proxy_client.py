@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -74,3 +75,25 @@ def test_a_proxy_that_is_left_alone_can_be_heard_again(session: tuple[ProxyClien
     asked = wire.receive(proxy, wire.Exists)[0]
     wire.send(proxy, wire.Done(asked.id, 5))
     wait_until(lambda: counts[-1:] == [5], "an answer")
+
+
+@pytest.mark.parametrize("name", ["proxy-messages", "proxy-replies"])
+def test_a_session_that_lacks_a_thread_leaves_nothing(monkeypatch: pytest.MonkeyPatch, name: str):
+    start, others = threading.Thread.start, set(threading.enumerate())
+
+    def started(thread: threading.Thread) -> None:
+        if thread.name == name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    ours, theirs = socket.socketpair()
+    with theirs, open(os.devnull, "rb") as memory:
+        wire.send(theirs, wire.Welcome("raw"))
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="new thread"):
+            patch.setattr(threading.Thread, "start", started)
+            ProxyClient(ours, HELLO, memory.fileno(), lambda: None, "the proxy")
+        _, fds = wire.receive(theirs, wire.Hello, max_fds=1)
+        os.close(fds[0])
+        theirs.settimeout(10)
+        assert theirs.recv(1) == b"", "the proxy sees the end"
+    wait_until(lambda: set(threading.enumerate()) <= others, "the thread that was started to end")

@@ -59,8 +59,16 @@ class ProxyClient:
             sock.close()
             raise StoreError(f"no session with the offload proxy: {answer.reason}")
         self.codec: str = answer.codec
-        threading.Thread(target=self._send, name="proxy-messages", daemon=True).start()
-        threading.Thread(target=self._read, name="proxy-replies", daemon=True).start()
+        try:
+            threading.Thread(target=self._send, name="proxy-messages", daemon=True).start()
+            threading.Thread(target=self._read, name="proxy-replies", daemon=True).start()
+        except RuntimeError:
+            # The first one ends. Nothing was asked, so the proxy writes nothing.
+            with self._lock:
+                self.is_lost = True
+                self._lock.notify_all()
+            sock.close()
+            raise
 
     def ask(self, make: Callable[[int], wire.ToProxy], on_end: Callable[[int], None]) -> int:
         """Send a message and return its id. on_end(count) follows from another thread, or from this one if the

@@ -22,10 +22,11 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.transfer import D2P, P2D, LoadFailedError, OpResult, Ticket, Tier, TransferOp
 from sglang.srt.peer.memory import borrowed_pool, copy_session, slab_channel
+from sglang.srt.peer.memory.copier import Copier
 from sglang.srt.peer.memory.copy_session import CopySession, StrictSlab
 from sglang.srt.peer.memory.lender_breakers import LenderBreakers
 from sglang.srt.peer.memory.lent_memory import LentMemory
-from sglang.srt.peer.memory.slabs import SlabError, SlabRange
+from sglang.srt.peer.memory.slabs import SlabError, SlabFiles, SlabRange
 from sglang.srt.peer.protocol import lender_breaker
 from sglang.srt.peer.protocol.messages import BorrowerId, Copied, Copy, CopyRefused, Refused, Stage, Staged
 from sglang.srt.utils.stream import ThreadStream
@@ -721,6 +722,23 @@ def test_a_session_that_is_refused_leaves_nothing(make_rig: Callable[..., Rig]) 
         with pytest.raises(slab_channel.ChannelError):
             CopySession(slab, 4096)
     wait_until(lambda: held() == before, f"{before} to be left, not {held()}")
+
+
+def test_a_copier_without_a_thread_ends_the_connection_and_begins_with_the_next(monkeypatch: pytest.MonkeyPatch):
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    copier = Copier(SlabFiles(1, SLAB_BYTES, lambda slab: -1))
+    for is_refused in (True, False):
+        ours, theirs = socket.socketpair()
+        with ours, monkeypatch.context() as patch:
+            if is_refused:
+                patch.setattr(threading.Thread, "start", refuse)
+            copier.adopt(theirs, BorrowerId("a", 1), SlabRange(1, SLAB_BYTES))
+            assert copier.num_sessions == (not is_refused)
+            if not is_refused:
+                copier.close()
+            assert ours.recv(1) == b""
 
 
 def test_a_lender_that_no_thread_is_left_to_probe_is_asked_on(monkeypatch: pytest.MonkeyPatch):

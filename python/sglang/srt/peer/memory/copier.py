@@ -87,10 +87,16 @@ class Copier:
         if self._is_closing:
             session.close()
             return
-        self._new.put(session)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="peer-copier", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="peer-copier", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # the borrower asks again
+                logger.warning("a borrower's connection is closed: %s", error)
+                session.close()
+                return
+            self._thread = thread
+        self._new.put(session)
         os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
