@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -164,3 +166,12 @@ def test_without_a_compiler_torch_does_it_and_the_log_has_one_line(monkeypatch, 
         assert len(caplog.records) == 1 and caplog.records[0].message.startswith("cpu: no compiled loops, ")
     finally:
         LIBRARY.forget()
+
+
+def test_a_user_without_a_home_gets_no_loops_and_no_error(monkeypatch, caplog):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError("Could not determine home directory.")))
+    monkeypatch.setattr(LIBRARY, "_loaded", None)
+    monkeypatch.setattr(LIBRARY, "_is_available", None)
+    assert not LIBRARY.is_available()
+    assert caplog.records[0].message.endswith("set XDG_CACHE_HOME to a writable directory")

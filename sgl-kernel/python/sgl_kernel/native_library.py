@@ -29,7 +29,11 @@ logger = logging.getLogger(__name__)
 
 
 def cache_dir() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sglang-kernels"
+    """Raises OSError where the user has no home."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sglang-kernels"
+    except RuntimeError as error:  # neither HOME nor an entry in passwd
+        raise OSError("this user has no home directory: set XDG_CACHE_HOME to a writable directory") from error
 
 
 @dataclass

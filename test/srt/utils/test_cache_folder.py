@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from unittest.mock import Mock
 
-from sglang.srt.utils.cache_folder import hold_folder, trim_folders
+import pytest
+
+from sglang.srt.utils.cache_folder import hold_folder, trim_folders, user_cache
 
 
 def make(parent, *names):
@@ -51,3 +55,13 @@ def test_what_was_removed_is_not_held(tmp_path):
     make(tmp_path, "a")
     assert not hold_folder(tmp_path / "a"), "the lock is still of the folder that was there before"
     assert hold_folder(tmp_path / "a")
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError("Could not determine home directory.")))
+    with pytest.raises(OSError, match="set XDG_CACHE_HOME"):
+        user_cache()
+    assert user_cache("here") == Path("here")
+    monkeypatch.setenv("XDG_CACHE_HOME", "there")
+    assert user_cache() == Path("there")

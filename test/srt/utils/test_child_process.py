@@ -5,12 +5,13 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from sglang.srt.utils.child_process import ChildArgs
+from sglang.srt.utils.child_process import ChildArgs, is_for_the_user, one_sentence
 
 CHILD = """
 import os, signal, sys, threading, time
@@ -96,3 +97,15 @@ def test_standard_streams_that_are_closed_are_given_to_no_file(tmp_path: Path) -
         script = f'exec "$0" -c "$1" {closed}'
         done = subprocess.run(["sh", "-c", script, sys.executable, code], stdin=subprocess.DEVNULL, timeout=120)
         assert done.returncode == 0, closed
+
+
+def test_a_start_without_threads_is_one_sentence() -> None:
+    usual = threading.stack_size(1 << 47)  # more than there are addresses
+    try:
+        with pytest.raises(RuntimeError) as refusal:
+            threading.Thread(target=print).start()
+    finally:
+        threading.stack_size(usual)
+    assert is_for_the_user(refusal.value)
+    assert one_sentence(refusal.value).endswith("raise the limit of processes (ulimit -u, pids.max)")
+    assert not is_for_the_user(RuntimeError("another"))

@@ -23,8 +23,13 @@ _held: dict[Path, int] = {}
 
 
 def user_cache(cache_dir: str | os.PathLike[str] | None = None) -> Path:
-    """cache_dir: None takes $XDG_CACHE_HOME or ~/.cache."""
-    return Path(cache_dir or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    """cache_dir: None takes $XDG_CACHE_HOME or ~/.cache. Raises OSError where the user has no home."""
+    if given := cache_dir or os.environ.get("XDG_CACHE_HOME"):
+        return Path(given)
+    try:
+        return Path.home() / ".cache"
+    except RuntimeError as error:  # neither HOME nor an entry in passwd
+        raise OSError("this user has no home directory: set XDG_CACHE_HOME to a writable directory") from error
 
 
 def own_temporary_folder() -> Path | None:

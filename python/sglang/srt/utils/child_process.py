@@ -46,6 +46,8 @@ from sglang.srt.utils.log import configure_logging
 
 STOP_SIGNAL = signal.SIGUSR1
 _PR_SET_PDEATHSIG = 1
+# Python's words, of a RuntimeError.
+_NO_THREAD = "can't start new thread"
 # Words of gloo on one rank when another has gone.
 _PEER_IS_GONE = ("closed by peer", "reset by peer", "Broken pipe")
 
@@ -163,11 +165,13 @@ def _stop(*_: object) -> None:
 
 def is_for_the_user(error: BaseException) -> bool:
     """A start-up error with a sentence about what to do; anything else is a bug and deserves its traceback."""
-    return isinstance(error, ValueError | OSError) or type(error).__module__.split(".")[0] == "sglang"
+    is_known = isinstance(error, ValueError | OSError) or type(error).__module__.split(".")[0] == "sglang"
+    return is_known or str(error) == _NO_THREAD
 
 
 def one_sentence(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if text != _NO_THREAD else f"{text}: raise the limit of processes (ulimit -u, pids.max)"
 
 
 def log_uncaught(error: BaseException) -> None:
