@@ -105,6 +105,7 @@ def test_what_is_longer_than_the_device_is_alone(model_config: ModelConfig, cach
     )
     for _ in range(2):
         assert ask(engine, text, cache) == 0
+        assert engine.scheduler.cache.tree.num_nodes == 0, "on no tier"
     assert engine.counter("spilled_tokens") > 0
     assert engine.counter("storage_probes") == 0 and not engine.store.blocks
     assert engine.scheduler.cache.tree.match("", text).total_len == 0

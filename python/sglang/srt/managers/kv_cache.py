@@ -278,8 +278,11 @@ class KVCache:
             self.sessions.table.leave_turn(req.session, self.clock.next)
 
     def retire(self, namespace: str) -> None:
-        """No request will ask for the namespace again."""
-        self.tree.retire(namespace)
+        """No request will ask for the namespace again. What must leave nothing goes at once."""
+        if is_alone(namespace):
+            self._drop_namespace(namespace)
+        else:
+            self.tree.retire(namespace)
 
     def release(self, hold: ReqHold) -> None:
         """End a hold: give back its frames and its lock. Launches that were issued may still read both."""
@@ -583,15 +586,22 @@ class KVCache:
         erased = dict.fromkeys(self.tables, 0)
         with self.lost_hits.history.because("erased"):
             for namespace in sorted(namespaces):
-                for node in list(self.tree.walk_below(self.tree.roots[namespace])):
-                    for tier in self.tables:
-                        if node.frames[tier] is not None:
-                            erased[tier] += len(node.key)
-                            self.controller.drop(node, tier)
+                for tier, num_tokens in self._drop_namespace(namespace).items():
+                    erased[tier] += num_tokens
         self.lost_hits.history.forget_tails()
         self.sessions.table.forget_salt(salt)
         self.reap()
         return erased
+
+    def _drop_namespace(self, namespace: str) -> dict[Tier, int]:
+        """Drop what no request reads. Returns how many tokens that was, by tier."""
+        dropped, root = dict.fromkeys(self.tables, 0), self.tree.roots.get(namespace)
+        for node in list(self.tree.walk_below(root)) if root is not None else ():
+            for tier in self.tables:
+                if node.frames[tier] is not None:
+                    dropped[tier] += len(node.key)
+                    self.controller.drop(node, tier)
+        return dropped
 
     def nodes_lost_with(self, ticket: Ticket) -> set[int]:
         """Ids of the nodes that the device will lack if this load has failed."""
