@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from sglang.srt.server_args import ServerArgs
 from support.all_tiers import borrowed_tokens
-from support.chaos import Chaos, Config, everything, run
+from support.chaos import FLAGS, Chaos, Config, everything, run
+from support.chaos_mixes import drawn_mix
 from support.server_fixture import Server
 
 pytestmark = pytest.mark.e2e
@@ -74,7 +76,13 @@ def test_a_short_chaos(tmp_path: Path) -> None:
 @pytest.mark.parametrize("backend", ["bluefield", "remote"])
 @pytest.mark.parametrize("strict", [False, True], ids=["mapped", "strict"])
 def test_chaos(strict: bool, backend: str, tmp_path: Path) -> None:
-    """SEED: of the faults, and of the clients. SOAK_S: how long they last."""
+    """SEED: of the faults, the clients and the server's flags. SOAK_S: how long they last."""
     seed = int(os.environ.get("SEED", time.time_ns() % 1_000_000))
-    minutes = float(os.environ.get("SOAK_S", "100")) / 60
-    run(tmp_path, Config(seed, minutes=minutes, router="sglang", strict=strict, backend=backend))
+    minutes, mix = float(os.environ.get("SOAK_S", "100")) / 60, drawn_mix(seed)
+    run(tmp_path, Config(seed, minutes=minutes, mixed=2, router="sglang", strict=strict, backend=backend, mix=mix))
+
+
+def test_a_server_takes_the_flags_of_any_seed() -> None:
+    for seed in range(200):
+        flags = (*FLAGS.split(), *drawn_mix(seed).flags)
+        ServerArgs.from_cli(["--model-path", "embedded", "--hicache", *flags]).check()

@@ -53,33 +53,37 @@ def lend(_say: Callable[..., None], endpoint: str, directory: str, num_slabs: in
     slabs = SlabsConfig(num_slabs, SLAB_MIB << 20)
     options = LentOptions(strict, PeerTiming(offer=LONG_S))
     memory = LentMemory(endpoint, Path(directory), slabs, layout, options=options)
-    memory.lend(range(num_slabs))
     while True:
-        memory.poll_mapped()
+        # What a borrower that has ended gives back is lent again.
+        memory.lend([slab for slab, is_here in enumerate(memory.poll_mapped().mapped) if is_here])
         time.sleep(0.05)
 
 
 class Lender:
-    """A process that lends slabs."""
+    """A process that lends slabs, or one for each rank of a master."""
 
-    def __init__(self, folder: Path, num_slabs: int, strict: bool) -> None:
+    def __init__(self, folder: Path, num_slabs: int, strict: bool, num_ranks: int = 1) -> None:
         folder.mkdir(mode=0o700)
         self.endpoint = f"ipc://{folder}/peers"
-        self._arguments = (self.endpoint, str(folder), num_slabs, strict)
-        self._child: Child
+        endpoints = [self.endpoint, *(f"{self.endpoint}.{rank}" for rank in range(1, num_ranks))]
+        self._arguments = [(endpoint, str(folder), num_slabs, strict) for endpoint in endpoints]
+        self._children: list[Child]
         self.start()
 
     def start(self) -> None:
-        self._child = Child(lend, *self._arguments)
+        self._children = [Child(lend, *arguments) for arguments in self._arguments]
 
     def kill(self) -> None:
-        self._child.kill()
+        for child in self._children:
+            child.kill()
 
     def pause(self) -> None:
-        self._child.stop()
+        for child in self._children:
+            child.stop()
 
     def resume(self) -> None:
-        self._child.go_on()
+        for child in self._children:
+            child.go_on()
 
 
 class Relay:
@@ -286,13 +290,16 @@ class AllTiers:
         backend: str = "bluefield",
         small_disk: bool = False,
         codec: str = "lossless",
+        num_ranks: int = 1,
     ) -> None:
         """strict: the lender copies for the server. backend, codec: of the remote store; with `remote` the server
-        starts the proxy itself. small_disk: the disk tier has a file system of its own, where one can be mounted."""
+        starts the proxy itself. small_disk: the disk tier has a file system of its own, where one can be mounted.
+        num_ranks: of the server."""
         folder.chmod(0o700)
+        self.num_ranks = num_ranks
         self._backend, self._codec = backend, codec
         self._stack = contextlib.ExitStack()
-        self.lender = Lender(folder / "lender", 1, strict)
+        self.lender = Lender(folder / "lender", 1, strict, num_ranks)
         self._stack.callback(self.lender.kill)
         self.store = RedisServer(folder)
         self._stack.callback(self.store.kill)
@@ -336,21 +343,26 @@ class AllTiers:
             "hicache_storage_backend": f"file,{self._backend}",
             "hicache_storage_backend_extra_config_json": json.dumps(config),
         }
-        self.server = self._stack.enter_context(
-            Server(
-                *("--hicache", "--peer-role", "master", "--peer-endpoint", self.lender.endpoint),
-                *("--peer-slab-size", str(SLAB_MIB), "--peer-size", "0.05"),
-                *("--hicache-storage-backend", f"file,{self._backend}"),
-                *("--hicache-storage-backend-extra-config", json.dumps(config)),
-                *("--admin-api-key", ADMIN_KEY),
-                *flags,
-                wait=False,
-                environment=self.disk.environment,
-            )
-        )
+        self._flags = [
+            *("--hicache", "--hicache-storage-backend", f"file,{self._backend}"),
+            *("--hicache-storage-backend-extra-config", json.dumps(config)),
+            *("--admin-api-key", ADMIN_KEY),
+            *flags,
+        ]
+        master = ("--peer-role", "master", "--peer-endpoint", self.lender.endpoint)
+        slabs = ("--peer-slab-size", str(SLAB_MIB), "--peer-size", "0.05")
+        self.server = self._start(*master, *slabs)
         if isinstance(proxy, StartedProxy):
             proxy.server = self.server
         return self.server
+
+    def start_neighbour(self) -> Server:
+        """Another server with the same storage, without peers. It is not ready yet."""
+        return self._start()
+
+    def _start(self, *flags: str) -> Server:
+        server = Server(*self._flags, *flags, wait=False, environment=self.disk.environment)
+        return self._stack.enter_context(server)
 
     def detach_storage(self) -> None:
         reply = self._switch_storage("DELETE", None)

@@ -1,7 +1,8 @@
 """Chaos: one real server on device, peer, host, disk and remote store, with a router in front of it. Clients ask a
 seeded mix of requests while its parts are killed, stopped, slowed, filled and damaged, and while an administrator
 erases, limits, keeps and changes things, in a seeded order. Every answer is compared with the one that the server
-computes without its cache. At the end nothing may be left over.
+computes without its cache. The seed draws flags of the server and whether another one shares its storage, too; the
+server is restarted and killed. At the end nothing may be left over.
 
     python -m support.chaos --seed 7 --minutes 5      what make chaos runs
 
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
@@ -30,12 +31,17 @@ import httpx
 from support.all_tiers import SOURCES, AllTiers, faults
 from support.chaos_admin import Administrator
 from support.chaos_ends import assert_nothing_is_left, held_by, unexpected_lines
-from support.chaos_requests import Clients, hold_all
+from support.chaos_mixes import Mix, drawn_mix
+from support.chaos_requests import LONG_TOKENS, Clients, hold_all
 from support.server_fixture import NO_TLS, PATIENCE_S, Server, free_port, wait_until
 
 # Of the conversations, device, peer and host together hold two thirds, and the disk four fifths.
 FLAGS = "--max-total-tokens 768 --hicache-ratio 0.6 --chunked-prefill-size 256 --hicache-load-or-recompute off"
 DISK_TOKENS = 2000
+# Of mixes whose prompts may be longer than the device.
+STREAMED_TOKENS = 1000
+# Of the server as a whole.
+RESTARTS = ("server restarted", "server killed")
 
 ROUTERS = {"none": "", "sglang": "sglang.router", "sglang-router": "sglang_router.launch_router"}
 
@@ -46,25 +52,27 @@ def found_router() -> str:
 
 
 class Router:
-    """A router of ROUTERS before the server, in a process of its own."""
+    """A router of ROUTERS before the servers, in a process of its own."""
 
-    def __init__(self, name: str, server: Server, folder: Path) -> None:
+    def __init__(self, name: str, servers: list[Server], folder: Path) -> None:
+        self._num_servers = len(servers)
         self._log = folder / "router.log"
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", ROUTERS[name], "--worker-urls", server.url, "--port", str(port)]
+        urls = [server.url for server in servers]
+        command = [sys.executable, "-m", ROUTERS[name], "--worker-urls", *urls, "--port", str(port)]
         if name == "sglang-router":
             command += ["--host", "127.0.0.1", "--prometheus-port", str(free_port())]
             command += ["--worker-startup-check-interval", "1"]
         with self._log.open("w") as output:
             self._process = subprocess.Popen(command, stdout=output, stderr=output)
-        wait_until(self._is_ready)
+        wait_until(self.is_ready)
 
-    def _is_ready(self) -> bool:
+    def is_ready(self) -> bool:
         assert self._process.poll() is None, self._log.read_text()
         with contextlib.suppress(httpx.TransportError, ValueError, KeyError):
             workers = httpx.get(f"{self.url}/workers", timeout=PATIENCE_S, verify=NO_TLS).json()["workers"]
-            return [worker["is_healthy"] for worker in workers] == [True]
+            return [worker["is_healthy"] for worker in workers] == [True] * self._num_servers
         return False
 
     def end(self) -> None:
@@ -92,6 +100,8 @@ class Config:
     backend: str = "bluefield"
     # The disk tier's file system is small, and can be filled, where this user may mount one.
     small_disk: bool = False
+    # Of the server's flags, beside FLAGS.
+    mix: Mix = field(default_factory=Mix)
 
     @property
     def codec(self) -> str:
@@ -115,8 +125,9 @@ def plan(seed: int, known: list[str]) -> Iterator[Step]:
     while True:
         # At most one of each part.
         names = {name.split()[0]: name for name in rng.sample(known, rng.choice((1, 1, 2, 4, 8)))}
-        # A store that hangs ends no detach.
-        chosen = tuple(names.values()) if "storage" not in names else (names["storage"],)
+        # A store that hangs ends no detach. A server starts only where the parts of its storage are.
+        alone = next((part for part in ("server", "storage") if part in names), None)
+        chosen = (names[alone],) if alone else tuple(names.values())
         waits = tuple(rng.choice((-3, 0)) for _ in chosen)
         yield Step(chosen, waits, rng.choice((0, 3, 20)), rng.choice((-3, 0, 10)))
 
@@ -126,12 +137,33 @@ class Chaos:
     tiers: AllTiers
     clients: Clients
     administrator: Administrator
+    router: Router | None
 
     @contextlib.contextmanager
     def fault(self, name: str) -> Iterator[None]:
-        """One of `faults`, which the administrator knows of."""
-        with self.administrator.during(name), faults(self.tiers)[name]():
-            yield
+        """One of `faults` or RESTARTS, which the administrator knows of."""
+        with self.administrator.during(name):
+            if name in RESTARTS:
+                self._restart(name)
+                yield
+            else:
+                with faults(self.tiers)[name]():
+                    yield
+
+    def _restart(self, name: str) -> None:
+        """While no client asks. The disk stays warm."""
+        server = self.tiers.server
+        with self.clients.gate.closed():
+            if name == "server killed":
+                server.kill()
+            else:
+                server.send()
+                assert server.wait() == 0, server.output()
+                server.assert_nothing_left()
+            server.start()
+            server.wait_ready()
+            if self.router is not None:
+                wait_until(self.router.is_ready)
 
 
 @contextlib.contextmanager
@@ -140,27 +172,31 @@ def everything(folder: Path, config: Config) -> Iterator[Chaos]:
     `config.mixed` at the same time. Then an administrator begins. At the end all sources serve prompts again, all
     tenants are erased, and the server stops with nothing left."""
     with contextlib.ExitStack() as stack:
-        tiers = stack.enter_context(AllTiers(folder, config.strict, config.backend, config.small_disk, config.codec))
-        server = tiers.start_server(*FLAGS.split(), disk_tokens=DISK_TOKENS)
-        server.wait_ready()
-        references = hold_all(server)
+        tiers = stack.enter_context(
+            AllTiers(folder, config.strict, config.backend, config.small_disk, config.codec, config.mix.num_ranks)
+        )
+        server = tiers.start_server(*FLAGS.split(), *config.mix.flags, disk_tokens=DISK_TOKENS)
+        servers = [server, tiers.start_neighbour()] if config.mix.has_neighbour else [server]
+        for each in servers:
+            each.wait_ready()
+        references = hold_all(server, STREAMED_TOKENS if config.mix.streams else LONG_TOKENS, config.mix.tolerance)
         state = server.state()
         assert [tier for tier in SOURCES if state["tiers"][tier].get("cached_tokens")] == []
-        router = Router(config.router, server, folder) if config.router != "none" else None
+        router = Router(config.router, servers, folder) if config.router != "none" else None
         if router is not None:
             stack.callback(router.close)
         url, drops_salts = router.url if router else "", config.router == "sglang-router"
-        with Clients(server, references, config.seed, url, drops_salts) as clients:
+        with Clients(servers, references, config.seed, url, drops_salts) as clients:
             clients.wait_until(
                 lambda: len(clients.seen.most) >= config.mixed and all(clients.seen.tokens[s] for s in SOURCES)
             )
             before = held_by(server, tiers.disk.folder)
             with Administrator(tiers, clients, references, config.seed) as administrator:
-                yield Chaos(tiers, clients, administrator)
+                yield Chaos(tiers, clients, administrator, router)
         kinds = clients.seen.kinds
         administrator.take_back()
         # Of another seed: the tenants that were new then are not any more.
-        with Clients(server, references, -1 - config.seed, url, drops_salts) as clients:
+        with Clients(servers, references, -1 - config.seed, url, drops_salts) as clients:
             clients.wait_for_tokens(*SOURCES)
             clients.wait_until(
                 lambda: not any(server.state()["storage"][kind]["off"] for kind in ("reads", "writes"))
@@ -169,10 +205,13 @@ def everything(folder: Path, config: Config) -> Iterator[Chaos]:
             wait_until(lambda: not held_by(server, tiers.disk.folder) - before, 30)
         more = held_by(server, tiers.disk.folder) - before
         assert not more, f"more is held than before: {more}, {before}"
-        administrator.assert_all_is_well()
-        print(f"requests and acts: {dict(kinds + clients.seen.kinds)}", flush=True)
         if router is not None:
             router.end()
+        for neighbour in servers[1:]:
+            assert_nothing_is_left(neighbour)
+            assert not unexpected_lines(neighbour.output()), unexpected_lines(neighbour.output())
+        administrator.assert_all_is_well()
+        print(f"requests and acts: {dict(kinds + clients.seen.kinds)}", flush=True)
         assert_nothing_is_left(server)
         assert not unexpected_lines(server.output()), unexpected_lines(server.output())
 
@@ -200,7 +239,7 @@ def run(folder: Path, config: Config) -> None:
         with everything(folder, config) as chaos:
             tiers = chaos.tiers
             end = time.monotonic() + 60 * config.minutes
-            for step in itertools.islice(plan(config.seed, sorted(faults(tiers))), config.steps):
+            for step in itertools.islice(plan(config.seed, sorted((*faults(tiers), *RESTARTS))), config.steps):
                 if time.monotonic() > end:
                     break
                 taken.append(step)
@@ -216,6 +255,7 @@ def _keep(folder: Path, config: Config, taken: list[Step], tiers: AllTiers | Non
     kept.mkdir(parents=True)
     again = f"PYTHONPATH=test python -m support.chaos --seed {config.seed} --steps {max(1, len(taken))}"
     again += f" --router {config.router} --backend {config.backend}" + (" --strict" if config.strict else "")
+    again += " --plain" if config.mix == Mix() else ""
     text = [again, repr(config), *map(repr, taken), f"{type(error).__name__}: {error}"]
     (kept / "plan").write_text("\n".join(text) + "\n")
     for log in (*folder.glob("*.log"), *folder.glob("proxy/log")):
@@ -234,8 +274,11 @@ def main() -> None:
     parser.add_argument("--router", choices=ROUTERS, default=found_router())
     parser.add_argument("--backend", choices=("bluefield", "remote"), default="bluefield")
     parser.add_argument("--strict", action="store_true", help="the lender copies for the server")
+    parser.add_argument("--plain", action="store_true", help="the server has no flags by the seed")
     args = parser.parse_args()
-    config = Config(args.seed, args.steps, args.minutes, 5, args.router, args.strict, args.backend, True)
+    mix = Mix() if args.plain else drawn_mix(args.seed)
+    mixed = 2 if mix.flags else 5
+    config = Config(args.seed, args.steps, args.minutes, mixed, args.router, args.strict, args.backend, True, mix)
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         run(Path(folder), config)
 

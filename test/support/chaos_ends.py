@@ -27,6 +27,8 @@ def what_is_left(state: dict[str, Any]) -> list[str]:
     storage = state["storage"]
     left += [f"{name} {storage[name]}" for name in ("fetching_tokens", "storing_tokens") if storage[name]]
     left += [f"{name} off: {storage[name]['reason']}" for name in ("reads", "writes") if storage[name]["off"]]
+    # Chaos damages nothing that the cache may not find by itself.
+    left += [f"canary: {state['canary']['differences']}"] if (state["canary"] or {}).get("different_tokens") else []
     left += [f"{lender} not connected" for lender in state["peers"]["lenders"] if not lender["connected"]]
     return left
 

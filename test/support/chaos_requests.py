@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
+import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,6 +18,8 @@ from typing import Any
 import httpx
 
 from support.all_tiers import SOURCES
+from support.chaos_bodies import WRONG, bodies, difference, drawn_fields
+from support.gate import Gate
 from support.server_fixture import NO_TLS, PATIENCE_S, Server, wait_until
 
 NUM_CONVERSATIONS, NUM_TURNS = 6, 4
@@ -31,8 +35,8 @@ SCHEMA = {
     "additionalProperties": False,
 }
 PARAMS = {"temperature": 0, "max_new_tokens": ANSWER_TOKENS, "ignore_eos": True}
-# Of log-probabilities: launches of other sizes round otherwise.
-TOLERANCE = 1e-3
+# Reasons for a status 503, where requests may be longer than the device.
+_NO_ROOM = re.compile(r"peers have not lent|no tier has room|with all that the peers can lend|there is no room")
 
 
 def random_ids(seed: int, size: int) -> list[int]:
@@ -68,6 +72,10 @@ class References:
     conversations: list[list[Turn]]
     long: list[Turn]
     chats: list[Chat]
+    # Path, body and reply.
+    others: list[tuple[str, dict[str, Any], Any]]
+    # Of log-probabilities: launches of other sizes round otherwise.
+    tolerance: float
 
 
 def uncached_turns(server: Server, prompts: list[list[int]]) -> list[Turn]:
@@ -113,9 +121,21 @@ def hold_chats(server: Server) -> list[Chat]:
     return chats
 
 
-def hold_all(server: Server) -> References:
-    long = uncached_turns(server, [random_ids(1000 + i, LONG_TOKENS) for i in range(NUM_LONG)])
-    return References(hold_conversations(server), long, hold_chats(server))
+def hold_others(server: Server, prompts: list[list[int]]) -> list[tuple[str, dict[str, Any], Any]]:
+    held = []
+    for path, body in bodies(prompts):
+        body = {"model": "embedded", **body}
+        reply = server.post(path, {**body, "cache": "bypass"})
+        assert reply.status_code == 200, reply.text
+        held.append((path, body, reply.json()))
+    return held
+
+
+def hold_all(server: Server, long_tokens: int, tolerance: float) -> References:
+    long = uncached_turns(server, [random_ids(1000 + i, long_tokens) for i in range(NUM_LONG)])
+    conversations = hold_conversations(server)
+    others = hold_others(server, [conversation[i].prompt for i, conversation in enumerate(conversations[:3])])
+    return References(conversations, long, hold_chats(server), others, tolerance)
 
 
 @dataclass
@@ -132,27 +152,40 @@ class Seen:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
+class NoRoomError(Exception):
+    """A request that is longer than the device found no room, as the reply tells."""
+
+
 class Clients:
-    """Threads, each of which asks in an order of its own, until the context ends. url: of a router before the server.
-    drops_salts: it passes extra_key alone."""
+    """Threads, each of which asks in an order of its own, until the context ends. servers: the first has all tiers.
+    url: of a router before them. drops_salts: it passes extra_key alone."""
 
     def __init__(
-        self, server: Server, references: References, seed: int, url: str = "", drops_salts: bool = False
+        self,
+        servers: Sequence[Server],
+        references: References,
+        seed: int,
+        url: str = "",
+        drops_salts: bool = False,
     ) -> None:
         self.seen = Seen()
-        self._server = server
-        self._url = url or server.url
+        self._servers = servers
+        self._server = servers[0]
+        self._url = url
         self._salt = "extra_key" if drops_salts else "cache_salt"
         self._references = references
         self._closed = threading.Event()
+        # Closed while the server is restarted.
+        self.gate = Gate()
         self._threads = [
-            threading.Thread(target=self._run, args=(random.Random(f"{seed} {i}"),)) for i in range(NUM_CLIENTS)
+            threading.Thread(target=self._run, args=(random.Random(f"{seed} {i}"), servers[i % len(servers)]))
+            for i in range(NUM_CLIENTS)
         ]
         for thread in self._threads:
             thread.start()
 
-    def _run(self, rng: random.Random) -> None:
-        client = httpx.Client(base_url=self._url, timeout=PATIENCE_S, verify=NO_TLS)
+    def _run(self, rng: random.Random, server: Server) -> None:
+        client = httpx.Client(base_url=self._url or server.url, timeout=PATIENCE_S, verify=NO_TLS)
         kinds: dict[Callable[..., str], int] = {
             self._ask: 10,
             self._ask_in_a_stream: 6,
@@ -162,16 +195,24 @@ class Clients:
             self._leave: 2,
             self._abort: 2,
             self._chat: 4,
+            self._ask_another_way: 4,
+            self._ask_with_fields: 4,
+            self._ask_without_answer: 1,
+            self._ask_for_many: 1,
+            self._vanish: 3,
+            self._hang_up: 1,
+            self._ask_wrongly: 1,
         }
         for turn in itertools.chain.from_iterable(self._orders(rng)):
             if self._closed.is_set():
                 client.close()
                 return
-            with self.seen.lock:
-                self.seen.num_begun += 1
-            began = time.monotonic()
             ask = rng.choices(list(kinds), list(kinds.values()))[0]
-            self.note(ask.__name__, partial(ask, client, turn, rng))
+            with self.gate.passed():
+                with self.seen.lock:
+                    self.seen.num_begun += 1
+                began = time.monotonic()
+                self.note(ask.__name__, partial(ask, client, turn, rng))
             with self.seen.lock:
                 self.seen.num_ended += 1
                 self.seen.slowest_s = max(self.seen.slowest_s, time.monotonic() - began)
@@ -180,6 +221,8 @@ class Clients:
         """Act, and note what is wrong, if anything."""
         try:
             wrong = act()
+        except NoRoomError:
+            name, wrong = "(no room)", ""
         except Exception as error:
             wrong = f"{error!r}"
         with self.seen.lock:
@@ -197,6 +240,8 @@ class Clients:
         body = {"input_ids": turn.prompt, "sampling_params": {**PARAMS, **params}, "return_logprob": True}
         body |= fields or {}
         reply = client.post("/generate", json=body)
+        if reply.status_code == 503 and _NO_ROOM.search(reply.text):
+            raise NoRoomError
         assert reply.status_code == 200, reply.text
         return reply.json()
 
@@ -208,7 +253,10 @@ class Clients:
             self.seen.most = max(self.seen.most, frozenset(filter(found.get, SOURCES)), key=len)
         if reply["output_ids"] != turn.output_ids:
             return f"{reply['output_ids']} is not {turn.output_ids}; cached: {found}"
-        if max(abs(a - b) for a, b in zip(logprobs_of(reply), turn.logprobs, strict=True)) > TOLERANCE:
+        if (
+            max(abs(a - b) for a, b in zip(logprobs_of(reply), turn.logprobs, strict=True))
+            > self._references.tolerance
+        ):
             return f"{logprobs_of(reply)} is not {turn.logprobs}; cached: {found}"
         return ""
 
@@ -222,6 +270,8 @@ class Clients:
         body = {"input_ids": turn.prompt, "sampling_params": PARAMS, "return_logprob": True, "stream": True}
         with client.stream("POST", "/generate", json=body) as response:
             lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+        if _NO_ROOM.search("".join(lines)):
+            raise NoRoomError
         assert lines[-1] == "[DONE]", lines
         return self.check(turn, json.loads(lines[-2]))
 
@@ -241,7 +291,8 @@ class Clients:
             # On a busy machine it may be the last one, too.
             first = next(lines)
             # Routers do not pass it on.
-            assert self._server.post("/abort_request", {"rid": rid}).status_code == 200
+            for server in self._servers:
+                assert server.post("/abort_request", {"rid": rid}).status_code == 200
             *_, last, done = (line.removeprefix("data: ") for line in (first, *lines))
         assert done == "[DONE]", done
         event = json.loads(last)
@@ -274,6 +325,49 @@ class Clients:
             text = "".join(delta.get("content") or "" for delta in deltas)
         return "" if text == chat.text else f"{text!r} is not {chat.text!r}"
 
+    def _ask_another_way(self, client: httpx.Client, _: Turn, rng: random.Random) -> str:
+        path, body, wanted = rng.choice(self._references.others)
+        reply = client.post(path, json=body | drawn_fields(rng))
+        assert reply.status_code == 200, f"{path}: {reply.text}"
+        return difference(reply.json(), wanted, self._references.tolerance, path)
+
+    def _ask_with_fields(self, client: httpx.Client, turn: Turn, rng: random.Random) -> str:
+        return self.check(turn, self.post(client, turn, drawn_fields(rng)))
+
+    def _ask_without_answer(self, client: httpx.Client, turn: Turn, _: random.Random) -> str:
+        output_ids = self.post(client, turn, max_new_tokens=0)["output_ids"]
+        return f"an answer without tokens: {output_ids}" if output_ids else ""
+
+    def _ask_for_many(self, client: httpx.Client, turn: Turn, rng: random.Random) -> str:
+        """A list of prompts, some of them twice."""
+        turns = [turn, *rng.choices(rng.choice(self._references.conversations), k=3)]
+        replies = self.post(client, turn, {"input_ids": [each.prompt for each in turns]})
+        return "".join(self.check(each, reply) for each, reply in zip(turns, replies, strict=True))
+
+    def _vanish(self, client: httpx.Client, _: Turn, rng: random.Random) -> str:
+        """In the middle of a stream."""
+        path, body, _wanted = rng.choice([each for each in self._references.others if "embeddings" not in each[0]])
+        with client.stream("POST", path, json=body | {"stream": True} | drawn_fields(rng)) as response:
+            assert response.status_code == 200, f"{path}: {response.read()!r}"
+            for _chunk in itertools.islice(response.iter_raw(), rng.choice((0, 1, 3))):
+                pass
+        return ""
+
+    def _hang_up(self, _client: httpx.Client, _: Turn, rng: random.Random) -> str:
+        """In the middle of a body, or before the answer."""
+        path, body, _wanted = rng.choice(self._references.others)
+        data = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n"
+        with socket.create_connection(("127.0.0.1", self._server.port)) as sock:
+            sock.sendall(head.encode() + b"\r\n" + data[: rng.choice((len(data) // 2, len(data)))])
+            time.sleep(rng.choice((0.0, 0.05)))
+        return ""
+
+    def _ask_wrongly(self, client: httpx.Client, _: Turn, rng: random.Random) -> str:
+        path, body = rng.choice(WRONG)
+        reply = client.post(path, json={"model": "embedded", **body})
+        return "" if 400 <= reply.status_code < 500 else f"{path} {body}: {reply.status_code} {reply.text}"
+
     def assert_right(self) -> None:
         with self.seen.lock:
             assert not self.seen.wrong, "\n".join(self.seen.wrong)
@@ -281,7 +375,7 @@ class Clients:
     def wait_until(self, true: Callable[[], bool]) -> None:
         def is_over() -> bool:
             self.assert_right()
-            assert self._server.process.poll() is None
+            assert all(server.process.poll() is None for server in self._servers)
             return true()
 
         wait_until(is_over, 3 * PATIENCE_S)

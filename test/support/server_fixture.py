@@ -65,15 +65,26 @@ class Server:
         if fake is not None:
             command = [sys.executable, str(HERE / "serve_fake.py"), json.dumps(fake), str(drain_s)]
         self.log = open(f"{self.temp}/log", "w+")  # noqa: SIM115
-        self.process = subprocess.Popen(
-            [*command, "--model-path", model, "--port", str(self.port), *flags],
-            stdout=self.log,
-            stderr=self.log,
-            env={**os.environ, **(environment or {}), "TMPDIR": self.temp},
-        )
+        self._command = [*command, "--model-path", model, "--port", str(self.port), *flags]
+        self._environment = {**os.environ, **(environment or {}), "TMPDIR": self.temp}
         self.children: list[psutil.Process] = []
+        self.start()
         if wait:
             self.wait_ready()
+
+    def start(self) -> None:
+        """At first, or again once it has ended."""
+        self.process = subprocess.Popen(self._command, stdout=self.log, stderr=self.log, env=self._environment)
+
+    def kill(self) -> None:
+        """As the system does. Its children end by themselves; what they left behind goes."""
+        self.process.kill()
+        self.process.wait()
+        psutil.wait_procs(self.children, PATIENCE_S)
+        assert not [child for child in self.children if child.is_running()], self.output()
+        for name in os.listdir(self.temp):
+            if name != "log":
+                shutil.rmtree(f"{self.temp}/{name}")
 
     def wait_ready(self, timeout_s: float = PATIENCE_S) -> None:
         deadline = time.monotonic() + timeout_s
