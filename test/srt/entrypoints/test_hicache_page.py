@@ -99,6 +99,9 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             "2",
             "--hicache-canary",
             "0.5",
+            # `auto` leaves unsaved what a first slow copy makes seem better computed.
+            "--hicache-write-policy",
+            "write_through",
             "--hicache-storage-backend",
             "dynamic",
             "--admin-api-key",
