@@ -32,14 +32,12 @@ from support.all_tiers import SOURCES, AllTiers, faults
 from support.chaos_admin import Administrator
 from support.chaos_ends import assert_nothing_is_left, held_by, unexpected_lines
 from support.chaos_mixes import Mix, drawn_mix
-from support.chaos_requests import LONG_TOKENS, Clients, hold_all
+from support.chaos_requests import Clients, hold_all
 from support.server_fixture import NO_TLS, PATIENCE_S, Server, free_port, wait_until
 
 # Of the conversations, device, peer and host together hold two thirds, and the disk four fifths.
 FLAGS = "--max-total-tokens 768 --hicache-ratio 0.6 --chunked-prefill-size 256 --hicache-load-or-recompute off"
 DISK_TOKENS = 2000
-# Of mixes whose prompts may be longer than the device.
-STREAMED_TOKENS = 1000
 # Of the server as a whole.
 RESTARTS = ("server restarted", "server killed")
 
@@ -175,11 +173,13 @@ def everything(folder: Path, config: Config) -> Iterator[Chaos]:
         tiers = stack.enter_context(
             AllTiers(folder, config.strict, config.backend, config.small_disk, config.codec, config.mix.num_ranks)
         )
-        server = tiers.start_server(*FLAGS.split(), *config.mix.flags, disk_tokens=DISK_TOKENS)
+        server = tiers.start_server(
+            *FLAGS.split(), *config.mix.flags, disk_tokens=DISK_TOKENS * config.mix.kv_bytes // 4
+        )
         servers = [server, tiers.start_neighbour()] if config.mix.has_neighbour else [server]
         for each in servers:
             each.wait_ready()
-        references = hold_all(server, STREAMED_TOKENS if config.mix.streams else LONG_TOKENS, config.mix.tolerance)
+        references = hold_all(server, config.mix)
         state = server.state()
         assert [tier for tier in SOURCES if state["tiers"][tier].get("cached_tokens")] == []
         router = Router(config.router, servers, folder) if config.router != "none" else None

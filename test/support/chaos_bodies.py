@@ -11,7 +11,7 @@ _FUNCTION = {
     "description": "Opens it.",
     "parameters": {"type": "object", "properties": {"day": {"enum": ["Monday", "Friday"]}}, "required": ["day"]},
 }
-_SAMPLED = {"temperature": 0.8, "seed": 7, "top_p": 0.9, "frequency_penalty": 0.3, "presence_penalty": 0.2}
+_SAMPLED = {"seed": 7, "top_p": 0.9, "frequency_penalty": 0.3, "presence_penalty": 0.2}
 _ASK = [{"role": "user", "content": _TEXT}]
 _USER, _ASSISTANT = {"role": "user", "content": "Tell me more."}, {"role": "assistant", "content": "At nine."}
 _TOOLS = [{"type": "function", "function": _FUNCTION}]
@@ -20,13 +20,15 @@ _VARIES = {"id", "created", "created_at", "completed_at", "usage", "rid", "call_
 _VARIES |= {"e2e_latency", "cached_tokens", "cached_tokens_details"}
 
 
-def bodies(prompts: list[list[int]]) -> list[tuple[str, dict[str, Any]]]:
-    """Of paths. prompts: token ids whose KV others share."""
+def bodies(prompts: list[list[int]], temperature: float) -> list[tuple[str, dict[str, Any]]]:
+    """Of paths. prompts: token ids whose KV others share. temperature: of what is sampled."""
+    sampled = {"temperature": temperature, **_SAMPLED}
     greedy = {"temperature": 0, "ignore_eos": True}
+    penalized = {"temperature": temperature, "repetition_penalty": 1.1}
     native = {"input_ids": prompts[:2], "return_logprob": True}
     return [
         ("/v1/completions", {"prompt": prompts, "echo": True, "logprobs": 2, "max_tokens": 0}),
-        ("/v1/completions", {"prompt": prompts[-1], "n": 3, "logprobs": 1, "max_tokens": 5, **_SAMPLED}),
+        ("/v1/completions", {"prompt": prompts[-1], "n": 3, "logprobs": 1, "max_tokens": 5, **sampled}),
         ("/v1/completions", {"prompt": [_TEXT, _TEXT * 2], "max_tokens": 9, "stop": [" ", "e"], **greedy}),
         ("/v1/embeddings", {"input": [prompts[0], prompts[-1]]}),
         ("/v1/embeddings", {"input": _TEXT, "dimensions": 8}),
@@ -38,10 +40,10 @@ def bodies(prompts: list[list[int]]) -> list[tuple[str, dict[str, Any]]]:
         ("/v1/chat/completions", {"messages": _ASK, "max_tokens": 40, "temperature": 0, "tools": _TOOLS}
          | {"tool_choice": "required"}),
         ("/v1/chat/completions", {"messages": [*_ASK, _ASSISTANT, _USER], "n": 2, "max_tokens": 6, "logprobs": True}
-         | {"top_logprobs": 2, **_SAMPLED}),
+         | {"top_logprobs": 2, **sampled}),
         ("/generate", {**native, "logprob_start_len": 0, "sampling_params": {"max_new_tokens": 0}}),
         ("/generate", {**native, "logprob_start_len": 100, "top_logprobs_num": 2, "token_ids_logprob": [300, 301]}
-         | {"sampling_params": {"max_new_tokens": 4, "n": 2, "sampling_seed": 3, "repetition_penalty": 1.1}}),
+         | {"sampling_params": {"max_new_tokens": 4, "n": 2, "sampling_seed": 3, **penalized}}),
         ("/generate", {"text": _TEXT, "sampling_params": {"regex": "[a-f]{3}(no|yes)", "max_new_tokens": 9}
          | {"temperature": 0}}),
     ]  # fmt: skip

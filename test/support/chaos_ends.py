@@ -29,7 +29,9 @@ def what_is_left(state: dict[str, Any]) -> list[str]:
     left += [f"{name} off: {storage[name]['reason']}" for name in ("reads", "writes") if storage[name]["off"]]
     # Chaos damages nothing that the cache may not find by itself.
     left += [f"canary: {state['canary']['differences']}"] if (state["canary"] or {}).get("different_tokens") else []
-    left += [f"{lender} not connected" for lender in state["peers"]["lenders"] if not lender["connected"]]
+    left += [
+        f"{lender} not connected" for lender in (state["peers"] or {}).get("lenders", ()) if not lender["connected"]
+    ]
     return left
 
 
@@ -48,7 +50,8 @@ def assert_nothing_is_left(server: Server) -> None:
         wait_until(is_nothing_left)
     assert what_is_left(server.state()) == []
     assert server.post("/flush_cache", headers=ADMIN).status_code == 200
-    assert [tier for tier in ("device", "peer", "host") if server.state()["tiers"][tier]["cached_tokens"]] == []
+    tiers = server.state()["tiers"]
+    assert [tier for tier in ("device", "peer", "host") if tier in tiers and tiers[tier]["cached_tokens"]] == []
     assert what_is_left(server.state()) == []
     print("\n".join(line for line in server.output().splitlines() if "WARNING" in line or "ERROR" in line))
     server.send()

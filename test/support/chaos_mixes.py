@@ -9,7 +9,7 @@ from dataclasses import dataclass
 _DRAWN = (
     ("", "--page-size 16", "--page-size 32"),
     ("", "", "", "--tp-size 2"),
-    ("", "", "", "--kv-cache-dtype bfloat16"),
+    ("", "", "", "", *(f"--kv-cache-dtype {name}" for name in ("bfloat16", "fp8_e4m3"))),
     ("", "--layer-stream 2 --layer-stream-tokens 128"),
     # Requests that wait for older ones have no priority.
     ("", "--enable-priority-scheduling", "--enable-priority-scheduling", "--hicache-publish-at completion"),
@@ -22,7 +22,6 @@ _DRAWN = (
         "",
         *(f"--hicache-write-policy {name}" for name in ("write_through", "write_through_selective", "write_back")),
     ),
-    ("", "", "--hicache-mem-layout layer_first"),
     ("", "--hicache-io-backend direct"),
     ("", "--hicache-bubble-filling decode", "--hicache-bubble-filling off"),
     ("", "--hicache-load-ratio 0", "--hicache-load-ratio auto"),
@@ -44,9 +43,14 @@ class Mix:
         return 2 if "--tp-size" in self.flags else 1
 
     @property
-    def tolerance(self) -> float:
-        """Of log-probabilities: the last bits of float32, or of what keys and values are rounded to."""
-        return 0.03 if "--kv-cache-dtype" in self.flags else 1e-3
+    def kv_bytes(self) -> int:
+        """Of a number."""
+        return 1 if "fp8_e4m3" in self.flags else 2 if self.rounds else 4
+
+    @property
+    def rounds(self) -> bool:
+        """Whether keys and values are rounded, so that more than the last bits of answers depend on the batch."""
+        return "--kv-cache-dtype" in self.flags
 
     @property
     def streams(self) -> bool:
