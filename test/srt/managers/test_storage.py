@@ -14,6 +14,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers.io_struct import PromptKeys
 from sglang.srt.managers.schedule_batch import BatchDecision, StepInputs
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler_config import LayerStreamConfig
 from sglang.srt.managers.storage_setup import PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.mem_cache.block_keys import BlockKeys, to_bytes
 from sglang.srt.mem_cache.frame_table import FrameState
@@ -403,6 +404,29 @@ def test_a_store_that_hangs_does_not_stop_requests_that_need_memory(model_config
     assert engine.counter("retracted_reqs") > 0
     assert [len(a.tokens) for a in answers] == [60] * 3
     gate.open.set()
+    engine.assert_nothing_left()
+    engine.close()
+
+
+def test_a_store_that_hangs_does_not_stop_a_request_that_streams(model_config: ModelConfig) -> None:
+    """Nor those that wait for its pages. What is being stored keeps its pages on the host."""
+    texts = [prompt(5, 230), *(prompt(40 + i, 40) for i in range(6))]
+    setup, clock = dataclasses.replace(with_policy("best_effort"), write_policy="write_back"), Clock()
+    options = {"num_host_pages": 60, "layer_stream": LayerStreamConfig(2, 8), "chunked_prefill_size": 16}
+    engine = Engine(model_config, storage=setup, num_device_pages=32, new_token_ratio=0.0, clock=clock, **options)
+    gate = Gate(engine.store, "set")
+
+    def time_goes_by() -> None:
+        clock.now += 1.0 if gate.entered.is_set() else 0.0
+
+    engine.when_idle = time_goes_by
+    engine.generate([prompt(60 + i, 60) for i in range(4)], PARAMS)
+    try:
+        for text, answer in zip(texts, engine.generate(texts, PARAMS)):
+            assert answer.tokens == computed(model_config, text)
+    finally:
+        gate.open.set()
+    assert gate.entered.is_set() and engine.counter("streamed_reqs") == 1
     engine.assert_nothing_left()
     engine.close()
 

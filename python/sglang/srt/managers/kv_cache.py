@@ -461,6 +461,11 @@ class KVCache:
         """Operations that have begun and are not over; to be read only."""
         return self.ledger.in_flight
 
+    @property
+    def is_moving(self) -> bool:
+        """Whether a launch or an operation goes on that is expected to end: not one of storage that hangs."""
+        return self.clock.is_running or any(not self.storage.hangs_on(ticket.link) for ticket in self.in_flight)
+
     def oldest_copies(self) -> dict[str, TransferOp | None]:
         """By link from the device, the first operation in flight."""
         oldest = {link: self.ledger.oldest(link) for link in BACKUP_LINKS.values()}

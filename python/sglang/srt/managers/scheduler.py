@@ -152,6 +152,9 @@ class Scheduler:
         canary_at = self.canary.wake_at(is_idle=not self.num_reqs)
         times = [self.storage.wake_at, self.planner.wake_at, *slabs_at, canary_at, self._step_again_at]
         times.append(self._too_long.wake_at)
+        if self.streaming.reqs:
+            # A request that streams waits for what storage pins, until it hangs.
+            times.append(self.storage.writes.next_at)
         return min((t for t in times if t is not None), default=None)
 
     def step(self, inputs: StepInputs) -> BatchDecision:
@@ -628,7 +631,7 @@ class Scheduler:
         if launch is None and is_others:
             if self._is_giving_way:
                 # Another chunk would only come before the request that gets its pages.
-                if not self.is_under_way:
+                if not self._awaits_pages:
                     self._step_again_at = self.planner.expected.now
                 return None
             if not (turns.has_time(now) and self.queues.has_decode):
@@ -638,7 +641,13 @@ class Scheduler:
     @property
     def _is_giving_way(self) -> bool:
         """Whether pages of a request that streams come free for one that waits."""
-        return self.streaming.is_giving_way and bool(self.is_under_way or self.cache.num_free_soon)
+        return self.streaming.is_giving_way and bool(self._awaits_pages or self.cache.num_free_soon)
+
+    @property
+    def _awaits_pages(self) -> bool:
+        """Whether something under way gives device pages back at its end. No operation of storage does, and one may
+        hang."""
+        return self.clock.is_running or self.cache.is_copying
 
     def _prefill_streaming(self) -> Launch | None:
         queues = self.queues
@@ -706,19 +715,19 @@ class Scheduler:
         frames = cache.allocate(num_pages, req.slot)
         if frames is None and self.admission.cancel_preloads(self.queues.waiting):
             frames = cache.allocate(num_pages, req.slot)
-        if frames is None and self.streaming.is_enabled and not self.is_under_way:
+        if frames is None and self.streaming.is_enabled and not cache.is_moving:
             # Its place in the tree was being loaded when it was computed. Only what is in the tree can shrink.
             cache.insert_prefix(req, req.computed, batch.page_runs)
             frames = cache.allocate(num_pages, req.slot)
         # Where nothing is on its way that would cause another step, all that can be given up at once is.
         while frames is None and self.streaming.shrink(num_pages, req):
             frames = cache.allocate(num_pages, req.slot)
-            if self.is_under_way:
+            if cache.is_moving:
                 break
         if frames is not None:
             self.builder.extend(batch, req, chunk, frames)
             return chunk
-        if self.streaming.is_streaming(req) and not (self.queues.running or self.is_under_way):
+        if self.streaming.is_streaming(req) and not (self.queues.running or cache.is_moving):
             if len(active := self.queues.active()) == 1:
                 self._end_too_long(req)
             else:
@@ -757,7 +766,7 @@ class Scheduler:
             return False  # there is no other request to take from: it waits for the slabs that were recalled
         victim = active[choose_victim([self.admission.turn_of(r) for r in active])]
         if is_alone and streaming.is_streaming(victim):
-            if cache.in_flight:
+            if cache.is_moving:
                 return False
             assert victim.hold is not None
             before = victim.hold.inserted_len

@@ -206,6 +206,10 @@ class StorageController:
     def is_open(self) -> bool:
         return self.limits is not None
 
+    def hangs_on(self, link: str) -> bool:
+        """Whether what is under way on a link is not expected to end."""
+        return any(breaker.hangs and link in breaker.links for breaker in (self.reads, self.writes))
+
     @property
     def is_in_flight(self) -> bool:
         return any(self.ledger.oldest(link) is not None for link in STORAGE_LINKS)

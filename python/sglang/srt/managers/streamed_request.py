@@ -316,6 +316,8 @@ class StreamedRequest:
     def _is_room_coming(self) -> bool:
         """Whether transfers or launches that are under way will give some of the tiers below the device back, or let
         it be evicted."""
+        if not self._cache.is_moving:
+            return False
         tables = [self._cache.tables[tier] for tier in self._tiers_below()]
         for table in tables:
             table.reap(self._clock.done)
