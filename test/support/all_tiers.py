@@ -357,8 +357,8 @@ class AllTiers:
         return self.server
 
     def start_neighbour(self) -> Server:
-        """Another server with the same storage, without peers. It is not ready yet."""
-        return self._start()
+        """Another server with the same storage, and more room on the host in place of peers. It is not ready yet."""
+        return self._start("--hicache-ratio", "2")
 
     def _start(self, *flags: str) -> Server:
         server = Server(*self._flags, *flags, wait=False, environment=self.disk.environment)

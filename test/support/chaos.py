@@ -136,6 +136,8 @@ class Chaos:
     clients: Clients
     administrator: Administrator
     router: Router | None
+    # A router sends requests to another server while one is restarted.
+    is_rolling: bool = False
 
     @contextlib.contextmanager
     def fault(self, name: str) -> Iterator[None]:
@@ -149,9 +151,13 @@ class Chaos:
                     yield
 
     def _restart(self, name: str) -> None:
-        """While no client asks. The disk stays warm."""
-        server = self.tiers.server
-        with self.clients.gate.closed():
+        """Clients wait, unless a router has another server for them. The disk stays warm."""
+        server, clients = self.tiers.server, self.clients
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.administrator.gate.closed())
+            if name == "server killed" or not self.is_rolling:
+                stack.enter_context(clients.gate.closed())
+            clients.is_restarting = True
             if name == "server killed":
                 server.kill()
             else:
@@ -162,6 +168,7 @@ class Chaos:
             server.wait_ready()
             if self.router is not None:
                 wait_until(self.router.is_ready)
+            clients.is_restarting = False
 
 
 @contextlib.contextmanager
@@ -192,7 +199,7 @@ def everything(folder: Path, config: Config) -> Iterator[Chaos]:
             )
             before = held_by(server, tiers.disk.folder)
             with Administrator(tiers, clients, references, config.seed) as administrator:
-                yield Chaos(tiers, clients, administrator, router)
+                yield Chaos(tiers, clients, administrator, router, router is not None and len(servers) > 1)
         kinds = clients.seen.kinds
         administrator.take_back()
         # Of another seed: the tenants that were new then are not any more.

@@ -28,6 +28,7 @@ from sglang.srt.mem_cache.storage.file.tenant_log import TenantLog
 from sglang.srt.offload.store.object_store import Manifest
 from support.all_tiers import ADMIN_KEY, BLOCK, SECRET, SOURCES, AllTiers
 from support.chaos_requests import NUM_TURNS, PARAMS, TENANTS, Clients, References, Turn
+from support.gate import Gate
 from support.server_fixture import NO_TLS, PATIENCE_S, wait_until
 
 # Salts of which the administrator alone makes requests. So it knows when they are not in use.
@@ -72,6 +73,8 @@ class Administrator:
         self._disturbed_by: set[str] = set()
         self._has_failed = False
         self._closed = threading.Event()
+        # Closed while the server is restarted.
+        self.gate = Gate()
         self._http = httpx.Client(base_url=tiers.server.url, timeout=PATIENCE_S, verify=NO_TLS)
         self._asked = Asked(argparse.Namespace(url=tiers.server.url, admin_api_key=ADMIN_KEY))
         self._before: dict[str, Any] = {}
@@ -122,7 +125,7 @@ class Administrator:
             with self._lock:
                 self._disturbed_by = set(self._faults)
             act = rng.choices(list(acts), list(acts.values()))[0]
-            with self._clients.gate.passed():
+            with self.gate.passed():
                 self._clients.note(act.__name__, lambda act=act: act(rng))  # type: ignore[misc]
 
     # -- calls ------------------------------------------------------------------------------------------------------
