@@ -187,6 +187,29 @@ def test_full_storage_that_cannot_hold_what_many_share_is_not_written_without_en
     assert 5 <= num_written <= 5 / 0.75
 
 
+def test_storage_that_gives_up_what_it_just_got_is_not_written_without_end():
+    """As a store that is smaller than one prompt, and that tells of no limit. No request is there."""
+    rig = stored_rig(LONG)
+    rig.storage.writer.touches.num_back = MAX_BACK / 2 + 5
+    use(rig, LONG)
+    # What is stored again is told of by itself, and all of it is gone again.
+    num_written = sum(len(lose(rig, 0)) for _ in range(50))
+    assert 4 < num_written <= 4 + (5 + 1) / 0.75
+    assert tell(rig) == []
+    rig.assert_nothing_left()
+
+
+def test_storage_that_is_emptied_now_and_then_gets_all_back_each_time():
+    rig = stored_rig(LONG)
+    rig.storage.writer.touches.num_back = 0.0
+    for _ in range(3):
+        use(rig, LONG)
+        assert lose(rig, 0) == names(rig, LONG)
+        assert tell(rig) == names(rig, LONG)
+        rig.finish_all()
+    rig.assert_nothing_left()
+
+
 def test_holes_are_filled_when_there_is_room_again():
     rig = stored_rig(LONG)
     rig.storage.note_room(has_room=False)

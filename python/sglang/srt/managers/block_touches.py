@@ -33,7 +33,7 @@ _MAX_COUNTED = 512
 # second number, half of it for what many share. What memory uses may be more than storage holds.
 _SHARE_BACK = 0.25
 MAX_BACK = 128.0
-# Holes that are remembered.
+# Holes that are remembered, and paths that storage got back.
 _MAX_HOLES = 4096
 
 
@@ -58,8 +58,12 @@ class BlockTouches:
         self.store_path = store_path
         # Whether what memory has of a path may never have been stored.
         self.catches_up = False
-        # Whether storage gives up blocks for new ones.
+        # Whether storage is known to give up blocks for new ones.
         self.is_full = False
+        # Whether it seems to: it had lost what it had just got back.
+        self._evicts = False
+        # Last blocks of paths that it got back and was not told of since, oldest first.
+        self._got_back: dict[bytes, None] = {}
         # Blocks that it may get back.
         self.num_back = MAX_BACK
         # Blocks that full storage has lost and not got back, oldest first. What is behind them is not told: without
@@ -79,6 +83,7 @@ class BlockTouches:
     def close(self) -> None:
         """Begin nothing new."""
         self._pending, self._told, self._holes = {}, [], {}
+        self._evicts, self._got_back = False, {}
         self._last.clear()
         self._num_uses.clear()
 
@@ -97,7 +102,7 @@ class BlockTouches:
     def note_request(self, end: Node) -> None:
         """A request starts on the path to `end`."""
         self.note(end)
-        if not self.is_full:
+        if not self._has_no_room:
             return
         keys = self._keys_of(self._named(end))
         used = to_bytes(np.concatenate(keys)[:_MAX_COUNTED]) if keys else []
@@ -108,6 +113,10 @@ class BlockTouches:
                 self._num_uses[each] -= 1
                 if not self._num_uses[each]:
                     del self._num_uses[each]
+
+    @property
+    def _has_no_room(self) -> bool:
+        return self.is_full or self._evicts
 
     def begin(self, only_shared: bool) -> None:
         """Tell storage of some paths, unless it is being told. only_shared: only of blocks that many requests use, as
@@ -157,6 +166,7 @@ class BlockTouches:
         for each in told:
             if num_there >= len(each.blocks):
                 num_there -= len(each.blocks)
+                self._note_there(each.end)
                 continue
             if num_there < 0:
                 # Not known either.
@@ -164,6 +174,13 @@ class BlockTouches:
             else:
                 self._note_lost(each.end, each.blocks[num_there:])
             num_there = -1
+
+    def _note_there(self, end: Node) -> None:
+        """Storage has all that is believed stored of the path to `end`."""
+        if not self._got_back or (node := survivor_of(end)) is None:
+            return
+        if keys := [each for each in self._keys_of(self._named(node)) if len(each)]:
+            self._got_back.pop(keys[-1][-1].tobytes(), None)
 
     def _named(self, end: Node) -> list[Node]:
         """The nodes of the path to `end`, as far as their blocks have names."""
@@ -190,9 +207,11 @@ class BlockTouches:
         path = self.tree.path_of(node) if node is not None else []
         if node is None or any(part.stored is None for part in path):
             return
-        hole = np.concatenate(self._keys_of(path))[blocks[0]].tobytes()
+        keys = np.concatenate(self._keys_of(path))
+        hole, last = keys[blocks[0]].tobytes(), keys[-1].tobytes()
         self._holes.pop(hole, None)
-        if self.is_full:
+        self._evicts |= last in self._got_back
+        if self._has_no_room:
             is_shared = self._num_uses[hole] >= _SHARED_BY
             affordable = int(self.num_back - (0 if is_shared else MAX_BACK / 2))
             if affordable <= 0:
@@ -205,4 +224,7 @@ class BlockTouches:
             self.num_back -= len(blocks)
         self.tree.names.mark_stored(path, blocks, is_stored=False)
         self.counters["storage_losses"] += 1
+        self._got_back[last] = None
+        if len(self._got_back) > _MAX_HOLES:
+            del self._got_back[next(iter(self._got_back))]
         self.store_path(node)
