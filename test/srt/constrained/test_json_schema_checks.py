@@ -73,6 +73,8 @@ DEFS = {"$defs": {"t": {"$anchor": "tt", "type": "string"}}}
         (named('a"b', additionalProperties=INTEGER), "not plain ASCII"),
         (named("a\\b", unevaluatedProperties={}), "unevaluatedProperties is not kept from"),
         (named("a", patternProperties={"^x": {}}, additionalProperties={}), "kept from the names of patternPropert"),
+        (named("ab", patternProperties={"^x": {}, "^a.*$": text()}), "a pattern for the property 'ab'"),
+        (named("a", patternProperties={r"\p{L}": text()}), "a pattern for the property 'a'"),
         (named("a", propertyNames=text(pattern="^a")), "propertyNames beside properties"),
         (named("a", propertyNames=text(pattern="^a"), additionalProperties={}), "propertyNames beside properties"),
         ({"type": "object", "patternProperties": {"^x": {}}, "propertyNames": text()}, "beside patternProperties"),

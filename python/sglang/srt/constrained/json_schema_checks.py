@@ -6,6 +6,7 @@ before `enum`, and nothing below the keywords that xgrammar does not read (`not`
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from typing import Any
@@ -216,6 +217,12 @@ def _check_names(schema: Mapping[str, Any]) -> None:
     for key, value in (("properties", listed), ("patternProperties", patterns)):
         if value and names not in (None, True, {}):
             raise ValueError(f"propertyNames beside {key} is not enforced: leave it out")
+    for name in listed if isinstance(listed, dict) else ():
+        if any(_may_match(pattern, name) for pattern in (patterns if isinstance(patterns, dict) else ())):
+            raise ValueError(
+                f"patternProperties has a pattern for the property {name[:100]!r}, which may then have either form: "
+                "take the name out of the pattern, or out of properties"
+            )
     others = next((key for key in _OTHER_PROPERTIES if schema.get(key, False) is not False), None)
     if others is None or not isinstance(listed, dict) or not listed:
         return
@@ -227,6 +234,14 @@ def _check_names(schema: Mapping[str, Any]) -> None:
                 f"{others} is not kept from the property {name[:100]!r}, as its name is not plain ASCII: set it to "
                 "false, or rename the property"
             )
+
+
+def _may_match(pattern: str, name: str) -> bool:
+    """As a whole, which is how xgrammar takes a pattern. Also if Python cannot read it."""
+    try:
+        return re.fullmatch(pattern, name) is not None
+    except (re.error, RecursionError, OverflowError):
+        return True
 
 
 def _check_strings(schema: Mapping[str, Any]) -> None:
