@@ -15,6 +15,7 @@ from sglang.srt.mem_cache.transfer import (
     P2D,
     P2H,
     Ticket,
+    Tier,
     TransferOp,
 )
 from support.controller_rig import Rig, load, ops_of
@@ -705,6 +706,16 @@ def test_what_only_the_peer_had_follows_to_the_host_when_it_is_back():
     assert rig.lengths("abcd") == (4, 4) and rig.states(HOST) == "CCCCFFFF"
 
 
+@pytest.mark.parametrize("tiers", [[PEER, HOST], [HOST]])
+def test_peers_are_lacking_only_where_they_may_take_what_leaves_the_device(tiers: list[Tier]) -> None:
+    rig = Rig(device=8, host=8, peer=8)
+    node = rig.insert("ab")
+    rig.back_up(node)
+    rig.tree.lock(rig.tree.match("", tokens("ab")), 1)
+    rig.at(10).demote(node, 2, tiers)
+    assert (rig.controller.num_short_of_peers > 0) == (PEER in tiers)
+
+
 @pytest.mark.parametrize("write_policy", ["auto", "write_back"])
 def test_only_the_policy_auto_takes_back_what_went_to_slow_peers(
     write_policy: str, monkeypatch: pytest.MonkeyPatch
@@ -724,7 +735,7 @@ def test_what_is_below_a_node_that_streams_leaves_the_device_with_it() -> None:
     rig.back_up(top)
     rig.insert("cd", below=top)
     receipt = rig.tree.lock(rig.tree.match("", tokens("ab")), 1)
-    rig.at(10).demote(top, 2)
+    rig.at(10).demote(top, 2, [HOST])
     rig.check()
     rig.device.reap(1000)
     assert rig.device.num_free == 8 and rig.lengths("abcd") == (0, 2)

@@ -279,7 +279,7 @@ def test_of_a_path_that_the_host_has_no_room_for_an_end_goes_there(monkeypatch: 
     rig.finish_all()
     rig.controller.drop(other, DEVICE)
     hold = ReqHold(1, rig.tree.lock_node(gap, rig.clock.next), 12)
-    rig.controller.demote(gap, 4)
+    rig.controller.demote(gap, 4, [HOST])
     streaming = StreamedRequest.__new__(StreamedRequest)
     streaming._controller, streaming._tree = rig.controller, rig.tree
     streaming._cache = SimpleNamespace(tables=rig.controller.tables)  # type: ignore[assignment]
@@ -414,7 +414,8 @@ def streaming_alone(*max_lens: int, num_borrowed: int = 0) -> LayerStreaming:
         Any, SimpleNamespace(num_usable_pages=10, num_host_pages=20, num_swap_pages=0, layer_stream=stream)
     )
     each._cache = cast(Any, SimpleNamespace(num_borrowed_pages=num_borrowed, host=SimpleNamespace(num_pages=20)))
-    each._queues = cast(Any, SimpleNamespace(waiting=[SimpleNamespace(num_known=37, max_len=n) for n in max_lens]))
+    waiting = [SimpleNamespace(num_known=37, max_len=n, num_recalls=0) for n in max_lens]
+    each._queues = cast(Any, SimpleNamespace(waiting=waiting))
     return each
 
 
@@ -440,6 +441,19 @@ def test_how_many_pages_the_longest_request_lacks():
     assert streaming_alone(160, num_borrowed=15).awaited() == (True, 1)
     assert streaming_alone(160, num_borrowed=17).awaited() == (True, 0)
     assert streaming_alone().awaited() == (False, 0)
+
+
+def test_memory_of_peers_is_not_for_those_that_go_on_without(monkeypatch: pytest.MonkeyPatch):
+    each = streaming_alone(40, 100)
+    monkeypatch.setattr(each, "max_len_with", lambda num_borrowed: 80)
+    for req in each._queues.waiting:
+        req.num_recalls = 2
+    assert [each.spares_peers(req) for req in each._queues.waiting] == [True, False]
+    assert each.awaited() == (True, 1)
+    each._queues.waiting.pop()
+    assert each.awaited() == (False, 0)
+    each._queues.waiting[0].num_recalls = 1
+    assert each.awaited() == (True, 0)
 
 
 @pytest.mark.parametrize(("num_prompt", "streamed", "from_disk"), [(120, 92, 0), (121, 93, 1), (36, 0, 0)])

@@ -725,14 +725,14 @@ class HiCacheController:
         self.tables[Tier.DEVICE].transition(frames, FrameState.CACHED, FrameState.HELD)
         return frames
 
-    def demote(self, node: Node, num_tokens: int) -> None:
+    def demote(self, node: Node, num_tokens: int, tiers: list[Tier]) -> None:
         """Take the last num_tokens of a node off the device, whose only user reads another tier's copy from now on.
-        Launches that were issued may still read the device's."""
+        Launches that were issued may still read the device's. tiers: those that may take what the user streams."""
         assert node.lock == 1
         assert self.tree.order.ready_tier(node) is not None, f"{node} is ready nowhere else"
         if num_tokens < len(node.key):
             self.tree.split(node, len(node.key) - num_tokens)
-        if Tier.PEER in self.tables and node.frames[Tier.PEER] is None:
+        if Tier.PEER in tiers and node.frames[Tier.PEER] is None:
             self.num_short_of_peers += self._pages_of([node])
         self.tree.note_read(node, self.clock.last)
         below, own = self.tree.take_off(node, Tier.DEVICE, num_tokens)

@@ -30,6 +30,8 @@ from sglang.srt.utils.time_units import NO_LAUNCH
 # Chunks of a prompt for which the device has room beside what it keeps: one that is computed, one that is spilled,
 # and one that may be launched ahead.
 _CHUNKS = 3
+# How often lenders take back what a request reads before it goes on without them.
+_MAX_RECALLS = 2
 
 
 def check_room_for_chunks(chunk_pages: int, num_usable_pages: int) -> None:
@@ -281,10 +283,16 @@ class LayerStreaming(NoLayerStreaming):
 
     def awaited(self) -> tuple[bool, int]:
         reqs = [*self.reqs, *(r for r in self._queues.waiting if self.must_stream(r))]
+        reqs = [req for req in reqs if not self.spares_peers(req)]
         if not reqs:
             return False, 0
         wanted = pages_for(max([r.max_len for r in reqs]), self._page) + pages_without_context(self.chunk_pages)
         return True, max(0, wanted - pages_of_all_tiers(self.config, self._cache.num_borrowed_pages))
+
+    def spares_peers(self, req: Req) -> bool:
+        """Whether a request that streams goes on without peers. Those that have taken back what it had there again
+        and again would do so once more."""
+        return req.num_recalls >= _MAX_RECALLS and req.max_len <= self.max_len_with(0)
 
     def refusal(self, num_prompt: int) -> str:
         assert self.config.layer_stream is not None
@@ -307,7 +315,7 @@ class LayerStreaming(NoLayerStreaming):
     def begin(self, req: Req) -> None:
         assert req.rid not in self._streams
         self._streams[req.rid] = StreamedRequest(
-            req, self._cache, self._planner, self.chunk_pages, self.counters, self.max_len_with(0)
+            req, self._cache, self._planner, self.chunk_pages, self.counters, self.spares_peers(req)
         )
         self.counters["streamed_reqs"] += 1
 

@@ -14,12 +14,14 @@ The request's tokens, from the first to the last:
   device does not have; once they are there, the device frames are free and launches stream these pages.
 - *Swap*: once peers and host are full they go to the swap file, where no other request finds them. Behind the first
   of them nothing enters the tree, and with the request they are gone.
-  A request from which lenders have taken what it had on peers again and again does without them, if it fits.
 - *Demote*: the last pages before `start` leave the device; a peer or the host has them.
 - *Promote*: pages from `start` on are loaded, while there is room; a request that shares them may load them, too.
 
 Where there is no gap, or it is being loaded as a whole, the request is like any other: it enters the tree as it is
 computed, behind `stop`.
+
+A request from which lenders have taken back again and again what it had on peers puts nothing more there, if host and
+swap file have room for it: see `LayerStreaming.spares_peers`.
 """
 
 from __future__ import annotations
@@ -39,7 +41,6 @@ from sglang.srt.model_executor.launch import PageRun, StreamedPrefix
 
 # Links that bring what a launch of the request reads.
 _FILLING = set(COPY_LINKS) - set(LOAD_LINKS.values())
-_MAX_RECALLS = 2
 # The tiers below the device that the tree knows.
 _BELOW = tuple(BACKUP_LINKS)
 
@@ -59,7 +60,7 @@ class _Layout:
 
 class StreamedRequest:
     """req: has just got its hold. chunk_pages: the most that a launch computes. counters: of all that stream.
-    len_without_peers: the most tokens of a request that uses no memory of peers."""
+    spares_peers: whether it puts nothing on peers."""
 
     def __init__(
         self,
@@ -68,13 +69,12 @@ class StreamedRequest:
         planner: LoadPlanner,
         chunk_pages: int,
         counters: Counter[str],
-        len_without_peers: int,
+        spares_peers: bool,
     ) -> None:
         self.req = req
         self.counters = counters
         self._chunk_pages = chunk_pages
-        # Peers that have taken back what it had there again and again would do so once more.
-        self._spares_peers = req.num_recalls >= _MAX_RECALLS and req.max_len <= len_without_peers
+        self._spares_peers = spares_peers
         self._cache = cache
         self._planner = planner
         self._controller = cache.controller
@@ -440,7 +440,7 @@ class StreamedRequest:
 
     def _demote_node(self, node: Node, num_pages: int) -> int:
         n = min(num_pages, len(node.key) // self._page)
-        self._controller.demote(node, n * self._page)
+        self._controller.demote(node, n * self._page, self._tiers_below())
         self.counters["demoted_tokens"] += n * self._page
         return n
 
