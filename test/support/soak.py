@@ -43,11 +43,7 @@ from sglang.srt.managers.storage_setup import PREFETCH_POLICIES
 from sglang.srt.mem_cache.eviction import EVICTION_POLICIES
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.page_layout import PageLayout
-from sglang.srt.mem_cache.transfer import (
-    TIER_NAMES,
-    StorageAction,
-    Tier,
-)
+from sglang.srt.mem_cache.transfer import TIER_NAMES, StorageAction, Tier
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.time_units import Seconds
 from support.coming_and_going import ComingAndGoing
