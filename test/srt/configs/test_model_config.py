@@ -76,6 +76,15 @@ def test_the_tokenizers_end_ends_an_answer(tmp_path, config, added, want):
     assert ModelConfig.from_pretrained(write(tmp_path)).eos_token_ids == want
 
 
+@pytest.mark.parametrize("token, want", [(31, (7, 31)), (7, (7,)), (100, (7,))])
+def test_the_end_of_a_tokenizer_elsewhere_ends_an_answer(tmp_path, token, want):
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    config = {"eos_token": "<|im_end|>", "added_tokens_decoder": {str(token): END}}
+    (tokenizer / "tokenizer_config.json").write_text(json.dumps(config))
+    assert ModelConfig.from_pretrained(write(tmp_path)).with_tokenizer(str(tokenizer)).eos_token_ids == want
+
+
 @pytest.mark.parametrize("ends", ["</s>", [[7]]])
 def test_ends_that_are_no_tokens(tmp_path, ends):
     with pytest.raises(ModelConfigError, match="is not a valid generation config"):

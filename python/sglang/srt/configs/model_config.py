@@ -31,6 +31,7 @@ from sglang.srt.configs.model_files import (
     quantization_of,
     read_config_json,
     resolve_model_path,
+    resolve_tokenizer_path,
     rope_parameters_of,
     tokenizer_end,
     unsupported_dtype,
@@ -193,6 +194,14 @@ class ModelConfig:
             vocab_size=hf_config.vocab_size,
             eos_token_ids=_eos_token_ids(local_path, hf_config),
         )
+
+    def with_tokenizer(self, tokenizer_path: str) -> ModelConfig:
+        """With the end of an answer by a tokenizer that is not in the model's directory. tokenizer_path: as
+        --tokenizer-path."""
+        end = tokenizer_end(resolve_tokenizer_path(tokenizer_path))
+        if end is None or end in self.eos_token_ids or not 0 <= end < self.vocab_size:
+            return self
+        return replace(self, eos_token_ids=(*self.eos_token_ids, end))
 
     def kv_heads_per_rank(self, num_ranks: int) -> int:
         """A KV head is never cut: where there are fewer than ranks, several ranks keep the same one."""

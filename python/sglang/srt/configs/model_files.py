@@ -363,8 +363,8 @@ def check_tokenizer_files(path: Path) -> None:
 
 
 def tokenizer_end(path: Path) -> int | None:
-    """The token that ends an answer by the tokenizer's files. path: a model's directory. None where they do not tell,
-    or cannot be read, which the tokenizer itself reports."""
+    """The token that ends an answer by the tokenizer's files. path: their directory. None where they do not tell, or
+    cannot be read, which the tokenizer itself reports."""
     try:
         config = _read_object(path / "tokenizer_config.json")
         end = config.get("eos_token")

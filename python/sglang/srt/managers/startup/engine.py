@@ -163,6 +163,8 @@ class EngineBuilder:
         model = ModelConfig.from_pretrained(
             args.model_path, args.dtype, args.context_length, model_impl=args.model_impl
         )
+        if args.tokenizer_path is not None:
+            model = model.with_tokenizer(args.tokenizer_path)
         dtype = pick_dtype(args, model.dtype, device)
         self.model = with_kv_cache(args, replace(model, dtype=dtype), backend, device)
         self.model.check_tensor_parallel(group.size)
