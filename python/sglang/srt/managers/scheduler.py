@@ -384,7 +384,12 @@ class Scheduler:
 
     def _readers(self, nodes: set[int]) -> list[Req]:
         """Running requests that count on some of the nodes, by their ids."""
-        return [r for r in self.queues.active() if r.hold is not None and self.cache.reads(r.hold.receipt, nodes)]
+        found = []
+        for req in self.queues.active():
+            assert req.hold is not None
+            if self.cache.reads(req.hold.receipt, nodes):
+                found.append(req)
+        return found
 
     def _lose(self, req: Req) -> None:
         """A running request lacks a part of its KV: it starts again."""
