@@ -652,7 +652,7 @@ class Scheduler:
     def _awaits_pages(self) -> bool:
         """Whether something under way gives device pages back at its end. No operation of storage does, and one may
         hang."""
-        return self.clock.is_running or self.cache.is_copying
+        return self.clock.is_running or any(ticket.link in COPY_LINKS for ticket in self.cache.in_flight)
 
     def _prefill_streaming(self) -> Launch | None:
         queues = self.queues
