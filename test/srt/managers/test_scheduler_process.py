@@ -48,10 +48,13 @@ class _CompilesLater(GrammarCache):
         return False
 
 
-@pytest.mark.parametrize("aborts", [False, True])
-def test_who_waits_for_a_grammar_is_seen_when_the_salt_is_erased(aborts: bool) -> None:
+@pytest.mark.parametrize(("aborts", "trouble"), [(False, ""), (True, ""), (True, "storage hangs")])
+def test_who_waits_for_a_grammar_is_seen_when_the_salt_is_erased(
+    aborts: bool, trouble: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Such a request came to the scheduler after the erasing, and left a part of what had been erased."""
     core = Simulation(SchedulerConfig(1, 100, 0, page_bytes=100, context_len=90), SimulatedHardware(1, Mock())).core
+    monkeypatch.setattr(core.scheduler.cache_admin, "storage_trouble", lambda: trouble)
     params = SamplingParams(grammar=GrammarSpec("regex", "a"))
     requests = [
         TokenizedGenerateReqInput(rid, ids_to_bytes([1]), params, extra_key=namespace_of(salt, ""))
@@ -71,9 +74,11 @@ def test_who_waits_for_a_grammar_is_seen_when_the_salt_is_erased(aborts: bool) -
         for message in (*requests, erase):
             to_scheduler.send(encode(message))
         inbox = process._receive()
-        sent = [decode_to_detokenizer(outputs.recv()) for _ in range(3)]
+        sent = [decode_to_detokenizer(outputs.recv()) for _ in range(2 if trouble else 3)]
     assert not inbox.new and waiting.waiting_of("another") == ["other"]
-    if aborts:
+    if trouble:
+        assert inbox.admin == [erase] and waiting.waiting_of("tenant") == ["mine"], "the scheduler refuses it"
+    elif aborts:
         assert inbox.admin == [erase] and not waiting.waiting_of("tenant")
         assert [(o.rid, o.finish_reason.status_code) for o in sent[2].outputs] == [("mine", 503)]
     else:

@@ -198,7 +198,7 @@ class CacheAdmin:
         if requests and not request.aborts_requests:
             self._reply(request.id, has_requests(len(requests)))
             return
-        if trouble := self._storage_trouble():
+        if trouble := self.storage_trouble():
             self._reply(request.id, trouble)
             return
         for req in requests:
@@ -232,7 +232,7 @@ class CacheAdmin:
             return
         salt, tokens = request.cache_salt, {tiers[name]: limit for name, limit in request.tokens.items()}
         told = [t for t in self._tiers_with_limits() if t in tokens or salt in self.quotas.of(t)]
-        if told and (trouble := self._storage_trouble()):
+        if told and (trouble := self.storage_trouble()):
             self._reply(request.id, trouble)
             return
         before = {tier: self.quotas.of(tier)[salt] for tier in told if salt in self.quotas.of(tier)}
@@ -257,7 +257,7 @@ class CacheAdmin:
         ticket = self._cache.storage.tell(StorageAction.LIMIT, names.tenant(salt), limit, tier)
         self._told[ticket] = told or _Told(None, salt)
 
-    def _storage_trouble(self) -> str:
+    def storage_trouble(self) -> str:
         """Why storage cannot be told anything now, "" if it can, or if there is none."""
         storage = self._cache.storage
         if storage.setup is None:

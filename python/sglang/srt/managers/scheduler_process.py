@@ -219,7 +219,8 @@ class SchedulerProcess:
         if rids and not message.aborts_requests:
             self.sender.send(encode(ControlReqOutput(id=message.id, success=False, message=has_requests(len(rids)))))
             return False
-        for rid in rids:
+        # Where storage cannot be told, nothing is erased, and they go on.
+        for rid in () if self.core.scheduler.cache_admin.storage_trouble() else rids:
             self.grammars.abort(rid)
             self._refuse(rid, ERASED, 503)
         return True
