@@ -130,6 +130,16 @@ def test_dtype(tmp_path, stored, asked, want):
             5e5,
             8.0,
         ),
+        (
+            {
+                "max_position_embeddings": 64,
+                "original_max_position_embeddings": 32,
+                "rope_scaling": {"type": "su", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
+            },
+            "longrope",
+            1e4,
+            2.0,
+        ),
         ({}, "default", 1e4, None),
     ],
 )

@@ -86,7 +86,7 @@ def call(arguments: Any, **fields: Any) -> dict[str, Any]:
 )
 def test_templates_get_the_arguments_of_calls_as_objects(arguments: Any, shown: Any) -> None:
     given = [{"role": "assistant", "content": None, "tool_calls": [call(arguments)], "reasoning_content": "r"}]
-    (made,) = template_messages(given)
+    (made,) = template_messages(given, "")
     assert made["content"] == "" and made["reasoning_content"] == "r"
     assert made["tool_calls"][0]["function"] == {"name": "f", "arguments": shown}
     assert given[0]["tool_calls"] == [call(arguments)], "the request's own messages stay as they are"
@@ -94,9 +94,9 @@ def test_templates_get_the_arguments_of_calls_as_objects(arguments: Any, shown: 
 
 def test_a_tools_message_gets_the_name_of_its_function() -> None:
     answered = {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "12"}]}
-    made = template_messages([{"role": "assistant", "tool_calls": [call("{}")]}, answered])
+    made = template_messages([{"role": "assistant", "tool_calls": [call("{}")]}, answered], "")
     assert made[1] == {"role": "tool", "tool_call_id": "1", "content": "12", "name": "f"}
-    assert "tool_calls" not in template_messages([{"role": "assistant", "content": "a", "tool_calls": []}])[0]
+    assert "tool_calls" not in template_messages([{"role": "assistant", "content": "a", "tool_calls": []}], "")[0]
 
 
 def test_a_developers_message_is_one_of_the_system_unless_the_template_has_the_role() -> None:
@@ -106,8 +106,21 @@ def test_a_developers_message_is_one_of_the_system_unless_the_template_has_the_r
     assert given[0]["role"] == "developer"
 
 
+def test_a_call_and_its_answer_of_an_older_client_take_the_form_that_templates_know() -> None:
+    called = {"name": "f", "arguments": '{"a": 1}'}
+    given = [
+        {"role": "assistant", "content": None, "function_call": called},
+        {"role": "function", "name": "f", "content": "12"},
+        {"role": "assistant", "content": "a", "function_call": None},
+    ]
+    call_made, answer, plain = template_messages(given, "")
+    assert call_made["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]
+    assert answer == {"role": "tool", "name": "f", "content": "12"}
+    assert "function_call" not in call_made and plain == {"role": "assistant", "content": "a"}
+
+
 @pytest.mark.parametrize("calls", ["f", [{"id": "1"}], [{"function": {"arguments": "{}"}}], [3]])
 def test_calls_without_a_function_are_refused(calls: Any) -> None:
     with pytest.raises(RequestError, match=r"messages\[0\]\.tool_calls") as error:
-        template_messages([{"role": "assistant", "tool_calls": calls}])
+        template_messages([{"role": "assistant", "tool_calls": calls}], "")
     assert error.value.param == "messages"

@@ -220,6 +220,15 @@ def test_refuses_files_that_are_not_there_or_broken(tmp_path):
         load(tmp_path)
 
 
+def test_an_index_of_shards_that_became_a_single_file_is_left_aside(tmp_path):
+    save(tmp_path)
+    expected = load(tmp_path).state_dict()
+    stale = {"weight_map": dict.fromkeys(expected, "model-00001-of-00002.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(stale))
+    loaded = load(tmp_path).state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
+
+
 def test_refuses_other_formats(tmp_path):
     save(tmp_path)
     (tmp_path / "model.safetensors").unlink()

@@ -31,7 +31,7 @@ _HUB_PATTERNS = ("*.json", _WEIGHTS, "*.jinja", "*.txt", "tokenizer.model")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 _GGUF_SUFFIX, _GGUF_MAGIC = ".gguf", b"GGUF"
-INDEX = "model.safetensors.index.json"
+INDEX, _SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 # Of which a tokenizer has at least one.
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json"),
@@ -207,7 +207,9 @@ def rope_parameters_of(hf_config: Any) -> dict[str, Any]:
     params = dict(getattr(hf_config, "rope_scaling", None) or {})
     params.update(getattr(hf_config, "rope_parameters", None) or {})
     params.setdefault("rope_theta", getattr(hf_config, "rope_theta", 10000.0))
-    params["rope_type"] = params.get("rope_type") or params.get("type") or "default"
+    named = params.get("rope_type") or params.get("type") or "default"
+    # The first checkpoints of Phi-3 have the older name.
+    params["rope_type"] = "longrope" if named == "su" else named
     # Beside them it counts more than in them, as in transformers: there it is filled in where it was left out.
     beside = getattr(hf_config, "original_max_position_embeddings", None)
     if beside is not None:
@@ -292,6 +294,9 @@ def unsupported_dtype(stored: object) -> ModelConfigError:
 
 def weight_file_names(path: Path) -> dict[str, str] | list[str]:
     """Tensor name -> file, of an index, else the files with weights. Raises ModelConfigError."""
+    if (path / _SINGLE_FILE).is_file():
+        # Beside it are at most an index of what it was made of, and a copy in the format of a trainer.
+        return [_SINGLE_FILE]
     index = path / INDEX
     if index.is_file():
         try:
@@ -303,9 +308,6 @@ def weight_file_names(path: Path) -> dict[str, str] | list[str]:
             raise ModelConfigError(f"{INDEX} names files that are not there: {some(absent)}.")
         return weight_map
     files = sorted(file.name for file in path.glob("*.safetensors"))
-    if "model.safetensors" in files:
-        # Some repositories carry the weights a second time in their trainer's format.
-        files = ["model.safetensors"]
     if not files:
         raise ModelConfigError(
             f"{str(path)!r} has no *.safetensors; other formats are not read (convert with save_pretrained), "

@@ -11,10 +11,12 @@ from sglang.srt.utils.errors import RequestError
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
-def template_messages(messages: Sequence[Mapping[str, Any]], template: str = "") -> list[dict[str, Any]]:
+def template_messages(messages: Sequence[Mapping[str, Any]], template: str) -> list[dict[str, Any]]:
     """Each content is one text, which every template takes. The arguments of calls are objects, as the templates
-    expect. A tool's message gets the name of its function. A developer's message becomes one of the system, unless
-    the template has that role: most templates would leave the message out. Other fields stay as they are."""
+    expect. A tool's message gets the name of its function. What most templates would leave out takes the form that
+    they know: a developer's message becomes one of the system, unless the template has that role, and the
+    `function_call` and role `function` of older clients become a call and a tool's message. Other fields stay as they
+    are."""
     made = []
     names: dict[str, str] = {}
     for at, message in enumerate(messages):
@@ -49,7 +51,11 @@ def _message(message: Mapping[str, Any], at: int) -> dict[str, Any]:
     elif content is not None and not isinstance(content, str):
         raise RequestError(f"messages[{at}].content must be a text or a list of parts", param="messages")
     made = {**message, "content": content if content is not None else ""}
+    if role == "function":
+        made["role"] = "tool"
     calls = made.pop("tool_calls", None)
+    if (called := made.pop("function_call", None)) and not calls:
+        calls = [{"type": "function", "function": called}]
     if calls:  # a template may take an empty list for calls
         made["tool_calls"] = _calls(calls, f"messages[{at}].tool_calls")
     return made
