@@ -220,6 +220,8 @@ def test_auto_finds_nothing_in_a_template_without_calls() -> None:
     assert find_detector(AUTO, template) is None and find_detector(None, TEMPLATES["qwen2.5"][1]) is None
     glm = "<tool_call>{{ name }}<arg_key>{{ key }}</arg_key></tool_call>{{ arguments }}"
     assert find_detector(AUTO, glm) is None, "it is Qwen's marks with another format in them"
+    seed = "<seed:tool_call><function={{ name }}><parameter={{ key }}></parameter></function></seed:tool_call>"
+    assert find_detector(AUTO, seed) is None, "they are Qwen3-Coder's elements between other marks"
     assert find_detector(AUTO, "{# role ipython #}{{ message.content }}") is None
     assert find_detector(AUTO, '{{ tools }} is {"name": "f", "parameters": {}}') is None
 

@@ -168,7 +168,8 @@ class Qwen3CoderDetector(BaseFormatDetector):
 
     @classmethod
     def matches_template(cls, template: str) -> bool:
-        return _FUNCTION in template and _PARAMETER in template
+        # Seed-OSS writes the same elements between marks of its own.
+        return all(mark in template for mark in (_BEGIN, _FUNCTION, _PARAMETER))
 
     @classmethod
     def call_format(cls, tools: Sequence[Tool], template: str, single: bool) -> dict[str, Any] | None:
