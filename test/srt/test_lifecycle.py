@@ -303,7 +303,7 @@ def test_weights_that_do_not_fit_end_start_up_with_a_sentence(monkeypatch, caplo
         startup_sizes.check_weights_fit(model, SINGLE_RANK)
     assert re.search(r"weights: 16\.\d\d MB of \d+\.\d\d GB of free memory", caplog.text)
     monkeypatch.setattr(device_setup, "available_memory", lambda: 1000)
-    with pytest.raises(StartupError, match=r"the weights need 0\.\d GB, but 0\.0 GB of memory are free"):
+    with pytest.raises(StartupError, match=r"the weights need 16\.\d\d MB, but 1\.00 kB of memory are free"):
         startup_sizes.check_weights_fit(model, SINGLE_RANK)
 
 

@@ -260,8 +260,8 @@ def test_a_limit_above_what_the_disk_has_left(tmp_path: Path, caplog: pytest.Log
     check_before_start(ServerArgs(model_path="embedded", **storage("file", path=str(tmp_path), limit_gb=9e8)))
     (record,) = caplog.records
     assert re.fullmatch(
-        rf"limit_gb is 900000000\.0, but the file system of {tmp_path} has \d+\.\d GB left "
-        r"beside 0\.0 GB of stored KV: .*",
+        rf"limit_gb is 9e\+08, but the file system of {tmp_path} has \d+\.\d\d GB left "
+        r"beside 1\.05 MB of stored KV: .*",
         record.getMessage(),
     )
 

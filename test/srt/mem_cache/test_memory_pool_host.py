@@ -150,8 +150,8 @@ def test_pinning_takes_the_whole_pool_once_and_says_how_long(caplog):
     with caplog.at_level("INFO"):
         pin_memory(torch.empty(30_000_000, dtype=torch.int16), lambda address, size: None, lambda: next(times))
     assert [r.getMessage() for r in caplog.records] == [
-        "hicache: pinning 0.1 GB of host memory",
-        "hicache: pinned 0.1 GB in 32.5 s",
+        "hicache: pinning 60.00 MB of host memory",
+        "hicache: pinned 60.00 MB in 32.5 s",
     ]
 
 
@@ -165,7 +165,7 @@ def test_memory_that_cannot_be_pinned_says_what_to_lower(monkeypatch):
     runtime = mock.Mock()
     runtime.cudaHostRegister.return_value = 2
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    with pytest.raises(HostMemoryError, match=r"pin 64\.0 GB .* \(error 2\): lower --hicache-size"):
+    with pytest.raises(HostMemoryError, match=r"pin 64\.00 GB .* \(error 2\): lower --hicache-size"):
         cuda_register(4096, 64_000_000_000)
     runtime.cudaHostRegister.assert_called_once_with(4096, 64_000_000_000, 0)
     runtime.cudaHostRegister.return_value = 0

@@ -26,6 +26,7 @@ from sglang.srt.configs.model_files import (
 from sglang.srt.mem_cache.block_store import StoreError
 from sglang.srt.mem_cache.storage.registry import storage_backend
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.byte_sizes import shown_size
 from sglang.srt.utils.chat_template import check_chat_template
 from sglang.srt.utils.child_process import StartupError
 from sglang.srt.utils.peer_endpoint import PeerError, check_endpoint, check_unused, of_rank
@@ -153,6 +154,6 @@ def _check_swap_folder(folder: str, size_bytes: float) -> None:
     else:
         return
     raise StartupError(
-        f"a file of {size_bytes / 1e9:.1f} GB in {folder} cannot be had ({why}): free space, lower "
+        f"a file of {shown_size(size_bytes)} in {folder} cannot be had ({why}): free space, lower "
         "--layer-stream-disk-size or name another folder with --layer-stream-disk-path"
     )

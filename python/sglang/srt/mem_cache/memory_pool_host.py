@@ -18,6 +18,7 @@ import torch
 from sgl_kernel.cpu.huge_pages import ask_for_huge_pages, populate
 from sglang.srt.mem_cache.memory_pool import DevicePool
 from sglang.srt.mem_cache.page_memory import PageMemory
+from sglang.srt.utils.byte_sizes import shown_size
 from sglang.srt.utils.shared_memory import SharedMemory
 
 # Left for the system when the host pool is sized. The system cannot take pinned memory back, and a process beside a
@@ -150,12 +151,12 @@ def pin_memory(
     before, by several threads on huge pages where the system has them: registering does that with one.
     """
     size_bytes = memory.numel() * memory.element_size()
-    logger.info("hicache: pinning %.1f GB of host memory", size_bytes / 1e9)
+    logger.info("hicache: pinning %s of host memory", shown_size(size_bytes))
     start = clock()
     ask_for_huge_pages(memory)
     populate(memory, _POPULATING_THREADS)
     register(memory.data_ptr(), size_bytes)
-    logger.info("hicache: pinned %.1f GB in %.1f s", size_bytes / 1e9, clock() - start)
+    logger.info("hicache: pinned %s in %.1f s", shown_size(size_bytes), clock() - start)
 
 
 def cuda_register(address: int, size_bytes: int) -> None:
@@ -163,7 +164,7 @@ def cuda_register(address: int, size_bytes: int) -> None:
     error = int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0))
     if error:
         raise HostMemoryError(
-            f"CUDA cannot pin {size_bytes / 1e9:.1f} GB of host memory (error {error}): lower --hicache-size or "
+            f"CUDA cannot pin {shown_size(size_bytes)} of host memory (error {error}): lower --hicache-size or "
             "--hicache-ratio"
         )
 

@@ -18,6 +18,7 @@ import torch
 
 from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.page_memory import PageMemory
+from sglang.srt.utils.byte_sizes import shown_size
 
 
 class SwapFileError(RuntimeError):
@@ -39,7 +40,7 @@ class SwapFile:
                 memory = mmap.mmap(file.fileno(), size_bytes)
         except (OSError, ValueError) as error:
             raise SwapFileError(
-                f"a file of {size_bytes / 1e9:.1f} GB in {folder} cannot be had ({error}): free space, lower "
+                f"a file of {shown_size(size_bytes)} in {folder} cannot be had ({error}): free space, lower "
                 "--layer-stream-disk-size or name another folder with --layer-stream-disk-path"
             ) from error
         self.num_pages = num_pages

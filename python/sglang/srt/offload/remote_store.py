@@ -29,6 +29,7 @@ from sglang.srt.offload.codec.layout import BlockLayout
 from sglang.srt.offload.proxy_client import ProxyClient
 from sglang.srt.offload.proxy_process import InProcessProxy, OtherProxy, OwnProxy, ProxyElsewhere, ProxyPlace
 from sglang.srt.offload.store.embedded import EmbeddedStore
+from sglang.srt.utils.byte_sizes import shown_size
 from sglang.srt.utils.memory import available_memory
 from sglang.srt.utils.rare_log import RareLog
 
@@ -426,7 +427,7 @@ def _start_own_proxy(own: OwnProxySettings, directory: Path, num_ranks: int) -> 
         limit_bytes = (int(own.limit_gb * 1e9) or available_memory() // 4) // num_ranks
         embedded = EmbeddedStore.start(directory / "store", limit_bytes)
         url = str(embedded.address)
-        logger.info("remote tier: no url is given, so a store of %.1f GB is started here", limit_bytes / 1e9)
+        logger.info("remote tier: no url is given, so a store of %s is started here", shown_size(limit_bytes))
     kind = InProcessProxy if own.in_process else OwnProxy
     return kind(url, own.settings, embedded)
 

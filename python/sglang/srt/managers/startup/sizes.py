@@ -21,6 +21,7 @@ from sglang.srt.mem_cache.transfer import H2D
 from sglang.srt.models.registry import get_model_class
 from sglang.srt.peer.protocol.elastic_units import layer_stream_sizes
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.byte_sizes import shown_size
 from sglang.srt.utils.child_process import StartupError
 from sglang.srt.utils.device import CPU
 
@@ -43,7 +44,7 @@ def device_pages(
         num_pages = args.max_total_tokens // args.page_size
         if num_pages > fitting:
             raise StartupError(
-                f"--max-total-tokens {args.max_total_tokens} needs {num_pages * page_bytes / 1e9:.1f} GB, but "
+                f"--max-total-tokens {args.max_total_tokens} needs {shown_size(num_pages * page_bytes)}, but "
                 f"{fitting * args.page_size} tokens fit into the memory that is free; lower it"
             )
     elif device.type == "cpu":
@@ -80,7 +81,7 @@ def build_config(
     logger.info(
         "KV cache: %d tokens on the device (%s), page size %d",
         num_pages * args.page_size,
-        _size(num_pages * page_bytes),
+        shown_size(num_pages * page_bytes),
         args.page_size,
     )
     sizes = group.reduce_min(torch.tensor([num_pages, num_host_pages]))
@@ -176,7 +177,7 @@ def _host_pages(
     logger.info(
         "hicache: host tier of %d tokens (%s%s), %s, %s",
         num_pages * args.page_size,
-        _size(num_pages * page_bytes),
+        shown_size(num_pages * page_bytes),
         ", limited by free memory" if limited else "",
         args.hicache_write_policy,
         f"storage {args.hicache_storage_backend}" if args.hicache_storage_backend else "no storage",
@@ -225,11 +226,7 @@ def check_weights_fit(model: ModelConfig, group: TensorParallelGroup, device: to
     if size > free:
         ranks = f" on each of {group.size} ranks" if group.size > 1 else ""
         raise StartupError(
-            f"the weights need {size / 1e9:.1f} GB{ranks}, but {free / 1e9:.1f} GB of memory are free: free some, or "
+            f"the weights need {shown_size(size)}{ranks}, but {shown_size(free)} of memory are free: free some, or "
             "choose a smaller model or --dtype"
         )
-    logger.info("weights: %s of %s of free memory", _size(size), _size(free))
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.2f} MB"
+    logger.info("weights: %s of %s of free memory", shown_size(size), shown_size(free))

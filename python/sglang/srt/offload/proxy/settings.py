@@ -10,6 +10,7 @@ from typing import Any
 from sglang.srt.mem_cache.block_store import StoreError
 from sglang.srt.mem_cache.rate_limit import RateLimit
 from sglang.srt.offload.codec.layout import MAX_PIECE_BYTES as PIECE_BYTES
+from sglang.srt.utils.byte_sizes import shown_size
 from sglang.srt.utils.memory import available_memory
 
 STAGES = ("receive", "decompress", "dequantize", "deliver")
@@ -131,7 +132,7 @@ class ProxySettings:
         needed, free = sum(getattr(self, name) for name in _BUFFERS), available_memory()
         if self.preallocated and needed > free:
             raise StoreError(
-                f"proxy: its buffers take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB of memory are free: lower "
+                f"proxy: its buffers take {shown_size(needed)}, and {shown_size(free)} of memory are free: lower "
                 f"{', '.join(_BUFFERS[:-1])} or {_BUFFERS[-1]}"
             )
 

@@ -393,7 +393,7 @@ def test_an_earlier_format_is_refused_by_name(start, tmp_path: Path, caplog):
     store = HiCacheFile(root, "v1 m float32 block 64 rank 0 of 1", pool, BLOCK_TOKENS, 6 << 20)
     assert store.stats()["refused_segments"] == 2 and store.stats()["read_errors"] == 0
     (line,) = [r.getMessage() for r in caplog.records]
-    assert f"{root}/{'a' * 32}: 2 files with 0.0 GB" in line and "delete them" in line and "b" * 32 not in line
+    assert f"{root}/{'a' * 32}: 2 files with 4.19 MB" in line and "delete them" in line and "b" * 32 not in line
     for i in range(400):
         pool.put(keys_of(i), np.arange(4, dtype=np.int32))
         assert store.set(keys_of(i), np.arange(4, dtype=np.int32)) == 1

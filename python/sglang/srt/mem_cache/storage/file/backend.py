@@ -17,6 +17,7 @@ from sglang.srt.mem_cache.storage.file.file_store import DEFAULT_SEGMENT_BYTES, 
 from sglang.srt.mem_cache.storage.file.folder import SEGMENT_SUFFIX, cannot_use, storage_secret
 from sglang.srt.mem_cache.storage.file.write_budget import DEFAULT_REWRITE_SHARE
 from sglang.srt.mem_cache.storage.registry import CONFIG_FLAG, StorageBackend, StoreParams
+from sglang.srt.utils.byte_sizes import shown_size
 from sglang.srt.utils.registry import NAME, NUMBER, POSITIVE_NUMBER, Kind, Option, is_number
 
 logger = logging.getLogger(__name__)
@@ -132,10 +133,10 @@ def _warn_of_little_space(root: Path, limit_bytes: int) -> None:
     stored = sum(file.stat().st_size for file in root.glob(f"*/*{SEGMENT_SUFFIX}") if file.exists())
     if limit_bytes > free + stored:
         logger.warning(
-            "limit_gb is %.1f, but the file system of %s has %.1f GB left beside %.1f GB of stored KV: less than the "
+            "limit_gb is %.3g, but the file system of %s has %s left beside %s of stored KV: less than the "
             "limit will be kept",
             limit_bytes / 1e9,
             root,
-            free / 1e9,
-            stored / 1e9,
+            shown_size(free),
+            shown_size(stored),
         )

@@ -40,6 +40,7 @@ from sglang.srt.mem_cache.storage.file.tenant_blocks import TenantBlocks
 from sglang.srt.mem_cache.storage.file.write_budget import DEFAULT_REWRITE_SHARE, WriteBudget
 from sglang.srt.mem_cache.storage.registry import CONFIG_FLAG
 from sglang.srt.mem_cache.transfer import Tier
+from sglang.srt.utils.byte_sizes import shown_size
 
 logger = logging.getLogger(__name__)
 
@@ -270,11 +271,11 @@ class HiCacheFile:
         found = find_earlier_format(root, self._folder.path, description)
         if found.num_segments:
             logger.warning(
-                "%s: %d files with %.1f GB of KV have a format before version %d, which is not read: they count "
+                "%s: %d files with %s of KV have a format before version %d, which is not read: they count "
                 "against limit_gb and go first; delete them to have their space at once",
                 ", ".join(map(str, found.folders)),
                 found.num_segments,
-                found.size_bytes / 1e9,
+                shown_size(found.size_bytes),
                 VERSION,
             )
         return found.num_segments

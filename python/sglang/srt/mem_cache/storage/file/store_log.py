@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sglang.srt.mem_cache.storage.registry import CONFIG_FLAG
+from sglang.srt.utils.byte_sizes import shown_size
 
 logger = logging.getLogger(__name__)
 
@@ -83,9 +84,9 @@ class StoreLog:
         total = self.count("refused_blocks", num_blocks)
         if self._allows("budget"):
             logger.warning(
-                "%.1f GB were written to %s in 24 hours, so that no KV is stored for now: raise daily_write_gb in %s "
+                "%s were written to %s in 24 hours, so that no KV is stored for now: raise daily_write_gb in %s "
                 "or leave it out (%d blocks refused since the start)",
-                daily_bytes / 1e9,
+                shown_size(daily_bytes),
                 self._folder,
                 CONFIG_FLAG,
                 total,
