@@ -99,6 +99,8 @@ class HashModel:
         return self._next(layer_id, state.hidden, state.sums)
 
     def logits(self, state: Any, batch: ForwardBatch) -> torch.Tensor:
+        if batch.wants_hidden:
+            batch.hidden = self._hidden(state[batch.sample_rows])
         return self._logits(state[batch.sample_rows])
 
     def reference(self, tokens: np.ndarray) -> np.ndarray:
@@ -122,8 +124,13 @@ class HashModel:
                 break
         return tokens[len(prompt) :]
 
-    def _run_anew(self, key: bytes) -> tuple[np.ndarray, torch.Tensor]:
-        """KV and logits. The oracle asks for the same sequences again and again: `_run` remembers them."""
+    def embedding(self, tokens: np.ndarray) -> torch.Tensor:
+        """(3,) float32 of length 1, behind the last token."""
+        return torch.nn.functional.normalize(self._run(_key(tokens))[2][-1], dim=-1)
+
+    def _run_anew(self, key: bytes) -> tuple[np.ndarray, torch.Tensor, torch.Tensor]:
+        """KV, logits and hidden states. The oracle asks for the same sequences again and again: `_run` remembers
+        them."""
         tokens = torch.from_numpy(np.frombuffer(key, np.int64).copy())
         positions = torch.arange(len(tokens))
         state = self._embed[tokens]
@@ -134,7 +141,7 @@ class HashModel:
             state = self._next(layer, state, self._contributions(layer, kv).cumsum(0))
         found: np.ndarray = torch.stack(layers, 2).numpy()
         found.flags.writeable = False
-        return found, self._logits(state)
+        return found, self._logits(state), self._hidden(state)
 
     def _keys_values(self, layer: int, state: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         a, b, c = self._kv[layer]
@@ -150,6 +157,11 @@ class HashModel:
     def _logits(self, state: torch.Tensor) -> torch.Tensor:
         wanted = state % self.vocab_size
         return -((torch.arange(self.vocab_size) - wanted[:, None]) ** 2).to(torch.float32)
+
+    @staticmethod
+    def _hidden(state: torch.Tensor) -> torch.Tensor:
+        """state: (n,). (n, 3) float32, of which hardly two are in the same direction."""
+        return torch.stack([state % divisor + 1 for divisor in (61, 67, 71)], -1).to(torch.float32)
 
     @staticmethod
     def _gather(view: KVView, segment: KVSegment) -> torch.Tensor:

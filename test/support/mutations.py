@@ -22,6 +22,7 @@ from unittest import mock
 import numpy as np
 import torch
 
+from sglang.srt.constrained.grammar_rows import GrammarRows
 from sglang.srt.managers import block_writer, storage_controller
 from sglang.srt.managers.admission import Admission
 from sglang.srt.managers.batch_builder import BatchBuilder
@@ -54,6 +55,7 @@ from sglang.srt.mem_cache.transfer import D2P, FRAME_TIERS, P2D, P2H, GateError,
 from sglang.srt.mem_cache.transient_nodes import TransientNodes
 from sglang.srt.model_executor import executor as executor_module
 from sglang.srt.model_executor.executor import ModelExecutor, NonFiniteLogitsError
+from sglang.srt.sampling.penalties import PenaltyTable
 from sglang.srt.utils.time_units import NO_LAUNCH
 from support import soak as soak_module
 from support.kv_oracle import OracleError
@@ -958,6 +960,31 @@ def copied_pages_free_at_once() -> Any:
     return mock.patch.object(FrameTable, "reap", patched)
 
 
+@mutation
+def penalties_begin_anew() -> Any:
+    """A request that starts again is penalised only for what it generates from then on."""
+    start = PenaltyTable.start
+    return mock.patch.object(PenaltyTable, "start", lambda self, slot, tokens: start(self, slot, tokens[:0]))
+
+
+@mutation
+def grammar_begins_anew() -> Any:
+    """A request that starts again is at the beginning of its grammar."""
+    start = GrammarRows.start
+    return mock.patch.object(
+        GrammarRows, "start", lambda self, slot, spec, generated: start(self, slot, spec, generated[:0])
+    )
+
+
+@mutation
+def embedding_of_another_request() -> Any:
+    """An embedding is that of the launch's first request."""
+    embeddings = ModelExecutor._embeddings
+    return mock.patch.object(
+        ModelExecutor, "_embeddings", staticmethod(lambda hidden, rows: embeddings(hidden, torch.zeros_like(rows)))
+    )
+
+
 _NAMES: dict[type[BaseException], str] = {
     NonFiniteLogitsError: "poison",
     OracleError: "oracle",
@@ -1056,6 +1083,10 @@ LENDERS: dict[int, dict[str, Any]] = {
 LENDERS[18] = {**LENDERS[14], "seed": 708, "abort_rate": 0.2}
 
 
+# In this one, answers are shaped, and requests often start again.
+SHAPES = 40
+
+
 # In these, links from the device hang for ever, and the device has room for what they hold on to.
 HANGS: dict[int, dict[str, Any]] = {
     22: {
@@ -1122,6 +1153,7 @@ def _configurations() -> Iterator[SoakConfig]:
         300,
         402,
         22,
+        SHAPES,
     ):
         page_size = (1, 4, 3, 16)[seed % 4]
         pages = -(-72 // page_size) + (4, 12)[seed % 2]
@@ -1153,6 +1185,9 @@ def _configurations() -> Iterator[SoakConfig]:
             continue
         if seed in HANGS:
             yield dataclasses.replace(config, **HANGS[seed])
+            continue
+        if seed == SHAPES:
+            yield dataclasses.replace(config, shape_rate=1.0, num_device_pages=60, max_running_requests=8, steps=100)
             continue
         if seed in LENDERS:
             yield dataclasses.replace(config, **LENDERS[seed])

@@ -119,6 +119,8 @@ class SoakConfig:
     session_rate: float = 0.0
     logprob_rate: float = 0.0
     score_rate: float = 0.0
+    # Share of requests with penalties, a minimum length or a grammar, or that want an embedding.
+    shape_rate: float = 0.0
     # Of hits, and of comparisons that are said to have found a difference.
     canary_rate: float = 0.0
     check_fail_rate: float = 0.0
@@ -182,6 +184,7 @@ class SoakConfig:
             has_kernel_links=rng.random() < 0.3,
             storage=storage,
             near_blocks=near_blocks,
+            shape_rate=rng.choice((0.0, 0.4)),
         )
 
     @property

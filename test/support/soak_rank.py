@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from sglang.srt.constrained.grammar_rows import GrammarRows
 from sglang.srt.managers.engine_core import EngineCore, StepRecorder
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.storage_setup import StorageSetup
@@ -45,7 +46,8 @@ from support.faults import (
 )
 from support.hash_model import DIM, HEADS, HashModel
 from support.memory_store import MemoryStore, OverlappingMemoryStore
-from support.soak_config import SoakConfig, scheduler_config
+from support.soak_config import EOS, SoakConfig, scheduler_config
+from support.soak_requests import grammars
 from support.stream_emulator import StreamEmulator
 
 # What watches a run. Tokens, liveness, equal decisions and the code's own assertions are always on.
@@ -106,6 +108,7 @@ def build_rank(
             config.max_running_requests,
             greedy,
             check_finite="poison" in nets,
+            grammars=GrammarRows(model.vocab_size, (EOS,), grammars()) if config.shape_rate else None,
         ),
         layer_stream,
         seed=config.seed * 10 + rank,

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import random
+import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 
+from sglang.srt.constrained.grammar_cache import GrammarCache
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, TokenOutput, bytes_to_ids
 from sglang.srt.managers.lost_hits import REASONS
 from sglang.srt.sampling.logprob_types import LogprobSpec, TokenLogprob
+from sglang.srt.sampling.sampling_params import GrammarSpec, SamplingParams
 from support.hash_model import HashModel
-from support.soak_config import SoakConfig
+from support.soak_config import EOS, SoakConfig
 
 
 class WrongTokensError(AssertionError):
@@ -36,6 +43,10 @@ class Expected:
     # It has room only while peers lend enough: then it may be refused, cut or ended.
     needs_peers: bool
     spec: LogprobSpec | None = None
+    params: SamplingParams = field(default_factory=SamplingParams)
+    # Of its grammar: what each token may be, and then the end.
+    grammar: Sequence[Sequence[int]] = ()
+    is_embedding: bool = False
     got: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -50,12 +61,36 @@ class Expected:
 
     def check_answer(self, last: TokenOutput, model: HashModel) -> None:
         """All that `take` has got, after the last output of a request that was not refused."""
-        wanted = model.generate(self.prompt, self.max_new_tokens, self.stop)
+        wanted = self._wanted(model)
         is_aborted = last.finish_reason is not None and last.finish_reason.type == "abort"
         is_cut = is_aborted or self.needs_peers
         if self.got != (wanted[: len(self.got)] if is_cut else wanted):
             raise WrongTokensError(f"{last.rid}: got {self.got}, expected {wanted}")
         self._check_logprobs(last.rid, is_aborted, model)
+        if self.is_embedding and not is_aborted:
+            found = torch.frombuffer(bytearray(last.embedding), dtype=torch.float32)
+            torch.testing.assert_close(found, model.embedding(self.prompt), msg=f"{last.rid}: another embedding")
+
+    def _wanted(self, model: HashModel) -> list[int]:
+        answer: list[int] = []
+        while len(answer) < self.max_new_tokens and not self.stop.intersection(answer[-1:]):
+            row = model.all_logits(np.array([*self.prompt.tolist(), *answer]))[-1]
+            answer.append(int(self._shaped(row, answer).argmax()))
+        return answer
+
+    def _shaped(self, row: torch.Tensor, answer: list[int]) -> torch.Tensor:
+        """row: (vocab_size,) logits behind an answer so far. What its parameters make of them."""
+        params, counts = self.params, torch.bincount(torch.tensor(answer, dtype=torch.int64), minlength=len(row))
+        row = torch.where(counts > 0, row * params.repetition_penalty, row)  # none is above 0
+        row = row - counts * params.frequency_penalty - (counts > 0) * params.presence_penalty
+        for token, bias in params.logit_bias.items():
+            row[token] += bias
+        if len(answer) < params.min_new_tokens:
+            row[list(self.stop)] = -torch.inf
+        if self.grammar:
+            allowed = self.grammar[len(answer)] if len(answer) < len(self.grammar) else [EOS]
+            row[[token for token in range(len(row)) if token not in allowed]] = -torch.inf
+        return row
 
     def _check_logprobs(self, rid: str, is_aborted: bool, model: HashModel) -> None:
         n = len(self.prompt)
@@ -101,8 +136,9 @@ class OtherRequests:
 
     def __init__(self, config: SoakConfig) -> None:
         self._config = config
-        # Of its own, so that prompts are the same with and without.
+        # Of their own, so that prompts are the same with and without.
         self._random = random.Random(f"other requests {config.seed}")
+        self._shapes = random.Random(f"shapes {config.seed}")
 
     def vary(self, request: TokenizedGenerateReqInput, expected: Expected) -> TokenizedGenerateReqInput:
         config, rng = self._config, self._random
@@ -120,4 +156,39 @@ class OtherRequests:
                 prompt_from=rng.choice((None, 0, 1, n - 1, n, rng.randrange(n))),
             )
             request = msgspec.structs.replace(request, logprobs=expected.spec)
+        if expected.max_new_tokens > 0 and self._shapes.random() < config.shape_rate:
+            request = self._shape(request, expected)
         return request
+
+    def _shape(self, request: TokenizedGenerateReqInput, expected: Expected) -> TokenizedGenerateReqInput:
+        rng, kind = self._shapes, self._shapes.randrange(4)
+        if kind == 0:
+            expected.is_embedding, expected.max_new_tokens = True, 1
+            params = msgspec.structs.replace(request.sampling_params, max_new_tokens=1)
+            return msgspec.structs.replace(request, sampling_params=params, is_embedding=True)
+        if kind == 1:
+            expected.grammar = [rng.sample(range(1, 7), rng.randrange(1, 4)) for _ in range(rng.randrange(1, 9))]
+            expected.stop |= {EOS}
+            regex = "".join(f"[{''.join(map(str, each))}]" for each in expected.grammar)
+            changes: dict[str, Any] = {"grammar": GrammarSpec("regex", regex)}
+        elif kind == 2:
+            # No two sums of these are equal.
+            changes = {"frequency_penalty": 0.3141, "presence_penalty": rng.choice((0.0, 0.2718))}
+            changes |= {"repetition_penalty": rng.choice((1.0, 1.1)), "logit_bias": rng.choice(({}, {5: 1.618}))}
+        else:
+            stop = (rng.randrange(1, 7),)
+            expected.stop |= set(stop)
+            changes = {"min_new_tokens": rng.randrange(expected.max_new_tokens + 1), "stop_token_ids": stop}
+        expected.params = msgspec.structs.replace(request.sampling_params, **changes)
+        return msgspec.structs.replace(request, sampling_params=expected.params)
+
+
+@lru_cache(maxsize=1)
+def grammars() -> GrammarCache:
+    """Of `HashModel`'s vocabulary, in which each token but the end is a digit."""
+    import xgrammar
+
+    info = xgrammar.TokenizerInfo(["</s>", *"123456"], vocab_size=7, stop_token_ids=[EOS])
+    file = Path(tempfile.mkdtemp(prefix="soak")) / "vocabulary.json"
+    file.write_text(info.serialize_json())
+    return GrammarCache(file, None)
