@@ -12,7 +12,7 @@ import json
 import random
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import quote
 
@@ -392,7 +392,7 @@ class Administrator:
             return self._blocks_on_disk(self._keys_on_disk(salt)) > 2 and self._blocks_in_store(salt) > 0
 
         wait_until(is_stored)
-        self._assert_damage_is_found(salt, asked)
+        self._assert_damage_is_found(salt, asked, turns)
         # What was damaged may be a reason to leave the store alone for a while.
         wait_until(lambda: self._set_quota(salt, {"disk": 2 * BLOCK, "remote": 2 * BLOCK}) is not None)
         assert (
@@ -408,8 +408,8 @@ class Administrator:
             if left := self._left_in_storage(each, set(), set(SOURCES)):
                 raise AssertionError(left)
 
-    def _assert_damage_is_found(self, salt: str, asked: Sequence[Turn]) -> None:
-        """In the remote store, from which alone these prompts come then."""
+    def _assert_damage_is_found(self, salt: str, asked: list[Turn], turns: Iterator[Turn]) -> None:
+        """In the remote store, from which alone these prompts come then. asked: before. turns: to ask more of."""
 
         def num_damaged() -> int:
             found: int = self._server.state()["tiers"]["remote"]["damaged_blocks"]
@@ -422,6 +422,8 @@ class Administrator:
                 self._ask_rightly(turn, salt)
                 if num_damaged() > before:
                     return True
+            # With write_back the store has only what the tiers above have no room for.
+            asked.append(next(turns))
             return False
 
         before = num_damaged()
