@@ -677,6 +677,20 @@ def test_what_came_is_told_apart_by_storage_tier():
     rig.assert_nothing_left()
 
 
+def test_a_request_that_joins_a_fetch_is_told_the_storage_tier_too():
+    """It has asked storage itself for nothing."""
+    rig = Rig(TEXT)
+    (probe,) = rig.begin("first", TEXT)
+    fetches = rig.finish(probe, 5, far_count=3)
+    rig.begin("second", TEXT)
+    while fetches:
+        fetches += rig.finish(fetches.pop(0))
+    assert rig.storage.found_by_tier("second") == ((0, 8), (8, 20))
+    rig.detach("first")
+    rig.detach("second")
+    rig.assert_nothing_left()
+
+
 def test_one_trial_of_slow_storage_at_a_time():
     rig = Rig(TEXT)
     trial, breaker = rig.storage._trial, rig.storage.reads

@@ -45,9 +45,11 @@ class Prefetch:
     end: int = 0
     # Fetches that it waits for.
     tickets: dict[Ticket, None] = field(default_factory=dict)
-    # Tokens [start, end) that storage has brought for it.
+    # Tokens [start, end) that storage has brought for it, from its second tier those from found_far_from on. Fetches
+    # that others have begun count.
     found: tuple[int, int] = (0, 0)
-    # Tokens from there on lie on the second storage tier.
+    found_far_from: int = 0
+    # Of what it begins to fetch, tokens from there on lie on the second storage tier.
     far_from: int = 0
     # To be begun, as far as it is known.
     blocks_left: int = 0

@@ -297,7 +297,7 @@ class StorageController:
         start, end = self.found(rid)
         if not end:
             return ()
-        border = min(max(start, self._prefetches[rid].far_from), end)
+        border = self._prefetches[rid].found_far_from
         return (start, border), (border, end)
 
     def outcome(self, rid: str) -> StorageOutcome:
@@ -511,7 +511,7 @@ class StorageController:
         for node in reversed(nodes):
             if node.parent is not None:
                 self.tree.compact(node, self._clock.done)
-        self._tell_waiters(ticket, start, end, whole=count == len(op.keys))
+        self._tell_waiters(ticket, start, end, far_from, whole=count == len(op.keys))
         return start, end
 
     def check_invariants(self) -> None:
@@ -588,12 +588,15 @@ class StorageController:
         """The first of the unfinished that has begun nothing because it finds too much soft-pinned for others."""
         return next((rid for rid in self._unfinished if self._waits_for_pinned(self._prefetches[rid])), None)
 
-    def _tell_waiters(self, ticket: Ticket, start: int, end: int, whole: bool) -> None:
-        """A fetch is over; tokens [start, end) of the path are on the host. whole: all blocks came."""
+    def _tell_waiters(self, ticket: Ticket, start: int, end: int, far_from: int, whole: bool) -> None:
+        """A fetch is over; tokens [start, end) of the path are on the host. far_from: see `Prefetch`. whole: all
+        blocks came."""
         for rid in self._waiters.pop(ticket, {}):
             prefetch = self._prefetches[rid]
             del prefetch.tickets[ticket]
             if end > start:
+                if prefetch.found_far_from == prefetch.found[1]:
+                    prefetch.found_far_from = min(max(start, far_from), end)
                 prefetch.found = (prefetch.found[0] if prefetch.found[1] else start, end)
                 prefetch.reach = max(prefetch.reach, end)
                 self._pin(prefetch, self._match(prefetch, len(prefetch.tokens)))
