@@ -133,6 +133,20 @@ def test_switches_stay_when_other_storage_is_attached(model_config: ModelConfig)
     engine.close()
 
 
+def test_a_tier_that_is_off_is_turned_on_while_it_is_detached(model_config: ModelConfig):
+    engine = Engine(model_config)
+    cache, setup = engine.scheduler.cache, engine.scheduler.storage.setup
+    engine.switch("disk", reads=False)
+    cache.storage.close()
+    cache.storage.detach_storage()
+    assert cache.shown_switches() == "no reads of disk"
+    assert engine.switch("disk", reads=True) == "" and cache.shown_switches() == "all reads and writes are on"
+    assert engine.switch("disk", reads=False) == "this server has no tier 'disk'; it has device, host"
+    cache.storage.attach_storage(setup)
+    assert not cache.storage.is_unread
+    engine.close()
+
+
 def test_a_tier_that_is_not_there(model_config: ModelConfig):
     engine = Engine(model_config, storage=None)
     assert engine.switch("disk", reads=False) == "this server has no tier 'disk'; it has device, host"

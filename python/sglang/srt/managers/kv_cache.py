@@ -426,9 +426,9 @@ class KVCache:
 
     def turn(self, name: str, reads: bool | None, writes: bool | None) -> str:
         """See `TierSwitches`. Returns why that cannot be, "" if it is done."""
-        tier = next((t for t in self.tiers if TIER_NAMES[t] == name), None)
-        if tier is None:
-            return f"this server has no tier {name!r}; it has {', '.join(TIER_NAMES[t] for t in self.tiers)}"
+        tiers = {TIER_NAMES[tier]: tier for tier in self._switched_tiers()}
+        if (tier := tiers.get(name)) is None:
+            return f"this server has no tier {name!r}; it has {', '.join(tiers)}"
         self.switches.turn(tier, reads, writes)
         self.set_load_order(self.tree.order.load_order)
         self.controller.unwritten = self.switches.unwritten
@@ -439,11 +439,15 @@ class KVCache:
         """For the log."""
         off = [
             f"no {what} of {tier}"
-            for tier, on in self.switches.state(self.tiers).items()
+            for tier, on in self.switches.state(self._switched_tiers()).items()
             for what, is_on in on.items()
             if not is_on
         ]
         return ", ".join(off) or "all reads and writes are on"
+
+    def _switched_tiers(self) -> list[Tier]:
+        """What was turned off before it was detached is still off when it is attached again."""
+        return sorted({*self.tiers, *self.switches.unread, *self.switches.unwritten})
 
     def _note_end(self) -> None:
         """An operation or a request has ended: pages of slabs that go may have waited for it."""
