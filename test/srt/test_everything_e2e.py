@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -78,8 +79,9 @@ def test_a_short_chaos(tmp_path: Path) -> None:
 def test_chaos(strict: bool, backend: str, tmp_path: Path) -> None:
     """SEED: of the faults, the clients and the server's flags. SOAK_S: how long they last."""
     seed = int(os.environ.get("SEED", time.time_ns() % 1_000_000))
-    minutes, mix = float(os.environ.get("SOAK_S", "100")) / 60, drawn_mix(seed)
-    run(tmp_path, Config(seed, minutes=minutes, mixed=2, router="sglang", strict=strict, backend=backend, mix=mix))
+    minutes = float(os.environ.get("SOAK_S", "100")) / 60
+    mix = replace(drawn_mix(seed), strict=strict, backend=backend)
+    run(tmp_path, Config(seed, minutes=minutes, mixed=2, router="sglang", mix=mix))
 
 
 def test_a_server_takes_the_flags_of_any_seed() -> None:

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -27,7 +28,7 @@ from sglang.srt.peer.memory.cuda_slabs import SlabsConfig
 from sglang.srt.peer.memory.lent_memory import LentMemory, LentOptions
 from sglang.srt.utils.peer_timing import PeerTiming
 from support.children import Child
-from support.server_fixture import NO_TLS, PATIENCE_S, Server, wait_until
+from support.server_fixture import NO_TLS, PATIENCE_S, Server, free_port, wait_until
 from support.store_servers import RedisServer
 
 SOURCES = ("device", "peer", "host", "disk", "remote")
@@ -149,12 +150,15 @@ class Relay:
 
 
 class OffloadProxy:
-    """A proxy by itself, as a user starts it."""
+    """A proxy by itself, as a user starts it. is_elsewhere: it is reached as one on another machine."""
 
-    def __init__(self, folder: Path, url: str) -> None:
+    def __init__(self, folder: Path, url: str, is_elsewhere: bool = False) -> None:
         folder.mkdir(mode=0o700)
-        self.socket, self.token_file = folder / "kv.sock", folder / "token"
-        self.token_file.write_text("a token of the tests")
+        self._port = free_port() if is_elsewhere else 0
+        # Where an engine finds it.
+        self.address = f"tcp://127.0.0.1:{self._port}" if is_elsewhere else str(folder / "kv.sock")
+        self.token_file = folder / "token"
+        self.token_file.write_text("a token of the tests, which is long")
         self._log = open(folder / "log", "w")  # noqa: SIM115
         self._url = url
         self._process: subprocess.Popen[bytes]
@@ -162,7 +166,8 @@ class OffloadProxy:
 
     def start(self) -> None:
         small = {f"{name}_buffer_bytes": 12 << 20 for name in ("compressed", "decompressed", "dequantized")}
-        command = [sys.executable, "-m", "sglang.srt.offload.proxy", "--socket", str(self.socket)]
+        command = [sys.executable, "-m", "sglang.srt.offload.proxy"]
+        command += ["--listen" if self._port else "--socket", self.address]
         command += ["--token-file", str(self.token_file), "--settings", json.dumps(small)]
         environment = {**os.environ, "SGLANG_OFFLOAD_STORE": self._url}
         self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log, env=environment)
@@ -172,8 +177,8 @@ class OffloadProxy:
 
     def _listens(self) -> bool:
         assert self._process.poll() is None, self.output()
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-            return probe.connect_ex(str(self.socket)) == 0
+        with socket.socket(socket.AF_INET if self._port else socket.AF_UNIX) as probe:
+            return probe.connect_ex(("127.0.0.1", self._port) if self._port else self.address) == 0
 
     def kill(self) -> None:
         self._process.kill()
@@ -289,15 +294,16 @@ class AllTiers:
         strict: bool = False,
         backend: str = "bluefield",
         small_disk: bool = False,
-        codec: str = "lossless",
         num_ranks: int = 1,
+        is_elsewhere: bool = False,
     ) -> None:
-        """strict: the lender copies for the server. backend, codec: of the remote store; with `remote` the server
-        starts the proxy itself. small_disk: the disk tier has a file system of its own, where one can be mounted.
-        num_ranks: of the server."""
+        """strict: the lender copies for the server. backend: of the remote store; with `remote` the server starts
+        the proxy itself, else is_elsewhere: the proxy is reached as one on another machine. small_disk: the disk tier
+        has a file system of its own, where one can be mounted. num_ranks: of the server."""
         folder.chmod(0o700)
         self.num_ranks = num_ranks
-        self._backend, self._codec = backend, codec
+        self.block_tokens = BLOCK
+        self._backend = backend
         self._stack = contextlib.ExitStack()
         self.lender = Lender(folder / "lender", 1, strict, num_ranks)
         self._stack.callback(self.lender.kill)
@@ -310,24 +316,32 @@ class AllTiers:
         if backend == "remote":
             self.proxy = StartedProxy()
         else:
-            self.proxy = OffloadProxy(folder / "proxy", self._url)
+            self.proxy = OffloadProxy(folder / "proxy", self._url, is_elsewhere)
             self._stack.callback(self.proxy.close)
         mounted = self._stack.enter_context(small_file_system(folder / "disk")) if small_disk else None
         self.disk = Disk(folder, mounted)
         self.server: Server
         self.last_output = self.last_state = ""
 
-    def start_server(self, *flags: str, disk_tokens: int) -> Server:
-        """It is not ready yet. disk_tokens: what the disk holds."""
+    def start_server(
+        self,
+        *flags: str,
+        disk_tokens: int,
+        codec: str | dict[str, Any] = "lossless",
+        storage: dict[str, Any] | None = None,
+        disk: dict[str, Any] | None = None,
+    ) -> Server:
+        """It is not ready yet. disk_tokens: what the disk holds. codec: of the remote store. storage, disk: options
+        of all storage, and of the disk tier."""
         proxy = self.proxy
         remote: dict[str, object]
         if isinstance(proxy, OffloadProxy):
             proxy.wait_ready()
-            remote = {"proxy": str(proxy.socket), "token_file": str(proxy.token_file)}
+            remote = {"proxy": proxy.address, "token_file": str(proxy.token_file)}
         else:
             remote = {"url": self._url, "hang_timeout_s": 3}
-        remote["codec"] = self._codec
-        config = {
+        remote["codec"] = codec
+        config: dict[str, Any] = {
             "block_tokens": BLOCK,
             "prefetch_threshold": BLOCK,
             # Else it is in a file of the disk's folder, which faults delete.
@@ -336,9 +350,12 @@ class AllTiers:
                 "path": str(self.disk.folder),
                 "limit_gb": disk_tokens * _TOKEN_BYTES / 1e9,
                 "segment_mb": 8 * BLOCK * _TOKEN_BYTES / 1e6,
+                **(disk or {}),
             },
             self._backend: remote,
+            **(storage or {}),
         }
+        self.block_tokens = config["block_tokens"]
         self._storage = {
             "hicache_storage_backend": f"file,{self._backend}",
             "hicache_storage_backend_extra_config_json": json.dumps(config),

@@ -23,14 +23,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import httpx
 
 from support.all_tiers import SOURCES, AllTiers, faults
 from support.chaos_admin import Administrator
-from support.chaos_ends import assert_nothing_is_left, held_by, unexpected_lines
+from support.chaos_ends import assert_nothing_is_left, held_by, unexpected_lines, with_staging
 from support.chaos_mixes import Mix, drawn_mix
 from support.chaos_requests import Clients, hold_all
 from support.server_fixture import NO_TLS, PATIENCE_S, Server, free_port, wait_until
@@ -38,8 +38,8 @@ from support.server_fixture import NO_TLS, PATIENCE_S, Server, free_port, wait_u
 # Of the conversations, device, peer and host together hold two thirds, and the disk four fifths.
 FLAGS = "--max-total-tokens 768 --hicache-ratio 0.6 --chunked-prefill-size 256 --hicache-load-or-recompute off"
 DISK_TOKENS = 2000
-# Of the server as a whole.
-RESTARTS = ("server restarted", "server killed")
+# Of a server as a whole, by its number.
+RESTARTS = {"server restarted": 0, "server killed": 0, "neighbour restarted": 1, "neighbour killed": 1}
 
 ROUTERS = {"none": "", "sglang": "sglang.router", "sglang-router": "sglang_router.launch_router"}
 
@@ -93,19 +93,10 @@ class Config:
     # Tiers that one prompt has come from before the first fault.
     mixed: int = 5
     router: str = "none"
-    # The lender copies for the server.
-    strict: bool = False
-    backend: str = "bluefield"
     # The disk tier's file system is small, and can be filled, where this user may mount one.
     small_disk: bool = False
-    # Of the server's flags, beside FLAGS.
+    # Of the server's flags, beside FLAGS, and of its parts.
     mix: Mix = field(default_factory=Mix)
-
-    @property
-    def codec(self) -> str:
-        """By the seed. Most damage is no valid data to a codec that compresses; with `raw` nothing but checksums
-        finds it."""
-        return ("lossless", "raw")[self.seed % 2]
 
 
 @dataclass(frozen=True)
@@ -124,7 +115,7 @@ def plan(seed: int, known: list[str]) -> Iterator[Step]:
         # At most one of each part.
         names = {name.split()[0]: name for name in rng.sample(known, rng.choice((1, 1, 2, 4, 8)))}
         # A store that hangs ends no detach. A server starts only where the parts of its storage are.
-        alone = next((part for part in ("server", "storage") if part in names), None)
+        alone = next((part for part in ("server", "neighbour", "storage") if part in names), None)
         chosen = (names[alone],) if alone else tuple(names.values())
         waits = tuple(rng.choice((-3, 0)) for _ in chosen)
         yield Step(chosen, waits, rng.choice((0, 3, 20)), rng.choice((-3, 0, 10)))
@@ -136,8 +127,12 @@ class Chaos:
     clients: Clients
     administrator: Administrator
     router: Router | None
-    # A router sends requests to another server while one is restarted.
-    is_rolling: bool = False
+    servers: list[Server]
+
+    @property
+    def names(self) -> list[str]:
+        """Of all that may happen."""
+        return sorted((*faults(self.tiers), *(name for name, i in RESTARTS.items() if i < len(self.servers))))
 
     @contextlib.contextmanager
     def fault(self, name: str) -> Iterator[None]:
@@ -152,13 +147,15 @@ class Chaos:
 
     def _restart(self, name: str) -> None:
         """Clients wait, unless a router has another server for them. The disk stays warm."""
-        server, clients = self.tiers.server, self.clients
+        server, clients = self.servers[RESTARTS[name]], self.clients
+        is_killed = name.endswith("killed")
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self.administrator.gate.closed())
-            if name == "server killed" or not self.is_rolling:
+            if server is self.tiers.server:
+                stack.enter_context(self.administrator.gate.closed())
+            if is_killed or self.router is None or len(self.servers) == 1:
                 stack.enter_context(clients.gate.closed())
             clients.is_restarting = True
-            if name == "server killed":
+            if is_killed:
                 server.kill()
             else:
                 server.send()
@@ -177,16 +174,22 @@ def everything(folder: Path, config: Config) -> Iterator[Chaos]:
     `config.mixed` at the same time. Then an administrator begins. At the end all sources serve prompts again, all
     tenants are erased, and the server stops with nothing left."""
     with contextlib.ExitStack() as stack:
+        mix = config.mix
         tiers = stack.enter_context(
-            AllTiers(folder, config.strict, config.backend, config.small_disk, config.codec, config.mix.num_ranks)
+            AllTiers(folder, mix.strict, mix.backend, config.small_disk, mix.num_ranks, mix.is_elsewhere)
         )
         server = tiers.start_server(
-            *FLAGS.split(), *config.mix.flags, disk_tokens=DISK_TOKENS * config.mix.kv_bytes // 4
+            *FLAGS.split(),
+            *mix.flags,
+            disk_tokens=DISK_TOKENS * mix.kv_bytes // 4,
+            codec=mix.codec,
+            storage=mix.storage,
+            disk=mix.disk,
         )
-        servers = [server, tiers.start_neighbour()] if config.mix.has_neighbour else [server]
+        servers = [server, tiers.start_neighbour()] if mix.has_neighbour else [server]
         for each in servers:
             each.wait_ready()
-        references = hold_all(server, config.mix)
+        references = hold_all(server, mix)
         state = server.state()
         assert [tier for tier in SOURCES if state["tiers"][tier].get("cached_tokens")] == []
         router = Router(config.router, servers, folder) if config.router != "none" else None
@@ -198,8 +201,10 @@ def everything(folder: Path, config: Config) -> Iterator[Chaos]:
                 lambda: len(clients.seen.most) >= config.mixed and all(clients.seen.tokens[s] for s in SOURCES)
             )
             before = held_by(server, tiers.disk.folder)
+            if mix.strict:
+                before = with_staging(before, mix.num_ranks)
             with Administrator(tiers, clients, references, config.seed) as administrator:
-                yield Chaos(tiers, clients, administrator, router, router is not None and len(servers) > 1)
+                yield Chaos(tiers, clients, administrator, router, servers)
         kinds = clients.seen.kinds
         administrator.take_back()
         # Of another seed: the tenants that were new then are not any more.
@@ -246,7 +251,7 @@ def run(folder: Path, config: Config) -> None:
         with everything(folder, config) as chaos:
             tiers = chaos.tiers
             end = time.monotonic() + 60 * config.minutes
-            for step in itertools.islice(plan(config.seed, sorted((*faults(tiers), *RESTARTS))), config.steps):
+            for step in itertools.islice(plan(config.seed, chaos.names), config.steps):
                 if time.monotonic() > end:
                     break
                 taken.append(step)
@@ -261,8 +266,9 @@ def _keep(folder: Path, config: Config, taken: list[Step], tiers: AllTiers | Non
     shutil.rmtree(kept, ignore_errors=True)
     kept.mkdir(parents=True)
     again = f"PYTHONPATH=test python -m support.chaos --seed {config.seed} --steps {max(1, len(taken))}"
-    again += f" --router {config.router} --backend {config.backend}" + (" --strict" if config.strict else "")
-    again += " --plain" if config.mix == Mix() else ""
+    again += f" --router {config.router} --backend {config.mix.backend}"
+    again += " --strict" if config.mix.strict else " --no-strict"
+    again += "" if config.mix.flags else " --plain"
     text = [again, repr(config), *map(repr, taken), f"{type(error).__name__}: {error}"]
     (kept / "plan").write_text("\n".join(text) + "\n")
     for log in (*folder.glob("*.log"), *folder.glob("proxy/log")):
@@ -279,13 +285,16 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1e9)
     parser.add_argument("--steps", type=int, default=1_000_000, help="of the plan, if it is to end before")
     parser.add_argument("--router", choices=ROUTERS, default=found_router())
-    parser.add_argument("--backend", choices=("bluefield", "remote"), default="bluefield")
-    parser.add_argument("--strict", action="store_true", help="the lender copies for the server")
-    parser.add_argument("--plain", action="store_true", help="the server has no flags by the seed")
+    parser.add_argument("--backend", choices=("bluefield", "remote"), help="not by the seed")
+    strict = argparse.BooleanOptionalAction
+    parser.add_argument("--strict", action=strict, help="whether the lender copies for the server, not by the seed")
+    parser.add_argument("--plain", action="store_true", help="nothing of the server and its parts is by the seed")
     args = parser.parse_args()
     mix = Mix() if args.plain else drawn_mix(args.seed)
+    given = {"backend": args.backend, "strict": args.strict}
+    mix = replace(mix, **{name: value for name, value in given.items() if value is not None})
     mixed = 2 if mix.flags else 5
-    config = Config(args.seed, args.steps, args.minutes, mixed, args.router, args.strict, args.backend, True, mix)
+    config = Config(args.seed, args.steps, args.minutes, mixed, args.router, True, mix)
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         run(Path(folder), config)
 

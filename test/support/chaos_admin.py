@@ -1,6 +1,7 @@
 """What an administrator does during a chaos, with the commands of `python -m sglang.cli`: erases and limits
-tenants, keeps, names and warms prefixes, turns tiers off, changes policies. What can be known is checked: what was
-erased is not found again, a tenant stays within its quota, and a refusal has a reason that an operator knows."""
+tenants, keeps, names and warms prefixes, turns tiers off, empties them, changes policies. What can be known is
+checked: what was erased is not found again, a tenant stays within its quota, and a refusal has a reason that an
+operator knows."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from sglang.srt.mem_cache.block_keys import BlockKeys
 from sglang.srt.mem_cache.storage.file.folder import SEGMENT_SUFFIX
 from sglang.srt.mem_cache.storage.file.tenant_log import TenantLog
 from sglang.srt.offload.store.object_store import Manifest
-from support.all_tiers import ADMIN_KEY, BLOCK, SECRET, SOURCES, AllTiers
+from support.all_tiers import ADMIN_KEY, SECRET, SOURCES, AllTiers
 from support.chaos_requests import NUM_TURNS, PARAMS, TENANTS, Clients, References, Turn
 from support.gate import Gate
 from support.server_fixture import NO_TLS, PATIENCE_S, wait_until
@@ -37,11 +38,12 @@ IN_MEMORY = ("device", "peer", "host")
 # What a refusal may tell; the first only where a part has failed.
 _TROUBLE = re.compile(
     r"storage is being attached|storage is left alone|did not do its part|did not take the quota"
-    r"|no storage"
+    r"|no storage|the backend did not succeed"
 )
 _EXPLAINED = re.compile(
     _TROUBLE.pattern
     + r"|requests with this cache_salt are queued or running|no prefix is kept|no prefix has the label"
+    r"|the cache is flushed only when idle"
     r"|detach it, and attach it again|more than half of the largest tier|this server has no tier|has no tier"
 )
 # While one of them is going on, storage does not have what it will have again.
@@ -116,6 +118,7 @@ class Administrator:
             self._label: 2,
             self._set_policies: 3,
             self._look: 1,
+            self._empty: 1,
         }
         while not self._closed.is_set():
             try:
@@ -318,14 +321,22 @@ class Administrator:
         return "a policy that there is not was taken"
 
     def _look(self, rng: random.Random) -> str:
-        for command in ("state", "tiers", "policies", "retained", "labels"):
+        for command in ("state", "tiers", "policies", "retained", "labels", "advise"):
             self._command(command)
+        for path in ("/metrics", "/hicache/history", "/hicache", "/get_server_info", "/v1/loads", "/health_generate"):
+            reply = self._http.get(path)
+            assert reply.status_code == 200, f"{path}: {reply.text}"
+        return ""
+
+    def _empty(self, rng: random.Random) -> str:
+        """Memory or storage, while clients are answered."""
+        self._try(rng.choice(("flush", "clear")))
         return ""
 
     # -- storage ----------------------------------------------------------------------------------------------------
 
     def _tenant(self, salt: str) -> bytes:
-        return BlockKeys(b"", BLOCK, hashlib.blake2b(SECRET.encode()).digest()).tenant(salt)
+        return BlockKeys(b"", self._tiers.block_tokens, hashlib.blake2b(SECRET.encode()).digest()).tenant(salt)
 
     def _keys_on_disk(self, salt: str) -> set[bytes]:
         """Of the blocks that there are, or may be."""
@@ -394,7 +405,8 @@ class Administrator:
         wait_until(is_stored)
         self._assert_damage_is_found(salt, asked, turns)
         # What was damaged may be a reason to leave the store alone for a while.
-        wait_until(lambda: self._set_quota(salt, {"disk": 2 * BLOCK, "remote": 2 * BLOCK}) is not None)
+        two_blocks = 2 * self._tiers.block_tokens
+        wait_until(lambda: self._set_quota(salt, {"disk": two_blocks, "remote": two_blocks}) is not None)
         assert (
             self._blocks_on_disk(self._keys_on_disk(salt)) <= 2 * self._tiers.num_ranks
             and self._blocks_in_store(salt) <= 2 * self._tiers.num_ranks

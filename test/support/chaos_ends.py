@@ -74,6 +74,17 @@ def unexpected_lines(log: str) -> list[str]:
     ]
 
 
+# Streams that each may copy through a strict lender: loads, writes, to the host, between peers, and for streams.
+_NUM_COPYING = 5
+
+
+def with_staging(held: Counter[str], num_ranks: int) -> Counter[str]:
+    """What may be held later, with a strict lender: each stream takes staging memory when it first copies."""
+    name = "memfd:peer-slab (deleted)"
+    later = max(0, _NUM_COPYING * num_ranks - held[name])
+    return held + Counter({name: later, "shared memory": later})
+
+
 def held_by(server: Server, disk: Path) -> Counter[str]:
     """Descriptors of all processes of the server by kind, and mappings of shared memory. Without connections and the
     disk tier's files, which come and go; of each folder that was deleted it keeps one file open (`SharedChanges`)."""

@@ -1,15 +1,16 @@
-"""Flags of a chaos' server that its seed draws: of each line one, or none."""
+"""What a chaos' seed draws: flags of its server, of each line one or none; options of its storage; and its parts."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 # Each is as likely as any other of its line.
 _DRAWN = (
-    ("", "--page-size 16", "--page-size 32"),
+    ("", "--page-size 16", "--page-size 32", "--page-size 64"),
     ("", "", "", "--tp-size 2"),
-    ("", "", "", "", *(f"--kv-cache-dtype {name}" for name in ("bfloat16", "fp8_e4m3"))),
+    ("", "", "", "", *(f"--kv-cache-dtype {name}" for name in ("bfloat16", "fp8_e4m3", "fp8_e5m2"))),
     ("", "--layer-stream 2 --layer-stream-tokens 128"),
     # Requests that wait for older ones have no priority.
     ("", "--enable-priority-scheduling", "--enable-priority-scheduling", "--hicache-publish-at completion"),
@@ -28,15 +29,30 @@ _DRAWN = (
     ("", "--hicache-canary 0.5"),
     ("", "--hicache-storage-prefetch-policy wait_complete", "--hicache-storage-prefetch-policy timeout"),
 )
+# Of all storage. Where pages are larger, blocks are as large as pages.
+_STORAGE: tuple[dict[str, Any], ...] = ({}, {"fetch_order": "sjf"}, {"fetch_window_ops": 1})
+_DISK: tuple[dict[str, Any], ...] = ({}, {"rewrite_share": 0}, {"rewrite_share": 1})
+# Most damage is no valid data to a codec that compresses; with `raw` nothing but checksums finds it.
+_CODECS: tuple[Any, ...] = ("raw", "lossless", {"codec": "lossless", "coder": "deflate", "level": 1})
 
 
 @dataclass(frozen=True)
 class Mix:
-    """Without flags it is the server with its defaults."""
+    """Without arguments the server has its defaults."""
 
     flags: tuple[str, ...] = ()
     # Another server has the same storage, and clients ask both.
     has_neighbour: bool = False
+    # The lender copies for the server.
+    strict: bool = False
+    # Of the remote store.
+    backend: str = "bluefield"
+    # A proxy that the server does not start is reached as one on another machine.
+    is_elsewhere: bool = False
+    codec: Any = "raw"
+    # Options of all storage, and of the disk tier.
+    storage: dict[str, Any] = field(default_factory=dict)
+    disk: dict[str, Any] = field(default_factory=dict)
 
     @property
     def num_ranks(self) -> int:
@@ -45,7 +61,7 @@ class Mix:
     @property
     def kv_bytes(self) -> int:
         """Of a number."""
-        return 1 if "fp8_e4m3" in self.flags else 2 if self.rounds else 4
+        return 1 if {"fp8_e4m3", "fp8_e5m2"} & {*self.flags} else 2 if self.rounds else 4
 
     @property
     def rounds(self) -> bool:
@@ -60,4 +76,15 @@ class Mix:
 
 def drawn_mix(seed: int) -> Mix:
     rng = random.Random(f"{seed} flags")
-    return Mix(tuple(" ".join(rng.choice(line) for line in _DRAWN).split()), rng.random() < 0.3)
+    flags = " ".join(rng.choice(line) for line in _DRAWN)
+    blocks = {"block_tokens": 64, "prefetch_threshold": 64} if "--page-size 64" in flags else {}
+    return Mix(
+        tuple(flags.split()),
+        has_neighbour=rng.random() < 0.3,
+        strict=rng.random() < 0.3,
+        backend=rng.choice(("bluefield", "bluefield", "remote")),
+        codec=rng.choice(_CODECS),
+        storage={**blocks, **rng.choice(_STORAGE)},
+        disk=rng.choice(_DISK),
+        is_elsewhere=rng.random() < 0.3,
+    )

@@ -27,7 +27,7 @@ from support.server_fixture import NO_TLS, PATIENCE_S, Server, wait_until
 NUM_CONVERSATIONS, NUM_TURNS = 6, 4
 SYSTEM_TOKENS, QUESTION_TOKENS, ANSWER_TOKENS = 128, 90, 6
 # Three chunks of prefill.
-NUM_LONG, LONG_TOKENS = 2, 620
+NUM_LONG, LONG_TOKENS = 2, 600
 # Where they may be longer than the device.
 STREAMED_TOKENS = 1000
 NUM_CLIENTS = 3
