@@ -45,7 +45,7 @@ class Rig:
             limits = StorageLimits(256, self.host.num_pages, self.host.num_pages)
             self.storage.open(limits, self.names)
         # Most of the host pool is in use. Free frames lie in runs, as prompts leave them.
-        held = self.host.allocate(self.host.num_pages, 0)
+        held = self.host.allocate(self.host.num_pages)
         assert held is not None
         runs = np.array_split(held, HOST_TOKENS // 1500)
         for i in self.rng.permutation(len(runs))[: len(runs) // 10]:
@@ -54,7 +54,7 @@ class Rig:
 
     def insert(self, num_tokens: int) -> Node:
         tokens = self.rng.integers(0, 1 << 30, num_tokens).astype(np.int32)
-        frames = self.device.allocate(num_tokens // self.page_size, 0)
+        frames = self.device.allocate(num_tokens // self.page_size)
         assert frames is not None
         result = self.tree.insert_prefix("", None, tokens, frames, -1, 0)
         self.device.transition(frames, FrameState.HELD, FrameState.CACHED)

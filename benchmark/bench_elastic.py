@@ -73,7 +73,7 @@ class BlockMajor:
     def __init__(self, num_slabs: int, slab_bytes: int) -> None:
         self.pool = ElasticPool(SlabRange.owned(num_slabs, slab_bytes), LAYOUT)
         self.table = FrameTable(self.pool.num_pages, lowest_first=True)
-        frames = self.table.allocate(self.pool.num_pages, 0)
+        frames = self.table.allocate(self.pool.num_pages)
         assert frames is not None
         self.table.transition(frames, FrameState.HELD, FrameState.CACHED)
         self.pool.slabs.memory.fill(1)
@@ -111,7 +111,7 @@ class BlockMajor:
 
     def refill(self) -> None:
         """As before: all pages in use."""
-        frames = self.table.allocate(self.pool.slab_pages, 0)
+        frames = self.table.allocate(self.pool.slab_pages)
         assert frames is not None and frames.tolist() == self.pool.frames_of(self.last).tolist()
         self.table.transition(frames, FrameState.HELD, FrameState.CACHED)
         self.table.take_freed()

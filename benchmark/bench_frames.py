@@ -55,7 +55,7 @@ class Churn:
         while self.used + n > self.limit:
             self.give_back()
         start = time.perf_counter()
-        frames = self.table.allocate(n, 0, first_page=offset if self.tell else 0)
+        frames = self.table.allocate(n, first_page=offset if self.tell else 0)
         self.allocate_s.setdefault(n, []).append(time.perf_counter() - start)
         assert frames is not None
         self.used += n

@@ -57,7 +57,7 @@ def lose(num_slabs: int) -> dict[str, float]:
         above = None
         for _ in range(min(PATH_NODES, num_nodes - first)):
             tokens = rng.integers(0, 1 << 30, NODE_PAGES * PAGE).astype(np.int32)
-            frames = device.allocate(NODE_PAGES, 0)
+            frames = device.allocate(NODE_PAGES)
             assert frames is not None
             result = tree.insert_prefix("", above, tokens, frames, -1, 0)
             device.transition(frames, FrameState.HELD, FrameState.CACHED)

@@ -101,7 +101,7 @@ def measure(running: int, queued: int, queue_waits_for: str, page_size: int, ste
 def on_the_host(scheduler: Scheduler, tokens: np.ndarray) -> None:
     """Enter a document that was computed, backed up and evicted from the device."""
     tree, controller, device = scheduler.cache.tree, scheduler.cache.controller, scheduler.cache.device
-    frames = device.allocate(len(tokens) // scheduler.page_size, 0)
+    frames = device.allocate(len(tokens) // scheduler.page_size)
     assert frames is not None
     node = tree.insert_prefix("", None, tokens, frames, -1, 0).node
     device.transition(frames, FrameState.HELD, FrameState.CACHED)

@@ -80,7 +80,7 @@ class Cache:
 
     def insert(self, below: Node | None, tokens: np.ndarray) -> Node:
         self.now += 1
-        frames = self.table.allocate(len(tokens) // self.page_size, 0)
+        frames = self.table.allocate(len(tokens) // self.page_size)
         assert frames is not None
         result = self.tree.insert_prefix("", below, tokens, frames, -1, self.now)
         self.table.transition(frames, FrameState.HELD, FrameState.CACHED)
@@ -99,7 +99,7 @@ class Cache:
 
     def scatter(self) -> None:
         """Bring the free list into the state of a long-running pool's: no runs."""
-        frames = self.table.allocate(self.table.num_free, 0)
+        frames = self.table.allocate(self.table.num_free)
         assert frames is not None
         self.rng.shuffle(frames)
         self.table.free_after(frames, FrameState.HELD, -1)
@@ -155,7 +155,7 @@ def insert_as_scheduler(
     """The part of `Admission` and `KVCache.insert_prefix` that works on tree and frame table, for one prompt, on top
     of a locked match."""
     tree, table = cache.tree, cache.table
-    frames = table.allocate((len(tokens) - inserted_len) // cache.page_size, 1, FrameState.HELD)
+    frames = table.allocate((len(tokens) - inserted_len) // cache.page_size, FrameState.HELD)
     assert frames is not None
     hold = ReqHold(1, receipt, inserted_len)
     hold.extend(frames)

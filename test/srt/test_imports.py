@@ -254,7 +254,7 @@ OWNED = {
         Node.__slots__, ("node.py", "radix.py", "hiradix_tree.py", "block_names.py", "transient_nodes.py")
     ),
     "page_digests": ("events.py",),
-    **dict.fromkeys(("pins", "counts", "owner"), ("frame_table.py",)),
+    **dict.fromkeys(("pins", "counts"), ("frame_table.py",)),
 }
 # What variables with nodes in them are called.
 NODES = {"node", "child", "parent", "above", "upper", "below", "step", "end", "top", "low", "n", "each", "gone"}
@@ -283,13 +283,13 @@ def foreign_writes(source: str, fields: set[str]) -> list[str]:
 
 def test_foreign_writes_are_seen() -> None:
     source = "node.stored[:] = False\nself.stored = 1\na.b.last_use += 1\n(node.tickets, y) = 1, 2\nn.other = 3\n"
-    source += "req.priority = 1\nnode.lock += 1\nself.device.owner[frames] = 1"
+    source += "req.priority = 1\nnode.lock += 1\nself.device.pins[frames] = 1"
     assert [each.split(": ")[1] for each in foreign_writes(source, set(OWNED))] == [
         "node.stored",
         "a.b.last_use",
         "node.tickets",
         "node.lock",
-        "self.device.owner",
+        "self.device.pins",
     ]
 
 

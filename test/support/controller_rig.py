@@ -50,7 +50,7 @@ class Rig:
         return self.controller
 
     def insert(self, text: str, below: Node | None = None, fence: int = 0, now: int = 0) -> Node:
-        frames = self.device.allocate(len(text), 0)
+        frames = self.device.allocate(len(text))
         assert frames is not None
         result = self.tree.insert_prefix("", below, tokens(text), frames, LaunchSeq(fence), LaunchSeq(now))
         for node in result.created:

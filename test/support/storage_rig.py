@@ -124,7 +124,7 @@ class StorageRig:
             self.finish(min(self.ops, key=lambda t: (t.link, t.seq)))
 
     def insert(self, text: str, below: Node | None = None) -> Node:
-        frames = self.device.allocate(len(text), 0)
+        frames = self.device.allocate(len(text))
         assert frames is not None
         result = self.tree.insert_prefix("", below, tokens(text), frames, LaunchSeq(0), LaunchSeq(0))
         for node in result.created:

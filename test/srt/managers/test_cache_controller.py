@@ -31,7 +31,6 @@ def test_a_backup_from_begin_to_commit():
     assert ticket == Ticket(D2H, 0) and [node.tickets[DEVICE], node.tickets[HOST]] == [None, ticket]
     assert (rig.states(DEVICE), rig.states(HOST)) == ("CCCF", "IIIF")
     assert rig.device.pins.tolist() == [1, 1, 1, 0] == rig.host.pins.tolist()
-    assert rig.host.owner.tolist() == [-1, -1, -1, -1]
     ((op,), cancels) = rig.ledger.take_ops()
     assert cancels == () and (op.src, op.dst, op.after, op.size_bytes) == (DEVICE, HOST, 5, 300)
     assert (op.src_frames.tolist(), op.dst_frames.tolist()) == ([0, 1, 2], [0, 1, 2])
@@ -61,8 +60,6 @@ def test_the_numbers_of_operations_count_by_link():
     assert load(rig, [a]) == Ticket(H2D, 0)
     assert load(rig, [b]) == Ticket(H2D, 1)
     assert rig.at(0).begin_backup(rig.insert("pq")) == Ticket(D2H, 2)
-    assert rig.device.owner[a.frames[DEVICE]].tolist() == [-1, -1]
-    assert rig.device.owner[b.frames[DEVICE]].tolist() == [-2, -2]
 
 
 def test_a_backup_makes_room_on_the_host():
@@ -343,7 +340,7 @@ def test_filling_device_frames_wait_for_the_last_launch():
 
 
 def lose_a_page(rig: Rig) -> None:
-    rig.device.transition(rig.device.allocate(1, 0), FrameState.HELD, FrameState.CACHED)
+    rig.device.transition(rig.device.allocate(1), FrameState.HELD, FrameState.CACHED)
 
 
 def forget_a_pin(rig: Rig) -> None:

@@ -161,7 +161,7 @@ def test_a_prompt_that_no_tier_has_room_for_ends(model: Model):
     """Somebody else keeps the host while the prompt is computed; the next one has it again."""
     engine = streaming(model, tokens=64, num_host_pages=15, num_swap_pages=20)
     host = engine.scheduler.cache.host
-    taken = host.allocate(14, 0)
+    taken = host.allocate(14)
     (answer,) = engine.generate(prompts(36, [158]), greedy(5))
     assert answer.finish_reason == "abort" and not answer.tokens
     host.free_after(taken, FrameState.HELD, -1)
@@ -193,7 +193,7 @@ def test_what_comes_back_from_two_tiers_comes_in_any_order(model: Model):
     (node,) = scheduler.cache.tree.match("", prompt[:32]).path
     scheduler.cache.tree.split(node, 24)
     scheduler.cache.controller.drop(node, Tier.PEER)
-    taken = scheduler.cache.device.allocate(20, 0)
+    taken = scheduler.cache.device.allocate(20)
     assert not engine.switch("peer", writes=False)
     link, late, tiers, num_launches = engine.core.links[P2D], [], set(), 0
     poll = link.poll

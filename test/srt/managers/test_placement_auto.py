@@ -27,7 +27,7 @@ class AutoRig(Rig):
 
     def __init__(self, spare: int = 12, host: int = 8, peer: int = 0, is_bounded: bool = False) -> None:
         super().__init__(LARGE, host, "auto", peer=peer)
-        self.held = self.device.allocate(LARGE - spare, 0)
+        self.held = self.device.allocate(LARGE - spare)
         if not is_bounded:
             self.ledger._next_seq = dict.fromkeys(LINKS, 0)
             self.ledger.num_ended = lambda link: 1  # type: ignore[method-assign]
@@ -171,7 +171,7 @@ def test_write_ahead_copies_nothing_while_enough_is_free_or_was_looked_at():
     rig.at(10).write_ahead(6)
     assert rig.begun() == [], "that was looked at already"
     rig.give_up(2)
-    rig.device.allocate(2, 0)
+    rig.device.allocate(2)
     rig.at(10).write_ahead(6)
     assert rig.begun() != [], "what was written ahead has gone"
 

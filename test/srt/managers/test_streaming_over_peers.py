@@ -9,6 +9,7 @@ import pytest
 from test_equality import MODELS, Model, check_memory, greedy, prompts
 
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, TokenOutput, ids_to_bytes
+from sglang.srt.managers.launch_batches import ExtendBatch
 from sglang.srt.managers.schedule_batch import BatchDecision, Req
 from sglang.srt.managers.scheduler_config import LayerStreamConfig
 from sglang.srt.managers.scheduler_process import ready_message
@@ -328,7 +329,9 @@ def test_a_prompt_that_is_retracted_for_another_has_no_chunk_in_that_step(
     rig.lend(*range(20))
     scheduler = rig.scheduler
     allocate, shrink, retract = scheduler.cache.allocate, scheduler.streaming.shrink, scheduler._retract
+    next_chunk = scheduler._next_chunk
     retracted: list[int] = []
+    asking: list[int] = []
 
     def is_short_of(slot: int) -> bool:
         front = scheduler.queues.streaming
@@ -339,10 +342,13 @@ def test_a_prompt_that_is_retracted_for_another_has_no_chunk_in_that_step(
         retracted.append(req.order)
         retract(req)
 
+    def note_asking(batch: ExtendBatch, req: Req, budget: int) -> int:
+        asking[:] = [req.slot]
+        return next_chunk(batch, req, budget)
+
     monkeypatch.setattr(scheduler, "_retract", note_retracted)
-    monkeypatch.setattr(
-        scheduler.cache, "allocate", lambda n, owner: None if is_short_of(owner) else allocate(n, owner)
-    )
+    monkeypatch.setattr(scheduler, "_next_chunk", note_asking)
+    monkeypatch.setattr(scheduler.cache, "allocate", lambda n: None if any(map(is_short_of, asking)) else allocate(n))
     monkeypatch.setattr(
         scheduler.streaming,
         "shrink",

@@ -17,13 +17,13 @@ def ids(*frames: int) -> np.ndarray:
 
 
 def states(table: FrameTable) -> str:
-    """One letter per frame: Free, Held, fIlling, Cached, Doomed, Lent."""
+    """One letter per frame: Free, Held, fIlling, Cached, penDing free, Lent."""
     table.check_invariants()
-    return "".join("FHICDLQ"[s] for s in table.state)
+    return "".join("FHICDL"[s] for s in table.state)
 
 
-def take(table: FrameTable, n: int, owner: int = 0, state: FrameState = HELD) -> np.ndarray:
-    frames = table.allocate(n, owner, state)
+def take(table: FrameTable, n: int, state: FrameState = HELD) -> np.ndarray:
+    frames = table.allocate(n, state)
     assert frames is not None
     return frames
 
@@ -38,22 +38,21 @@ def test_a_table_needs_a_page():
 def test_allocate_hands_out_the_lowest_frames_first():
     table = FrameTable(6)
     assert states(table) == "FFFFFF" and table.num_free == 6
-    frames = table.allocate(2, owner=7)
+    frames = table.allocate(2)
     assert frames.tolist() == [0, 1] and frames.dtype == np.int32
-    assert take(table, 1, owner=-3, state=FILLING).tolist() == [2]
+    assert take(table, 1, state=FILLING).tolist() == [2]
     assert states(table) == "HHIFFF"
-    assert table.owner.tolist() == [7, 7, -3, -1, -1, -1]
     assert table.counts[FREE] == table.num_free == 3 and table.counts[HELD] == 2 and table.counts[FILLING] == 1
 
 
 def test_allocate_more_than_is_free_changes_nothing():
     table = FrameTable(3)
     take(table, 1)
-    assert table.allocate(3, owner=9) is None
-    assert states(table) == "HFF" and table.owner.tolist() == [0, -1, -1]
+    assert table.allocate(3) is None
+    assert states(table) == "HFF"
     assert take(table, 2).tolist() == [1, 2]
-    assert table.allocate(1, owner=9) is None
-    assert table.allocate(0, owner=9).tolist() == []
+    assert table.allocate(1) is None
+    assert table.allocate(0).tolist() == []
 
 
 def test_publish_and_commit():
@@ -219,7 +218,7 @@ def test_lent_and_taken_back():
     take(table, 2)
     table.lend(ids(4, 5))
     assert states(table) == "HHFFLL" and table.num_free == 2 and table.counts[LENT] == 2
-    assert table.allocate(3, 0) is None, "lent frames are not to be had"
+    assert table.allocate(3) is None, "lent frames are not to be had"
     assert take(table, 2).tolist() == [2, 3]
     table.reclaim(ids(4))
     assert states(table) == "HHHHFL" and take(table, 1).tolist() == [4]
@@ -251,7 +250,7 @@ def test_what_is_in_use_is_lent_when_it_would_be_free_and_nobody_gets_it_before(
     table.unpin(taken[:1])
     table.reap(6)
     assert table.num_free == 1 and table.counts[LENT] == 2
-    assert take(table, 1).tolist() == taken[2:3].tolist() and table.allocate(1, 0) is None
+    assert take(table, 1).tolist() == taken[2:3].tolist() and table.allocate(1) is None
     table.check_invariants()
     table.reclaim(taken[:2])
     assert table.num_free == 2
@@ -367,7 +366,7 @@ def test_random_operations_against_a_dictionary(seed: int, num_pages: int, block
             case 0 | 1:
                 n = rng.randrange(num_pages // 2 + 2)
                 state = rng.choice((HELD, FILLING))
-                frames = table.allocate(n, 5, state)
+                frames = table.allocate(n, state)
                 if n > len(model.of(FREE)):
                     assert frames is None
                 else:
@@ -434,7 +433,7 @@ def test_random_operations_against_a_dictionary(seed: int, num_pages: int, block
 @pytest.mark.parametrize("first_page", [0, 1, 5, 8, 11])
 def test_blocks_of_a_sequence_lie_in_blocks_of_frames(first_page: int) -> None:
     table = FrameTable(64, block_pages=8)
-    frames = table.allocate(19, 0, first_page=first_page)
+    frames = table.allocate(19, first_page=first_page)
     assert frames is not None and len(np.unique(frames)) == 19
     table.check_invariants()
     for start in range(-first_page % 8, 19 - 7, 8):
@@ -446,7 +445,7 @@ def test_blocks_of_a_sequence_lie_in_blocks_of_frames(first_page: int) -> None:
 def test_a_long_run_that_is_lent_when_it_is_given_up_is_not_free(num_pages: int):
     """Long runs are accessed by slices, which are views."""
     table = FrameTable(2 * num_pages)
-    frames = table.allocate(num_pages, 1)
+    frames = table.allocate(num_pages)
     assert frames is not None
     frames = np.sort(frames)
     table.lend(frames[: num_pages // 2])

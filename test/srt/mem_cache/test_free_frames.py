@@ -88,7 +88,7 @@ def test_equal_histories_give_equal_frames():
         rng, table, held = random.Random(seed), FrameTable(500, 8), []
         taken = []
         for done in range(200):
-            frames = table.allocate(rng.randrange(40), 0)
+            frames = table.allocate(rng.randrange(40))
             if frames is not None:
                 held.append(frames)
                 taken.append(frames.tolist())
@@ -110,7 +110,7 @@ def test_after_churn_most_blocks_are_one_run():
             while table.num_free < n + 800:
                 table.free_after(held.pop(rng.randrange(len(held))), FrameState.HELD, -1)
                 table.reap(0)
-            frames = table.allocate(n, 0)
+            frames = table.allocate(n)
             assert frames is not None
             held.append(frames)
         table.check_invariants()

@@ -157,7 +157,7 @@ def test_a_lender_gets_back_as_many_as_it_wants_the_coldest_first():
     rig = Rig()
     rig.lend(0, 0, 1, 0, 0, None)
     rig.adjust(0.0)
-    frames = rig.table.allocate(20, 1)
+    frames = rig.table.allocate(20)
     assert frames is not None and sorted(frames) == list(range(20))
     rig.table.transition(frames[frames < 16].copy(), FrameState.HELD, FrameState.CACHED)
     rig.table.free_after(frames[frames >= 16].copy(), FrameState.HELD, -1)

@@ -160,7 +160,7 @@ def test_slabs_are_recalled_once_the_lowest_first():
 
 def test_draining_is_cancelled_before_anything_is_recalled():
     each, table = lending()
-    frames = table.allocate(20, 1)
+    frames = table.allocate(20)
     assert frames is not None
     # A page of the first slab is held, and two of the last one.
     table.free_after(frames[1:18], FrameState.HELD, -1)
@@ -418,7 +418,7 @@ def test_slabs_in_use_stay_until_their_request_ends():
 def cached_lender() -> DeviceLending:
     """Five slabs, full of what is cached, of which room for four pages is kept. Slab i was used at i seconds."""
     each, table = lending()
-    frames = table.allocate(20, 1)
+    frames = table.allocate(20)
     assert frames is not None
     table.transition(frames, FrameState.HELD, FrameState.CACHED)
     for slab in range(5):

@@ -387,7 +387,7 @@ class Admission:
         # After the load has its source and the path was read: room for a backup is made on the host, which may cut
         # nodes of the path.
         cache.back_up_reused(receipt)
-        own = cache.take_free(num_own, req.slot)
+        own = cache.take_free(num_own)
         self._queues.begin_prefill(req, streams)
         self._builder.extend(batch, req, chunk, own)
         return chunk + num_recomputed

@@ -163,7 +163,6 @@ class BatchBuilder:
             self._cache.insert_prefix(req, min(req.computed, req.num_known), page_runs)
             batch.insert_at[i] = req.insert_at = req.computed + self._insert_every
         slots = batch.slots[growing]
-        self._cache.set_owner(frames, slots)
         for i, frame in zip(growing.tolist(), frames.tolist()):
             reqs[i].hold.append(frame)  # type: ignore[union-attr]
         for req in reqs:

@@ -183,8 +183,8 @@ class HiCacheController:
         """Copy nodes that are ready on a tier to another one. None if that has not enough free frames. tiers: source
         and destination. after: see `TransferOp`."""
         src = np.concatenate([ready_frames(node, tiers[0]) for node in nodes])
-        owner, first_page = self.ledger.next_owner(link), nodes[0].start // self.tree.page_size
-        dst = self.tables[tiers[1]].allocate(len(src), owner, FrameState.FILLING, first_page)
+        first_page = nodes[0].start // self.tree.page_size
+        dst = self.tables[tiers[1]].allocate(len(src), FrameState.FILLING, first_page)
         if dst is None:
             return None
         op = self.ledger.begin_transfer(link, tiers, src, dst, after)
@@ -266,7 +266,7 @@ class HiCacheController:
         link = BACKUP_LINKS[tier]
         src, tokens = src[:num_pages], tokens[: num_pages * self.tree.page_size]
         first_page = below.end // self.tree.page_size
-        dst = self.tables[tier].allocate(num_pages, self.ledger.next_owner(link), FrameState.FILLING, first_page)
+        dst = self.tables[tier].allocate(num_pages, FrameState.FILLING, first_page)
         assert dst is not None
         op = self.ledger.begin_transfer(link, (Tier.DEVICE, tier), src, dst, fence)
         self._count_backup(tier, len(tokens), is_dropped=False)
@@ -305,7 +305,7 @@ class HiCacheController:
         if swap is None or D2S in self.links.failing.broken:
             return None
         swap.reap(self.clock.done)
-        dst = swap.allocate(len(src), self.ledger.next_owner(D2S))
+        dst = swap.allocate(len(src))
         if dst is None:
             return None
         return self.ledger.begin_transfer(D2S, (Tier.DEVICE, Tier.DISK), src, dst, fence)

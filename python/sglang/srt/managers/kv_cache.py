@@ -338,7 +338,7 @@ class KVCache:
         """Enter the first tokens of what a request would load, which a launch computes instead, on new device pages.
         start: their place in the prompt, where the part ends that the device has."""
         assert req.hold is not None
-        frames = self.take_free(len(tokens) // self.page_size, req.slot)
+        frames = self.take_free(len(tokens) // self.page_size)
         above = next((n for n in self.tree.path_of(req.hold.receipt.node) if n.end == start), None)
         result = self.tree.insert_prefix(req.namespace, above, tokens, frames, launch, self.clock.next, req.priority)
         assert result.end == len(tokens) and not len(result.duplicates)
@@ -393,19 +393,15 @@ class KVCache:
         tickets = self.controller.begin_load(nodes)
         return [(ticket, sum(len(n.key) for n in self.tree.nodes_of(ticket))) for ticket in tickets]
 
-    def take_free(self, num_pages: int, owner: int) -> np.ndarray:
+    def take_free(self, num_pages: int) -> np.ndarray:
         """HELD device pages of those that are free; the caller has made room."""
-        frames = self.device.allocate(num_pages, owner, FrameState.HELD)
+        frames = self.device.allocate(num_pages, FrameState.HELD)
         assert frames is not None
         return frames
 
-    def allocate(self, num_pages: int, owner: int) -> np.ndarray | None:
+    def allocate(self, num_pages: int) -> np.ndarray | None:
         """HELD device pages, (num_pages,) int32; None if there is no room, or not yet."""
-        return self.device.allocate(num_pages, owner, FrameState.HELD) if self.make_room(num_pages) else None
-
-    def set_owner(self, frames: np.ndarray, slots: np.ndarray) -> None:
-        """The slots that HELD device pages were allocated for."""
-        self.device.set_owner(frames, slots)
+        return self.device.allocate(num_pages, FrameState.HELD) if self.make_room(num_pages) else None
 
     def reap(self) -> None:
         """Free what may be reused, on all tiers, and merge what eviction has cut."""

@@ -717,16 +717,16 @@ class Scheduler:
         cache = self.cache
         chunk = self.builder.chunk_from(batch, req, req.computed, budget)
         num_pages = self.builder.pages_to(req, req.computed + chunk)
-        frames = cache.allocate(num_pages, req.slot)
+        frames = cache.allocate(num_pages)
         if frames is None and self.admission.cancel_preloads(self.queues.waiting):
-            frames = cache.allocate(num_pages, req.slot)
+            frames = cache.allocate(num_pages)
         if frames is None and self.streaming.is_enabled and not cache.is_moving:
             # Its place in the tree was being loaded when it was computed. Only what is in the tree can shrink.
             cache.insert_prefix(req, req.computed, batch.page_runs)
-            frames = cache.allocate(num_pages, req.slot)
+            frames = cache.allocate(num_pages)
         # Where nothing is on its way that would cause another step, all that can be given up at once is.
         while frames is None and self.streaming.shrink(num_pages, req):
-            frames = cache.allocate(num_pages, req.slot)
+            frames = cache.allocate(num_pages)
             if cache.is_moving:
                 break
         if frames is not None:
@@ -747,7 +747,7 @@ class Scheduler:
             if not batch.reqs:
                 return None
             growing = self.builder.growing(batch)
-            frames = self.cache.allocate(len(growing), owner=-1)
+            frames = self.cache.allocate(len(growing))
             if frames is not None:
                 return self._record(*self.builder.issue_decode(batch, growing, frames))
             if not self._make_room_to_decode(len(growing)):

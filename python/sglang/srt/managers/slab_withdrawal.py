@@ -191,7 +191,7 @@ class SlabWithdrawal:
     def _move(self, nodes: list[Node]) -> None:
         """Begin to copy nodes within the pool."""
         src = np.concatenate([node.frames[Tier.PEER] for node in nodes])  # type: ignore[arg-type]
-        dst = self._peer.allocate(len(src), self._ledger.next_owner(P2P))
+        dst = self._peer.allocate(len(src))
         assert dst is not None, "there was room"
         self._moving[src] = True
         self._ledger.begin_transfer(P2P, (Tier.PEER, Tier.PEER), src, dst, None)

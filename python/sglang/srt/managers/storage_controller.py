@@ -467,7 +467,7 @@ class StorageController:
         names, page, host = self.tree.names.keys, self.tree.page_size, self.controller.tables[Tier.HOST]
         assert names is not None
         num_pages = len(keys) * names.block_tokens // page
-        frames = host.allocate(num_pages, self.ledger.next_owner(FETCH), FrameState.FILLING)
+        frames = host.allocate(num_pages, FrameState.FILLING)
         assert frames is not None, "a fetch needs free frames: make room first"
         ticket = self.ledger.begin_storage_op(FETCH, StorageAction.GET, keys, frames, skips=self._skips)
         self._fetches[ticket] = match.total_len // names.block_tokens, far_from

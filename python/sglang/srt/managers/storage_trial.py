@@ -63,9 +63,7 @@ class StorageTrial:
         num_pages = names.block_tokens // controller.tree.page_size
         if not controller.make_room(Tier.HOST, num_pages, (), spares_pinned=True):
             return
-        frames = controller.tables[Tier.HOST].allocate(
-            num_pages, controller.ledger.next_owner(FETCH), FrameState.HELD
-        )
+        frames = controller.tables[Tier.HOST].allocate(num_pages, FrameState.HELD)
         assert frames is not None, "there was room"
         self.ticket = controller.ledger.begin_storage_op(
             FETCH, StorageAction.GET, self._key, frames, skips=self.skips

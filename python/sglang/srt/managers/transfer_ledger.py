@@ -82,10 +82,6 @@ class TransferLedger:
         """Operations of a link that are over."""
         return self._num_ended[link]
 
-    def next_owner(self, link: str) -> int:
-        """The owner that a frame table shows for frames that the link's next operation fills."""
-        return -1 - self._next_seq[link]
-
     def begin_transfer(
         self,
         link: str,

@@ -1,6 +1,6 @@
-"""`FrameTable`: *when* a pool's memory may be reused: the state, pins and owner of every frame (one page of a pool).
+"""`FrameTable`: *when* a pool's memory may be reused: the state and pins of every frame (one page of a pool).
 
-Owns three arrays and a free list (`free_frames.py`: which free frame comes next). Never touches the memory itself,
+Owns two arrays and a free list (`free_frames.py`: which free frame comes next). Never touches the memory itself,
 never reads the tree (which alone knows *where* a page is), and knows nothing of requests or links.
 
                 allocate           free_after                  reap: pins 0 and fence passed
@@ -42,9 +42,7 @@ class FrameState(IntEnum):
 class FrameTable:
     """Frames 0..num_pages-1 of one pool.
 
-    state: (num_pages,) uint8 of FrameState. pins: (num_pages,) int32, transfers that read or write the frame. owner:
-    (num_pages,) int32, who allocated the frame last: a request's slot, or -1 - seq of the
-    operation that fills it; for checks.
+    state: (num_pages,) uint8 of FrameState. pins: (num_pages,) int32, transfers that read or write the frame.
     block_pages: above 1, frames are handed out as whole aligned blocks of so many where that is possible.
     lowest_first: the lowest free frames are handed out, for a pool that lends its end; not with block_pages.
     """
@@ -58,7 +56,6 @@ class FrameTable:
         self.block_pages = block_pages
         self.state = np.zeros(num_pages, np.uint8)
         self.pins = np.zeros(num_pages, np.int32)
-        self.owner = np.full(num_pages, -1, np.int32)
         self.counts = [0] * len(FrameState)
         self.counts[FrameState.FREE] = num_pages
         self._ids = np.arange(num_pages, dtype=np.int32)
@@ -86,9 +83,7 @@ class FrameTable:
         """Frames that are given up, and that only transfers still use."""
         return sum(map(len, self._pending_pinned))
 
-    def allocate(
-        self, n: int, owner: int, state: FrameState = FrameState.HELD, first_page: int = 0
-    ) -> np.ndarray | None:
+    def allocate(self, n: int, state: FrameState = FrameState.HELD, first_page: int = 0) -> np.ndarray | None:
         """Take n frames. Returns (n,) int32, or None if fewer are free (then nothing changes).
 
         first_page: the place of the first in its sequence, whose blocks are to lie in blocks of frames.
@@ -100,15 +95,9 @@ class FrameTable:
             frames = np.concatenate((self._free.take(head), self._free.take(n - head)))
         else:
             frames = self._free.take(n)
-        where = self._where(frames)
-        self.state[where] = state
-        self.owner[where] = owner
+        self.state[self._where(frames)] = state
         self._count(n, FrameState.FREE, state)
         return frames
-
-    def set_owner(self, frames: np.ndarray, owners: np.ndarray | int) -> None:
-        """owners: one for each frame, or one for all."""
-        self.owner[frames] = owners
 
     def transition(self, frames: np.ndarray, before: FrameState, after: FrameState) -> None:
         """Move frames between live states (insert, commit). Asserts that all are in `before`."""

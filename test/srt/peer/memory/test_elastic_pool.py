@@ -262,7 +262,7 @@ def test_a_lent_slab_shows_nothing_and_comes_back_clean():
     lender = elastic()
     table = FrameTable(lender.num_pages, lowest_first=True)
     table.lend(lender.padding())
-    everything = table.allocate(8, owner=1)
+    everything = table.allocate(8)
     assert everything is not None and everything.tolist() == usable(lender).tolist()
     fill(lender, everything)
     kept = lender.pages(torch.from_numpy(everything[:6]).long())
@@ -275,7 +275,7 @@ def test_a_lent_slab_shows_nothing_and_comes_back_clean():
     table.lend(24 + np.flatnonzero(table.state[24:] == FrameState.FREE).astype(np.int32))
     lender.slabs.scrub(3)
     fd = os.dup(lender.slabs.fileno(3))
-    assert table.allocate(1, 0) is None and table.counts[FrameState.LENT] == 32 - 6
+    assert table.allocate(1) is None and table.counts[FrameState.LENT] == 32 - 6
 
     # The borrower has pages of another shape, and its own stride.
     layout = PageLayout.kv(1, 2, 1, 40, torch.bfloat16)
@@ -298,6 +298,6 @@ def test_a_lent_slab_shows_nothing_and_comes_back_clean():
     lender.slabs.scrub(3)
     table.reclaim(lender.frames_of(3))
     table.check_invariants()
-    again = table.allocate(2, 2)
+    again = table.allocate(2)
     assert again is not None and again.tolist() == [24, 25]
     assert not lender.pages(torch.from_numpy(again).long()).any(), "the borrower's bytes are gone"
