@@ -109,7 +109,6 @@ def on_the_host(scheduler: Scheduler, tokens: np.ndarray) -> None:
     assert ticket is not None
     controller.commit(ticket)
     controller.evict(Tier.DEVICE, len(frames))
-    scheduler.cache._link_done[D2H] += 1
 
 
 def measure_formation(queued: int, page_size: int) -> list[dict[str, object]]:

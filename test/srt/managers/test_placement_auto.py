@@ -30,7 +30,7 @@ class AutoRig(Rig):
         self.held = self.device.allocate(LARGE - spare)
         if not is_bounded:
             self.ledger._next_seq = dict.fromkeys(LINKS, 0)
-            self.ledger.num_ended = lambda link: 1  # type: ignore[method-assign]
+            self.ledger.num_done = lambda link: 1  # type: ignore[method-assign]
 
     def computed(self, text: str, below: Node | None = None, now: int = 0) -> Node:
         """Inserted as the scheduler does it."""
@@ -657,7 +657,7 @@ def test_of_a_node_beyond_the_bound_the_front_is_saved_when_it_leaves():
 
 def test_a_link_that_hangs_holds_no_more_of_the_device_than_the_bound():
     rig = AutoRig(spare=400, host=500, is_bounded=True)
-    rig.ledger.num_ended = lambda link: 1  # type: ignore[method-assign]
+    rig.ledger.num_done = lambda link: 1  # type: ignore[method-assign]
     for i in range(40):
         rig.insert("".join(chr(1000 + 20 * i + j) for j in range(10)), now=i)
     for _ in range(40):

@@ -54,7 +54,7 @@ class BackupLinks:
         return self.is_worth_copying(tier, start, end) or not self.is_believed(tier)
 
     def is_measured(self, tier: Tier) -> bool:
-        return self._ledger.num_ended(BACKUP_LINKS[tier]) > 0
+        return self._ledger.num_done(BACKUP_LINKS[tier]) > 0
 
     def works(self, tier: Tier) -> bool:
         """Whether copies to a tier end in time, and well, as far as is known."""

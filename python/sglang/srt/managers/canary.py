@@ -64,8 +64,7 @@ class Canary:
         self._random = random.Random(0)
         self._samples: deque[_Sample] = deque(maxlen=MAX_SAMPLES)
         self._num_requests = 0
-        # Comparisons that were begun, and that are over; and whether one of the last sample has found a difference.
-        self._num_begun = self._num_done = 0
+        # Whether a comparison of the last sample has found a difference.
         self._has_differed = False
         self._idle_since = Seconds(0.0)
 
@@ -88,7 +87,7 @@ class Canary:
 
     def wake_at(self, is_idle: bool) -> Seconds | None:
         """When a sample is due."""
-        is_due = is_idle and bool(self._samples) and self.req is None and self._num_done == self._num_begun
+        is_due = is_idle and bool(self._samples) and self.req is None and self._cache.ledger.oldest(CHECK) is None
         return Seconds(self._idle_since + self.config.canary_idle_s) if is_due else None
 
     def next_request(self, now: Seconds) -> TokenizedGenerateReqInput | None:
@@ -131,7 +130,6 @@ class Canary:
         ready = takewhile(lambda node: node.tickets[Tier.DEVICE] is None and not node.is_lossy, match.path)
         by_tier: Callable[[Node], Tier] = lambda node: node.came_from  # noqa: E731
         runs = [(tier, list(nodes)) for tier, nodes in groupby(ready, by_tier)]
-        self._num_begun += len(runs)
         self._has_differed = False
         for tier, nodes in runs:
             start, end = nodes[0].start, min(nodes[-1].end, match.device_len)
@@ -145,7 +143,7 @@ class Canary:
     def complete(self, done: int, failed: int | None) -> list[Tier]:
         """Comparisons below `done` are over on all ranks. Returns the tiers to blame for what differs."""
         differing = []
-        for seq in range(self._num_done, done):
+        for seq in range(self._cache.ledger.num_done(CHECK), done):
             op = self._cache.ledger.end(Ticket(CHECK, seq))
             assert isinstance(op, CheckOp)
             num_tokens = len(op.src_frames) * self.config.page_size
@@ -155,7 +153,6 @@ class Canary:
                 self._has_differed = True
                 self._differences[TIER_NAMES[op.came_from]] += 1
                 differing.append(op.came_from)
-        self._num_done = done
         return differing
 
     @property

@@ -100,7 +100,6 @@ class KVCache:
         self._found: list[np.ndarray] = []
         self.counters: Counter[str] = Counter()
         self._cursors = MatchCursors(self.tree)
-        self._link_done = dict.fromkeys(LINKS, 0)
         self._link_bytes = dict.fromkeys(LINKS, 0)
         self._next_hold = 0
 
@@ -501,7 +500,7 @@ class KVCache:
 
     def num_done(self, link: str) -> int:
         """Operations of a link that are over."""
-        return self._link_done[link]
+        return self.ledger.num_done(link)
 
     def complete_copies(
         self,
@@ -513,7 +512,7 @@ class KVCache:
     ) -> None:
         """Copies below `done` are over on all ranks. losing: called before one that failed is taken back; committed:
         after one that succeeded."""
-        for seq in range(self._link_done[link], done):
+        for seq in range(self.num_done(link), done):
             ticket, is_ok = Ticket(link, seq), seq != failed
             op = self.ledger.in_flight[ticket]
             self._note_growth(ticket)
@@ -529,7 +528,6 @@ class KVCache:
                 assert isinstance(op, TransferOp)
                 self._withdrawal.end_move(op, is_ok)
             self._note_end()
-        self._link_done[link] = done
 
     def complete_storage_ops(
         self,
@@ -542,7 +540,7 @@ class KVCache:
         """Storage operations below `done` are over. counts: what each brought or found; far_counts: how much of that
         each probe found on the second storage tier. administered: whether it was an administrator's, and has been
         dealt with."""
-        for i, (seq, count) in enumerate(zip(range(self._link_done[link], done), counts, strict=True)):
+        for i, (seq, count) in enumerate(zip(range(self.num_done(link), done), counts, strict=True)):
             ticket = Ticket(link, seq)
             op = self.ledger.in_flight[ticket]
             assert isinstance(op, StorageOp)
@@ -558,7 +556,6 @@ class KVCache:
             else:
                 self.storage.end_probe(ticket, count, far_counts[i])
             self._note_end()
-        self._link_done[link] = done
 
     def _note_growth(self, ticket: Ticket) -> None:
         """What the operation fills is about to be a tier's."""
@@ -702,7 +699,7 @@ class KVCache:
         for link in shown:
             pending = [op for ticket, op in self.in_flight.items() if ticket.link == link]
             links[link] = {
-                "operations_done": self._link_done[link],
+                "operations_done": self.num_done(link),
                 "bytes_done": self._link_bytes[link],
                 "operations_in_flight": len(pending),
                 "bytes_in_flight": sum(op.size_bytes for op in pending),

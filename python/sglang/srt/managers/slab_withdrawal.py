@@ -27,7 +27,6 @@ from sglang.srt.mem_cache.node import Node
 from sglang.srt.mem_cache.transfer import P2P, Tier, TransferOp
 from sglang.srt.utils.time_units import NO_LAUNCH
 
-_NONE = np.empty(0, np.int32)
 # Nodes that a step drops, and that are looked at together for what of them is copied to the host.
 _NODES_PER_STEP = 512
 _NODES_PER_COPY = 64

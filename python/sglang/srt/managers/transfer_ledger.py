@@ -67,7 +67,7 @@ class TransferLedger:
         self.lends_device = False
         # Of those in flight, the ones whose source is not pinned any more.
         self._released: set[Ticket] = set()
-        self._num_ended = dict.fromkeys(LINKS, 0)
+        self._num_done = dict.fromkeys(LINKS, 0)
         self._pages_in_flight = dict.fromkeys(LINKS, 0)
 
     def oldest(self, link: str) -> TransferOp | StorageOp | None:
@@ -78,9 +78,9 @@ class TransferLedger:
         """Pages that operations of a link are moving, or will."""
         return self._pages_in_flight[link]
 
-    def num_ended(self, link: str) -> int:
+    def num_done(self, link: str) -> int:
         """Operations of a link that are over."""
-        return self._num_ended[link]
+        return self._num_done[link]
 
     def begin_transfer(
         self,
@@ -100,7 +100,7 @@ class TransferLedger:
         self._begin(op)
         return op
 
-    def begin_check(self, cached: np.ndarray, computed: np.ndarray, tokens: np.ndarray, came_from: Tier) -> Ticket:
+    def begin_check(self, cached: np.ndarray, computed: np.ndarray, tokens: np.ndarray, came_from: Tier) -> None:
         """See `CheckOp`. Pins both, so that neither is written until the operation is over."""
         for frames in (cached, computed):
             self.tables[Tier.DEVICE].pin(frames)
@@ -116,7 +116,6 @@ class TransferLedger:
         )
         self._pages_in_flight[CHECK] += len(cached)
         self._begin(op)
-        return op.ticket
 
     def begin_storage_op(
         self,
@@ -137,7 +136,7 @@ class TransferLedger:
         """The operation is over on every rank: its frames are unpinned."""
         op = self.in_flight.pop(ticket)
         del self._by_link[ticket.link][ticket]
-        self._num_ended[ticket.link] += 1
+        self._num_done[ticket.link] += 1
         if isinstance(op, TransferOp):
             self._pages_in_flight[ticket.link] -= len(op.src_frames)
             if ticket in self._released:
