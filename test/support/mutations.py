@@ -501,7 +501,7 @@ def largest_count_taken() -> Any:
 @mutation
 def detach_does_not_wait() -> Any:
     """Storage is detached while it is read and written."""
-    return mock.patch.object(StorageController, "is_in_flight", False)
+    return mock.patch.object(StorageController, "has_outstanding", False)
 
 
 @mutation

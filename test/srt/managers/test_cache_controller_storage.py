@@ -27,7 +27,7 @@ def test_a_fetch_from_begin_to_end() -> None:
     assert rig.begun() == [(FETCH, 0, ["ab", "cd"], [0, 1, 2, 3])] and ticket == Ticket(FETCH, 0)
     assert rig.states(HOST) == "IIIIFF" and rig.host.pins.tolist() == [1, 1, 1, 1, 0, 0]
     assert rig.lengths("abcd") == (0, 0) and rig.storage.fetching_pages == 4
-    assert rig.storage.is_in_flight
+    assert rig.storage.has_outstanding
     assert rig.end_fetch(ticket, 2) == (0, 4)
     assert rig.states(HOST) == "CCCCFF" and not rig.host.pins.any() and rig.lengths("abcd") == (0, 4)
     assert rig.storage.fetching_pages == 0 and not rig.ledger.in_flight
@@ -299,7 +299,7 @@ def test_closing_gives_up_what_is_on_its_way() -> None:
     rig.end_fetch(fetch, 2)
     rig.end_store(0, 0)
     rig.ledger.end(probe)
-    assert not rig.storage.is_in_flight and low.parent.frames[HOST] is not None
+    assert not rig.storage.has_outstanding and low.parent.frames[HOST] is not None
     ticket = rig.storage.administer(StorageAction.DETACH)
     assert ticket == Ticket(PROBE, 1)
     rig.ledger.end(ticket)

@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.transfer import PROBE, StorageAction, Ticket
     ],
 )
 def test_only_storage_that_was_not_emptied_has_a_result(action: StorageAction, count: int, result: dict[str, Any]):
-    storage = Mock(is_open=False, is_in_flight=False, setup=None if action == StorageAction.ATTACH else object())
+    storage = Mock(is_open=False, has_outstanding=False, setup=None if action == StorageAction.ATTACH else object())
     storage.administer.return_value = Ticket(PROBE, 0)
     admin = StorageAdmin(storage, lambda: None)
     admin.serve([StorageRequest(id="1", action=action, what=cast(Any, Mock(setup="{}")))])

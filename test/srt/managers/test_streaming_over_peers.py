@@ -336,7 +336,7 @@ def test_a_prompt_that_is_retracted_for_another_has_no_chunk_in_that_step(
     def is_short_of(slot: int) -> bool:
         front = scheduler.queues.streaming
         is_due = len(front) == 2 and front[0].order < front[1].order and front[0].computed > 60
-        return is_due and front[0].slot == slot and not retracted and not scheduler.is_under_way
+        return is_due and front[0].slot == slot and not retracted and not scheduler.cache.has_outstanding
 
     def note_retracted(req: Req) -> None:
         retracted.append(req.order)
@@ -526,7 +526,7 @@ def test_a_long_request_waits_when_peers_take_their_memory_back(
 
     def turn() -> None:
         nonlocal now
-        now += not rig.scheduler.is_under_way
+        now += not rig.scheduler.cache.has_outstanding
         if lends_again and now > reclaimed_at + 20:
             rig.slabs.most = 8
 

@@ -196,7 +196,7 @@ class EngineCore:
     @property
     def has_outstanding(self) -> bool:
         """Whether some launch or operation has not been consumed yet, so that inputs will come by themselves."""
-        return self.scheduler.is_under_way
+        return self.scheduler.cache.has_outstanding
 
     def _consume(self, progress: Progress, decision: BatchDecision) -> None:
         self._stepped_on = self._seen

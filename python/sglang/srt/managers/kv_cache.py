@@ -172,12 +172,6 @@ class KVCache:
         slow = min(self.device.num_pinned_only, self.controller.links.num_slow_pages)
         return self.device.counts[FrameState.PENDING_FREE] - slow
 
-    @property
-    def is_copying(self) -> bool:
-        """Whether copies are under way whose end gives pages back soon."""
-        awaited = set(COPY_LINKS) - self.controller.links.slow
-        return any(self.ledger.oldest(link) is not None for link in awaited)
-
     def evictable_pages_in(self, match: MatchResult) -> int:
         """Device pages that locking the match takes out of eviction's reach."""
         return self.tree.evictable_pages_in(match)
@@ -408,6 +402,38 @@ class KVCache:
         for table in self.tables.values():
             table.reap(self.clock.done)
 
+    # -- what is under way --------------------------------------------------------------------------------------
+
+    @property
+    def in_flight(self) -> dict[Ticket, Any]:
+        """Operations that have begun and are not over; to be read only."""
+        return self.ledger.in_flight
+
+    @property
+    def has_outstanding(self) -> bool:
+        """Whether a launch or an operation is under way. Its end, if there is one, causes another step."""
+        return self.clock.is_running or bool(self.in_flight)
+
+    @property
+    def will_progress(self) -> bool:
+        """The same without what is not expected to end: operations of storage that hangs."""
+        return self.clock.is_running or any(not self.storage.hangs_on(ticket.link) for ticket in self.in_flight)
+
+    @property
+    def will_free_pages(self) -> bool:
+        """Whether a launch or a copy is under way, whose end may give device pages back. No operation of storage
+        does."""
+        return self.clock.is_running or self._is_copying(COPY_LINKS)
+
+    @property
+    def will_free_pages_soon(self) -> bool:
+        """The same without copies by slow links, and whether device pages were given up that will be free soon."""
+        quick = set(COPY_LINKS) - self.controller.links.slow
+        return self.clock.is_running or self.num_free_soon > 0 or self._is_copying(quick)
+
+    def _is_copying(self, links: Iterable[str]) -> bool:
+        return any(self.ledger.oldest(link) is not None for link in links)
+
     # -- links --------------------------------------------------------------------------------------------------
 
     def take_ops(self) -> tuple[tuple[TransferOp | StorageOp, ...], tuple[Ticket, ...]]:
@@ -454,16 +480,6 @@ class KVCache:
         if self.swap is not None:
             self.swap.take_freed()
         return {tier.value: table.take_freed() for tier, table in self.tables.items()}
-
-    @property
-    def in_flight(self) -> dict[Ticket, Any]:
-        """Operations that have begun and are not over; to be read only."""
-        return self.ledger.in_flight
-
-    @property
-    def is_moving(self) -> bool:
-        """Whether a launch or an operation goes on that is expected to end: not one of storage that hangs."""
-        return self.clock.is_running or any(not self.storage.hangs_on(ticket.link) for ticket in self.in_flight)
 
     def oldest_copies(self) -> dict[str, TransferOp | None]:
         """By link from the device, the first operation in flight."""

@@ -141,11 +141,6 @@ class Scheduler:
         return len(self.queues)
 
     @property
-    def is_under_way(self) -> bool:
-        """Whether a launch or an operation will cause another step."""
-        return self.clock.is_running or bool(self.cache.in_flight)
-
-    @property
     def wake_at(self) -> float | None:
         """Seconds, as in `StepInputs.now`: a step is due then even if nothing comes in."""
         slabs_at = [each.wake_at for each in (self.lender, self.borrower) if each is not None]
@@ -636,7 +631,7 @@ class Scheduler:
         if launch is None and is_others:
             if self._is_giving_way:
                 # Another chunk would only come before the request that gets its pages.
-                if not self._awaits_pages:
+                if not self.cache.will_free_pages:
                     self._step_again_at = self.planner.expected.now
                 return None
             if not (turns.has_time(now) and self.queues.has_decode):
@@ -646,13 +641,7 @@ class Scheduler:
     @property
     def _is_giving_way(self) -> bool:
         """Whether pages of a request that streams come free for one that waits."""
-        return self.streaming.is_giving_way and bool(self._awaits_pages or self.cache.num_free_soon)
-
-    @property
-    def _awaits_pages(self) -> bool:
-        """Whether something under way gives device pages back at its end. No operation of storage does, and one may
-        hang."""
-        return self.clock.is_running or any(ticket.link in COPY_LINKS for ticket in self.cache.in_flight)
+        return self.streaming.is_giving_way and (self.cache.will_free_pages or self.cache.num_free_soon > 0)
 
     def _prefill_streaming(self) -> Launch | None:
         queues = self.queues
@@ -720,19 +709,19 @@ class Scheduler:
         frames = cache.allocate(num_pages)
         if frames is None and self.admission.cancel_preloads(self.queues.waiting):
             frames = cache.allocate(num_pages)
-        if frames is None and self.streaming.is_enabled and not cache.is_moving:
+        if frames is None and self.streaming.is_enabled and not cache.will_progress:
             # Its place in the tree was being loaded when it was computed. Only what is in the tree can shrink.
             cache.insert_prefix(req, req.computed, batch.page_runs)
             frames = cache.allocate(num_pages)
         # Where nothing is on its way that would cause another step, all that can be given up at once is.
         while frames is None and self.streaming.shrink(num_pages, req):
             frames = cache.allocate(num_pages)
-            if cache.is_moving:
+            if cache.will_progress:
                 break
         if frames is not None:
             self.builder.extend(batch, req, chunk, frames)
             return chunk
-        if self.streaming.is_streaming(req) and not (self.queues.running or cache.is_moving):
+        if self.streaming.is_streaming(req) and not (self.queues.running or cache.will_progress):
             if len(active := self.queues.active()) == 1:
                 self._end_too_long(req)
             else:
@@ -761,7 +750,7 @@ class Scheduler:
         if streaming.shrink(num_pages) and cache.make_room(num_pages):
             return True
         # What was given up comes back when launches and transfers end: taking more from others would not help.
-        if self.clock.is_running or cache.num_free_soon or cache.is_copying:
+        if cache.will_free_pages_soon:
             return False
         active = self.queues.active()
         is_alone = len(active) == 1
@@ -771,7 +760,7 @@ class Scheduler:
             return False  # there is no other request to take from: it waits for the slabs that were recalled
         victim = active[choose_victim([self.admission.turn_of(r) for r in active])]
         if is_alone and streaming.is_streaming(victim):
-            if cache.is_moving:
+            if cache.will_progress:
                 return False
             assert victim.hold is not None
             before = victim.hold.inserted_len

@@ -44,7 +44,7 @@ class StorageAdmin:
                 continue
             if self._storage.is_open:
                 self._storage.close()
-            if self._storage.is_in_flight:
+            if self._storage.has_outstanding:
                 return
             setup = request.what.setup if request.what is not None else ""
             self._ticket = self._storage.administer(request.action, setup)

@@ -211,12 +211,13 @@ class StorageController:
         return any(breaker.hangs and link in breaker.links for breaker in (self.reads, self.writes))
 
     @property
-    def is_in_flight(self) -> bool:
+    def has_outstanding(self) -> bool:
+        """Whether an operation of storage is under way."""
         return any(self.ledger.oldest(link) is not None for link in STORAGE_LINKS)
 
     def administer(self, action: StorageAction, setup: str = "") -> Ticket:
         """Attach, detach or clear; nothing else is in flight to storage."""
-        assert not self.is_in_flight
+        assert not self.has_outstanding
         return self.ledger.begin_storage_op(PROBE, action, setup=setup)
 
     def tell(self, action: StorageAction, tenant: bytes, limit: int = -1, tier: Tier = Tier.DISK) -> Ticket:
@@ -324,12 +325,12 @@ class StorageController:
             _, rid = heapq.heappop(self._deadlines)
             prefetch = self._prefetches[rid]
             # Not where storage hangs, which would cost one timeout after the other.
-            is_moving = not self._fetches or self._num_ended > prefetch.num_ended_before
+            has_progressed = not self._fetches or self._num_ended > prefetch.num_ended_before
             if not is_known or (first is not None and first not in order):
                 first, is_known = self._first_held_up(), True
             has_begun = rid not in order or prefetch.is_pinned
             is_held_up = first is not None and not has_begun and not order.is_before(rid, first)
-            if is_held_up and is_moving and now < prefetch.last_deadline:
+            if is_held_up and has_progressed and now < prefetch.last_deadline:
                 self._set_deadline(rid, prefetch, now, max(prefetch.limit_s, MIN_PUT_OFF_S))
                 continue
             self._let_go(rid, prefetch)

@@ -316,7 +316,7 @@ class StreamedRequest:
     def _is_room_coming(self) -> bool:
         """Whether transfers or launches that are under way will give some of the tiers below the device back, or let
         it be evicted."""
-        if not self._cache.is_moving:
+        if not self._cache.will_progress:
             return False
         tables = [self._cache.tables[tier] for tier in self._tiers_below()]
         for table in tables:
