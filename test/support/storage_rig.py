@@ -9,14 +9,14 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from sglang.srt.managers.cache_controller import HiCacheController, ready_frames
+from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.managers.storage_controller import StorageController
 from sglang.srt.managers.storage_setup import PrefetchConfig, StorageLimits
 from sglang.srt.managers.transfer_ledger import Pools, TransferLedger
 from sglang.srt.mem_cache.block_keys import BlockKeys, to_bytes
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
-from sglang.srt.mem_cache.node import Node
+from sglang.srt.mem_cache.node import Node, ready_frames
 from sglang.srt.mem_cache.transfer import (
     COPY_LINKS,
     FETCH,

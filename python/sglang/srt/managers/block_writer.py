@@ -20,11 +20,11 @@ from itertools import takewhile
 import numpy as np
 
 from sglang.srt.managers.block_touches import BlockTouches
-from sglang.srt.managers.cache_controller import HiCacheController, is_ready
+from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.managers.storage_breaker import StorageBreaker
 from sglang.srt.managers.storage_setup import StorageLimits
 from sglang.srt.mem_cache.namespaces import is_alone, salt_of
-from sglang.srt.mem_cache.node import Node, survivor_of
+from sglang.srt.mem_cache.node import Node, is_ready, ready_frames, survivor_of
 from sglang.srt.mem_cache.transfer import STORE, StorageAction, StorageOp, Ticket, Tier
 from sglang.srt.utils.time_units import Seconds
 
@@ -258,7 +258,6 @@ class BlockWriter:
 
 def _host_frames(node: Node, page_size: int) -> np.ndarray:
     """(pages of the node,) int32; -1 for each if the host does not have it."""
-    frames = node.frames[Tier.HOST]
-    if frames is None or not is_ready(node, Tier.HOST):
-        return np.full(len(node.key) // page_size, -1, np.int32)
-    return frames
+    if is_ready(node, Tier.HOST):
+        return ready_frames(node, Tier.HOST)
+    return np.full(len(node.key) // page_size, -1, np.int32)

@@ -27,7 +27,16 @@ from sglang.srt.mem_cache.eviction import RETIRED_PRIORITY
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
 from sglang.srt.mem_cache.namespaces import is_alone
-from sglang.srt.mem_cache.node import FilledRun, Node, mark_next, note_source, survivor_of
+from sglang.srt.mem_cache.node import (
+    FilledRun,
+    Node,
+    is_only_on_device,
+    is_ready,
+    mark_next,
+    note_source,
+    ready_frames,
+    survivor_of,
+)
 from sglang.srt.mem_cache.placement import (
     LAST,
     WRITE_POLICIES,
@@ -156,7 +165,7 @@ class HiCacheController:
         nodes = []
         step: Node | None = node
         while step is not None and step.parent is not None:
-            is_there = step.frames[tier] is not None or (only_uncopied and not _is_only_on_device(step))
+            is_there = step.frames[tier] is not None or (only_uncopied and not is_only_on_device(step))
             if not is_there and is_ready(step, Tier.DEVICE):
                 nodes.append(step)
             step = step.parent
@@ -200,7 +209,7 @@ class HiCacheController:
             begin, fronts, above = node.start // size * size, [], node.parent
             if not self.is_worth_storing(begin, node.end):
                 above = None
-            while above is not None and above.end > begin and _is_only_on_device(above) and above.id not in known:
+            while above is not None and above.end > begin and is_only_on_device(above) and above.id not in known:
                 if above.start < begin:
                     self.tree.split(above, begin - above.start)
                 fronts.append(above)
@@ -453,7 +462,7 @@ class HiCacheController:
     def _write_through(self, node: Node) -> None:
         """Copy what was never copied of the path to a node to the host, the front first, as far as the link takes it
         and the host has room to spare, or passes it on to storage. The rest is tried again."""
-        lacking = [n for n in self.tree.path_of(node) if not n.was_copied and _is_only_on_device(n)]
+        lacking = [n for n in self.tree.path_of(node) if not n.was_copied and is_only_on_device(n)]
         if not lacking or not self.links.is_worth_trying(Tier.HOST, lacking[0].start, node.end):
             return
         num_pages, num_free = self.links.num_allowed(Tier.HOST), self.tables[Tier.HOST].num_free
@@ -527,7 +536,7 @@ class HiCacheController:
         allowed = {tier: max(0, self.links.num_allowed(tier)) for tier in tiers if self.links.works(tier)}
         for i, node in enumerate(victims):
             worth = [tier for tier in allowed if self.links.is_worth_copying(tier, node.start, node.end)]
-            if not worth or not _is_only_on_device(node):
+            if not worth or not is_only_on_device(node):
                 continue
             num_pages = len(node.key) // self.tree.page_size
             rooms = {tier: self._room(tier, 0)._replace(num_allowed=num_pages) for tier in worth}
@@ -553,7 +562,7 @@ class HiCacheController:
         for node in victims if is_ahead else reversed(victims):
             tier = self._tier_for(node, parts, is_ahead)
             if tier is None:
-                if not is_ahead and _is_only_on_device(node):
+                if not is_ahead and is_only_on_device(node):
                     self._count_backup(Tier.HOST, len(node.key), is_dropped=True)
                 continue
             num_planned, num_pages = self._pages_of(parts[tier]), len(node.key) // self.tree.page_size
@@ -587,7 +596,7 @@ class HiCacheController:
         }
         if len(unknown) < len(worth):
             worth = {tier: nodes for tier, nodes in worth.items() if tier not in unknown}
-        is_alone = _is_only_on_device(node)
+        is_alone = is_only_on_device(node)
         if is_alone and worth:
             num_pages, rank = len(node.key) // self.tree.page_size, self.tree.order.rank(node)
             chosen = choose_tier(num_pages, rank, self._rooms(worth))
@@ -778,18 +787,6 @@ class _AllBut:
         return id not in self._ids
 
 
-def ready_frames(node: Node, tier: Tier) -> np.ndarray:
-    """The frames of a node on a tier, of which nothing is on its way."""
-    frames = node.frames[tier]
-    assert frames is not None and node.tickets[tier] is None, f"{node} is not ready on the {tier.name.lower()}"
-    return frames
-
-
-def is_ready(node: Node, tier: Tier) -> bool:
-    """Whether a tier has a node, and nothing of it is on its way there."""
-    return node.frames[tier] is not None and node.tickets[tier] is None
-
-
 def _parts_from(node: Node, begin: int) -> list[Node]:
     """The node and those above it, the last first, which splitting has made of tokens from `begin` on."""
     parts = [node]
@@ -797,8 +794,3 @@ def _parts_from(node: Node, begin: int) -> list[Node]:
         assert parts[-1].parent is not None
         parts.append(parts[-1].parent)
     return parts
-
-
-def _is_only_on_device(node: Node) -> bool:
-    """Whether the device has a node, ready, and no other tier has it or gets it."""
-    return is_ready(node, Tier.DEVICE) and node.frames[Tier.PEER] is None and node.frames[Tier.HOST] is None

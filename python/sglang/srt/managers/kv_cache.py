@@ -22,7 +22,6 @@ import numpy as np
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.managers.lost_hits import Lookup, LostHits
 from sglang.srt.managers.match_cursors import MatchCursors
-from sglang.srt.managers.prefill_plan import streamed_from_peers
 from sglang.srt.managers.schedule_batch import Preload, Req, ReqHold
 from sglang.srt.managers.schedule_policy import Candidate, pages_for
 from sglang.srt.managers.scheduler_config import SchedulerConfig
@@ -220,7 +219,8 @@ class KVCache:
 
     def tokens_from_peers(self, path: list[Node]) -> int:
         """Tokens of a locked path that are streamed from peers."""
-        return streamed_from_peers(path, self.tree.source_of)
+        lacking = (node for node in path if node.frames[Tier.DEVICE] is None)
+        return sum(len(node.key) for node in lacking if self.tree.source_of(node) == Tier.PEER)
 
     def count_use(self, receipt: Receipt, req: Req) -> None:
         """The request starts on a locked path; eviction and write policies use the count. It counts once, also when

@@ -22,7 +22,7 @@ from sglang.srt.managers.schedule_policy import LoadTimes, decode_reserve, pages
 from sglang.srt.managers.scheduler_config import SchedulerConfig
 from sglang.srt.managers.streamed_request import StreamedRequest
 from sglang.srt.mem_cache.frame_table import FrameState
-from sglang.srt.mem_cache.node import MatchResult
+from sglang.srt.mem_cache.node import MatchResult, is_ready
 from sglang.srt.mem_cache.transfer import Ticket, Tier
 from sglang.srt.model_executor.launch import PageRun, StreamedPrefix
 from sglang.srt.utils.time_units import NO_LAUNCH
@@ -446,8 +446,7 @@ class LayerStreaming(NoLayerStreaming):
         """The part of a match that the device has, peers or the host."""
         pos = 0
         for i, node in enumerate(match.path):
-            on_device = node.frames[Tier.DEVICE] is not None and node.tickets[Tier.DEVICE] is None
-            if not (on_device or self._tree.order.ready_tier(node) is not None):
+            if not is_ready(node, Tier.DEVICE) and self._tree.order.ready_tier(node) is None:
                 last_len = len(match.path[i - 1].key) if i else 0
                 runs = tuple((start, min(end, pos)) for start, end in match.peer_runs if start < pos)
                 return MatchResult(match.namespace, match.path[:i], last_len, match.device_len, pos, runs)

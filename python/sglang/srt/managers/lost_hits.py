@@ -17,7 +17,7 @@ import numpy as np
 from sglang.srt.mem_cache.block_history import FORGOTTEN, BlockHistory, Left
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
 from sglang.srt.mem_cache.namespaces import is_private
-from sglang.srt.mem_cache.node import Node, is_hole
+from sglang.srt.mem_cache.node import Node, is_hole, is_ready
 from sglang.srt.mem_cache.radix import common_len
 from sglang.srt.mem_cache.transfer import FRAME_TIERS
 
@@ -109,7 +109,7 @@ class LostHits:
                 reason = "behind_hole"
             else:
                 # What is behind has the same reason.
-                reason = reason if _is_ready_somewhere(node) else "in_transfer"
+                reason = reason if any(is_ready(node, tier) for tier in FRAME_TIERS) else "in_transfer"
                 reasons[reason] += num_tokens
             pos += num_tokens
         self._by_history(lookup, pos, end, reasons)
@@ -162,10 +162,6 @@ class LostHits:
             if start < bound <= end:
                 reasons[_reason(left, bound, lookup, bound <= storable_end)] += bound - start
                 start = bound
-
-
-def _is_ready_somewhere(node: Node) -> bool:
-    return any(node.frames[tier] is not None and node.tickets[tier] is None for tier in FRAME_TIERS)
 
 
 def _reason(left: Left | None, end: int, lookup: Lookup, is_storable: bool) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from sglang.srt.managers.schedule_batch import Req, Span, SpanSource
 from sglang.srt.mem_cache.node import Node
@@ -28,11 +28,6 @@ def plan_spans(path: Sequence[Node], num_tokens: int, recomputed: tuple[int, int
             spans.append(Span(pos, end, source, ticket))
         pos = end
     return (*spans, Span(pos, num_tokens, SpanSource.COMPUTE))
-
-
-def streamed_from_peers(path: Sequence[Node], source_of: Callable[[Node], Tier | None]) -> int:
-    """Tokens of a path that are streamed from peers. source_of: `HiRadixTree.source_of`."""
-    return sum(len(node.key) for node in path if node.frames[Tier.DEVICE] is None and source_of(node) == Tier.PEER)
 
 
 def hits_by_tier(req: Req, streamed_from_peers: int, storage_tiers: Sequence[Tier]) -> dict[str, int]:

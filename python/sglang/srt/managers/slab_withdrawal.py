@@ -21,9 +21,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from sglang.srt.managers.cache_controller import HiCacheController, is_ready
+from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.mem_cache.frame_table import FrameState
-from sglang.srt.mem_cache.node import Node
+from sglang.srt.mem_cache.node import Node, is_ready
 from sglang.srt.mem_cache.transfer import P2P, Tier, TransferOp
 from sglang.srt.utils.time_units import NO_LAUNCH
 

@@ -35,7 +35,7 @@ from sglang.srt.managers.kv_cache import KVCache
 from sglang.srt.managers.load_planner import LoadPlanner
 from sglang.srt.managers.schedule_batch import Req, ReqHold
 from sglang.srt.mem_cache.frame_table import FrameState
-from sglang.srt.mem_cache.node import Node
+from sglang.srt.mem_cache.node import Node, is_ready
 from sglang.srt.mem_cache.transfer import BACKUP_LINKS, COPY_LINKS, LOAD_LINKS, Ticket, Tier
 from sglang.srt.model_executor.launch import PageRun, StreamedPrefix
 
@@ -288,7 +288,7 @@ class StreamedRequest:
 
     def _source_of(self, node: Node) -> Tier:
         tier = self._tree.order.ready_tier(node)
-        if tier is None and node.frames[Tier.DEVICE] is not None and node.tickets[Tier.DEVICE] is None:
+        if tier is None and is_ready(node, Tier.DEVICE):
             # Computed behind the gap, or loaded before what is above it was, and since given up below.
             return Tier.DEVICE
         assert tier is not None, f"{node} is streamed and ready nowhere"

@@ -17,7 +17,7 @@ import numpy as np
 from sglang.srt.mem_cache.block_keys import NO_KEYS
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
-from sglang.srt.mem_cache.node import Dropped
+from sglang.srt.mem_cache.node import Dropped, is_ready
 from sglang.srt.mem_cache.transfer import (
     CHECK,
     LINKS,
@@ -228,8 +228,7 @@ class TransferLedger:
             # A load's source stays, else its failure could not be told from eviction; but slabs of peers are
             # withdrawn whatever is loaded from them.
             if isinstance(op, TransferOp) and op.src == Tier.HOST:
-                ready = node.frames[Tier.HOST] is not None and node.tickets[Tier.HOST] is None
-                assert ready, f"{node}: its load has no source"
+                assert is_ready(node, Tier.HOST), f"{node}: its load has no source"
         in_tree = expected >= 0
         assert (table.state[in_tree] == expected[in_tree]).all(), f"{tier.name}: tree and frame table disagree"
         rest = table.state[~in_tree]

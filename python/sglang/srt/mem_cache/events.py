@@ -19,7 +19,7 @@ import numpy as np
 from sglang.srt.disaggregation.kv_events import MEDIA, AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from sglang.srt.mem_cache.block_keys import to_bytes
 from sglang.srt.mem_cache.namespaces import is_private, parts_of_namespace
-from sglang.srt.mem_cache.node import Node, Root, path_of, root_of
+from sglang.srt.mem_cache.node import Node, Root, is_ready, path_of, root_of
 from sglang.srt.mem_cache.page_hashes import PageHashes
 from sglang.srt.mem_cache.page_watcher import PageWatcher
 from sglang.srt.mem_cache.transfer import FRAME_TIERS, TIER_NAMES, Ticket, Tier
@@ -72,7 +72,7 @@ class KVCacheEventRecorder(PageWatcher):
         self.on_disk, self._disk_uses = {}, Counter()
         for node in nodes:
             for tier in FRAME_TIERS:
-                if node.frames[tier] is not None and node.tickets[tier] is None:
+                if is_ready(node, tier):
                     self.placed(node, tier)
         return self.take()
 

@@ -46,6 +46,7 @@ from sglang.srt.mem_cache.node import (
     Root,
     is_fetching,
     is_hole,
+    is_ready,
     path_of,
     root_of,
 )
@@ -438,7 +439,7 @@ class HiRadixTree:
 
     def replace_frames(self, node: Node, tier: Tier, frames: np.ndarray) -> None:
         """The tier has the node's pages in other frames, ready, int32, one per page."""
-        assert node.frames[tier] is not None and node.tickets[tier] is None
+        assert is_ready(node, tier)
         node.frames[tier] = trimmed(frames)
 
     def cut(self, ticket: Ticket, tier: Tier, end: int) -> Dropped:

@@ -161,6 +161,23 @@ class Root(Node):
         self.namespace = namespace
 
 
+def is_ready(node: Node, tier: Tier) -> bool:
+    """Whether a tier has a node, and nothing of it is on its way there."""
+    return node.frames[tier] is not None and node.tickets[tier] is None
+
+
+def ready_frames(node: Node, tier: Tier) -> np.ndarray:
+    """The frames of a node on a tier, of which nothing is on its way."""
+    frames = node.frames[tier]
+    assert frames is not None and node.tickets[tier] is None, f"{node} is not ready on the {tier.name.lower()}"
+    return frames
+
+
+def is_only_on_device(node: Node) -> bool:
+    """Whether the device has a node, ready, and no other tier has it or gets it."""
+    return is_ready(node, Tier.DEVICE) and node.frames[Tier.PEER] is None and node.frames[Tier.HOST] is None
+
+
 def is_hole(node: Node) -> bool:
     """Whether no tier has it, though some have what is below it."""
     return all([frames is None for frames in node.frames])
