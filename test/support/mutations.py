@@ -25,6 +25,7 @@ import torch
 from sglang.srt.constrained.grammar_rows import GrammarRows
 from sglang.srt.managers import block_writer, storage_controller
 from sglang.srt.managers.admission import Admission
+from sglang.srt.managers.auto_copies import AutoCopies
 from sglang.srt.managers.batch_builder import BatchBuilder
 from sglang.srt.managers.block_writer import BlockWriter
 from sglang.srt.managers.cache_controller import HiCacheController
@@ -856,7 +857,7 @@ def match_goes_through_holes() -> Any:
 @mutation
 def duplicates_rewritten_at_insertion() -> Any:
     """Whatever the host lacks of a path is copied there when something is inserted below it."""
-    write_through = HiCacheController._write_through
+    write_through = AutoCopies.write_through
 
     def patched(self: Any, node: Node) -> None:
         path = path_of(node)
@@ -867,7 +868,7 @@ def duplicates_rewritten_at_insertion() -> Any:
         for above, mark in zip(path, marks):
             above.was_copied |= mark
 
-    return mock.patch.object(HiCacheController, "_write_through", patched)
+    return mock.patch.object(AutoCopies, "write_through", patched)
 
 
 @mutation

@@ -54,7 +54,7 @@ class ResidencyEvents:
         self._wrap(cache.tree, "give_up", self._giving_up)
         self._wrap(cache.tree, "begin_fetch", self._fetching)
         self._wrap(cache.controller, "begin_load", self._loading)
-        self._wrap(cache.controller, "_write_through", self._writing_through)
+        self._wrap(cache.controller.auto, "write_through", self._writing_through)
         self._wrap(cache.ledger, "begin_storage_op", self._storing)
 
     def note_late_links(self) -> None:

@@ -104,7 +104,7 @@ def test_a_little_is_written_ahead_where_it_is_not_worth_it_which_shows_when_it_
     rig.controller.links.is_worth_copying = lambda tier, start, end: False
     most = bound(FIRST_COPYING_RATIO)
     rig.insert("".join(chr(1000 + i) for i in range(3 * most)))
-    rig.at(10).write_ahead(200)
+    rig.at(10).auto.write_ahead(200)
     assert rig.begun() == [(D2H, most)]
     rig.give_up(most + 1)
     assert rig.begun() == [], "one copy at a time, and none of what leaves"
@@ -120,19 +120,19 @@ def test_a_link_that_fails_gets_nothing(is_worth: bool):
     failing.update(Seconds(0.0))
     most = bound(FIRST_COPYING_RATIO)
     rig.computed("".join(chr(1000 + i) for i in range(3 * most)))
-    rig.at(10).write_ahead(200)
+    rig.at(10).auto.write_ahead(200)
     rig.give_up(most)
     assert rig.begun() == []
     failing.update(Seconds(2.0))
     rig.controller.num_looked_at.clear()
-    rig.at(10).write_ahead(200)
+    rig.at(10).auto.write_ahead(200)
     assert rig.begun()[0][0] == D2H
 
 
 def test_without_other_tiers_nothing_is_copied():
     rig = AutoRig(host=0)
     rig.computed("abc")
-    rig.controller.write_ahead(1000)
+    rig.controller.auto.write_ahead(1000)
     rig.give_up(3)
     assert rig.begun() == [] and rig.tree.num_nodes == 0
 
@@ -149,7 +149,7 @@ def test_write_ahead_copies_what_the_device_gives_up_next():
     rig.ledger.take_ops()
     old = rig.insert("wxyz", now=1)
     assert rig.device.num_free == 0
-    rig.at(10).write_ahead(2)
+    rig.at(10).auto.write_ahead(2)
     rig.check()
     assert rig.begun() == [(D2H, 2)]
     left = [n for n in rig.tree.walk() if n.frames[HOST] is not None]
@@ -164,15 +164,15 @@ def test_write_ahead_copies_what_the_device_gives_up_next():
 def test_write_ahead_copies_nothing_while_enough_is_free_or_was_looked_at():
     rig = AutoRig(spare=12, host=20)
     rig.insert("abcdefgh")
-    rig.at(10).write_ahead(4)
+    rig.at(10).auto.write_ahead(4)
     assert rig.begun() == [], "four pages are free"
-    rig.at(10).write_ahead(6)
+    rig.at(10).auto.write_ahead(6)
     assert rig.begun() == [(D2H, 2)]
-    rig.at(10).write_ahead(6)
+    rig.at(10).auto.write_ahead(6)
     assert rig.begun() == [], "that was looked at already"
     rig.give_up(2)
     rig.device.allocate(2)
-    rig.at(10).write_ahead(6)
+    rig.at(10).auto.write_ahead(6)
     assert rig.begun() != [], "what was written ahead has gone"
 
 
@@ -180,7 +180,7 @@ def test_write_ahead_copies_nothing_while_enough_is_free_or_was_looked_at():
 def test_other_policies_write_nothing_ahead(policy: str):
     rig = Rig(device=8, host=8, write_policy=policy)
     rig.insert("abcdefgh")
-    rig.at(10).write_ahead(4)
+    rig.at(10).auto.write_ahead(4)
     assert ops_of(rig) == []
 
 
@@ -197,7 +197,7 @@ def test_what_is_being_copied_leaves_last():
     rig = AutoRig(host=8)
     rig.insert("abc", now=1)
     rig.insert("xyz", now=2)
-    rig.at(10).write_ahead(rig.device.num_free + 2)
+    rig.at(10).auto.write_ahead(rig.device.num_free + 2)
     rig.ledger.take_ops()
     free = rig.device.num_free
     rig.give_up(2)
@@ -234,7 +234,7 @@ def test_a_copy_that_was_given_up_is_not_written_again_by_what_is_inserted_below
 def test_a_copy_that_was_given_up_is_written_again_ahead_of_eviction():
     rig = AutoRig(spare=12, host=8)
     node = given_up_by_the_host(rig, "abc")
-    rig.at(10).write_ahead(rig.device.num_free + 3)
+    rig.at(10).auto.write_ahead(rig.device.num_free + 3)
     assert rig.begun() == [(D2H, 3)]
     rig.end_all()
     rig.give_up(3)
@@ -272,7 +272,7 @@ def test_copies_of_what_the_device_gives_up_next_stay():
     next_, kept = rig.computed("ab", now=1), rig.computed("cd", now=2)
     rig.end_all()
     assert rig.tree.victims(HOST, 4) == [kept, next_]
-    rig.at(10).write_ahead(rig.device.num_free + 2)
+    rig.at(10).auto.write_ahead(rig.device.num_free + 2)
     assert next_.is_next and not kept.is_next and rig.begun() == []
     assert rig.tree.order.class_of(next_, HOST) == LAST and rig.tree.order.class_of(kept, HOST) == SPARE
     other = rig.computed("ef", now=3)
@@ -564,11 +564,11 @@ def test_what_is_copied_ahead_waits_for_the_spare_copies_that_a_load_leaves():
     receipt = rig.tree.lock(rig.tree.match("", tokens("abcd")), 6)
     rig.at(10).begin_load([loaded])
     rig.ledger.take_ops()
-    rig.at(10).write_ahead(2)
+    rig.at(10).auto.write_ahead(2)
     assert rig.begun() == [], "the host has nothing to spare yet"
     rig.end_all()
     rig.tree.unlock(receipt, 10, -1)
-    rig.at(10).write_ahead(2)
+    rig.at(10).auto.write_ahead(2)
     assert rig.begun() == [(D2H, 2)]
     rig.end_all()
     assert rig.where(alone) == "H" and rig.lengths("vwxy") == (4, 4)
@@ -616,7 +616,7 @@ def test_until_the_first_copy_has_ended_few_pages_are_copied():
     text = "".join(chr(1000 + i) for i in range(most + 1))
     rig.computed(text)
     assert rig.begun() == [(D2H, most)], "as much as may be"
-    rig.at(10).write_ahead(bound(MAX_COPYING_RATIO))
+    rig.at(10).auto.write_ahead(bound(MAX_COPYING_RATIO))
     rig.check()
     assert rig.begun() == [], "the link is busy"
     rig.give_up(1)
@@ -661,7 +661,7 @@ def test_a_link_that_hangs_holds_no_more_of_the_device_than_the_bound():
     for i in range(40):
         rig.insert("".join(chr(1000 + 20 * i + j) for j in range(10)), now=i)
     for _ in range(40):
-        rig.at(10).write_ahead(20)
+        rig.at(10).auto.write_ahead(20)
         rig.give_up(10)
     held = rig.device.counts[FrameState.PENDING_FREE]
     assert 0 < held <= bound(MAX_COPYING_RATIO) and rig.device.num_free == 400 - held

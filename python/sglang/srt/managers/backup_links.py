@@ -19,7 +19,7 @@ class BackupLinks:
     """is_worth_copying: whether tokens [start, end) of a prompt are better copied to a tier than computed again, as
     far as was measured. is_believed: whether that was lately, so that the tier need not be tried again. late,
     overdue: see `LateCopies`. pages_ahead: so many may always be copied at once, see
-    `HiCacheController.write_ahead`."""
+    `AutoCopies.write_ahead`."""
 
     def __init__(self, ledger: TransferLedger) -> None:
         self.late: frozenset[str] = frozenset()

@@ -1,7 +1,8 @@
 """`HiCacheController`: copies between device, peers and host, and what leaves these tiers.
 
-Owns the write policy. Decides nothing about requests and executes nothing: the scheduler calls it, links carry the
-operations out. Storage is the business of storage_controller.py.
+Owns the write policy; what `auto` copies from the device is in auto_copies.py. Decides nothing about requests and
+executes nothing: the scheduler calls it, links carry the operations out. Storage is the business of
+storage_controller.py.
 
     device ── D2H: back_up, begin_spill ──► host
     device ◄── H2D: begin_load ──────────── host
@@ -21,9 +22,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from sglang.srt.managers.auto_copies import AutoCopies
 from sglang.srt.managers.backup_links import BackupLinks
 from sglang.srt.managers.transfer_ledger import TransferLedger
-from sglang.srt.mem_cache.eviction import RETIRED_PRIORITY
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
 from sglang.srt.mem_cache.namespaces import is_alone
@@ -35,12 +36,10 @@ from sglang.srt.mem_cache.node import (
     mark_next,
     note_source,
     ready_frames,
-    survivor_of,
 )
 from sglang.srt.mem_cache.placement import (
     LAST,
     WRITE_POLICIES,
-    Room,
     choose_tier,
     pages_to_write_ahead,
 )
@@ -69,6 +68,7 @@ class HiCacheController:
         self.tree: HiRadixTree = ledger.tree
         self.tables: dict[Tier, FrameTable] = ledger.tables
         self.links = BackupLinks(ledger)
+        self.auto = AutoCopies(self)
         self.counters: Counter[str] = Counter()
         self.clock = ledger.clock
         self._peers_written_through = peers_written_through
@@ -78,12 +78,8 @@ class HiCacheController:
         self.feeds_storage = self.stores_early = False
         # See `TierSwitches`.
         self.unwritten: frozenset[Tier] = frozenset()
-        # Ends of paths that are to be written through when the link takes more.
-        self._to_write: dict[int, Node] = {}
         # By tier: of what it gives up next, pages that were looked at, see `num_to_look_at`.
         self.num_looked_at: Counter[Tier] = Counter()
-        # Pages among them that are copied when loads have ended.
-        self._num_put_off = 0
         # Pages that the device, or peers, have given up and no peer had room for.
         self.num_short_of_peers = 0
         self.is_worth_storing: Callable[[int, int], bool] = lambda start, end: True
@@ -128,7 +124,7 @@ class HiCacheController:
             op = self._begin_copy(LOAD_LINKS[source], (source, Tier.DEVICE), part)
             assert op is not None, "a load needs free frames: make room first"
             tickets.append(op.ticket)
-            num_tokens = self._tokens_of(part)
+            num_tokens = self.tokens_of(part)
             self.counters["load_back_tokens"] += num_tokens
             if source == Tier.PEER:
                 self.counters["load_peer_tokens"] += num_tokens
@@ -145,7 +141,7 @@ class HiCacheController:
         if self.write_policy == "write_through":
             self.begin_backup(node)
         elif self.write_policy == "auto" and self.has_host:
-            self._write_through(node)
+            self.auto.write_through(node)
 
     def back_up_reused(self, node: Node) -> None:
         """Another request uses the path to `node`."""
@@ -178,12 +174,12 @@ class HiCacheController:
             return None
         if tier == Tier.HOST and self.feeds_storage:
             whole = self._from_block_starts(nodes)
-            if len(whole) > len(nodes) and self.make_room(tier, self._pages_of(whole), kept, spares_pinned=True):
+            if len(whole) > len(nodes) and self.make_room(tier, self.pages_of(whole), kept, spares_pinned=True):
                 nodes = whole
-        self.make_room(tier, self._pages_of(nodes), kept)
+        self.make_room(tier, self.pages_of(nodes), kept)
         after = LaunchSeq(max(n.fences[Tier.DEVICE] for n in nodes))
         op = self._begin_copy(BACKUP_LINKS[tier], (Tier.DEVICE, tier), nodes, after)
-        self._count_backup(tier, self._tokens_of(nodes), is_dropped=op is None)
+        self.count_backup(tier, self.tokens_of(nodes), is_dropped=op is None)
         return None if op is None else op.ticket
 
     def _begin_copy(
@@ -233,7 +229,7 @@ class HiCacheController:
                 continue
             if self.is_over_quota(node, Tier.HOST):
                 continue
-            room = self._room(Tier.HOST, num_moving)._replace(num_allowed=num_pages)
+            room = self.auto.room(Tier.HOST, num_moving)._replace(num_allowed=num_pages)
             goes = choose_tier(num_pages, self.tree.order.rank(node), {Tier.HOST: room}) is not None
             if not (goes or (self.feeds_storage and self._gives_up_stored(num_moving + num_pages, stay))):
                 continue
@@ -258,7 +254,7 @@ class HiCacheController:
         """Copy nodes that peers have to the host, which has room for them."""
         op = self._begin_copy(P2H, (Tier.PEER, Tier.HOST), nodes)
         assert op is not None, "there was room"
-        self.counters["moved_to_host_tokens"] += self._tokens_of(nodes)
+        self.counters["moved_to_host_tokens"] += self.tokens_of(nodes)
 
     def begin_spill(
         self, below: Node, tokens: np.ndarray, src: np.ndarray, fence: LaunchSeq, priority: int, tiers: list[Tier]
@@ -278,7 +274,7 @@ class HiCacheController:
         dst = self.tables[tier].allocate(num_pages, FrameState.FILLING, first_page)
         assert dst is not None
         op = self.ledger.begin_transfer(link, (Tier.DEVICE, tier), src, dst, fence)
-        self._count_backup(tier, len(tokens), is_dropped=False)
+        self.count_backup(tier, len(tokens), is_dropped=False)
         run = FilledRun(tokens, dst, op.ticket, fence, priority)
         return op.ticket, self.tree.put_run(below, run, tier, self.clock.next)
 
@@ -413,7 +409,7 @@ class HiCacheController:
         begin, moving, num_moving = {node.id for node in kept}, set[int](), 0
         while True:
             victims = self.tree.victims(Tier.PEER, num_pages, begin | moving)
-            if self._pages_of(victims) < num_pages:
+            if self.pages_of(victims) < num_pages:
                 return set()
             unstored = self._unstored(victims) if num_moving < _MOVED_AHEAD * num_pages else []
             mark_next(unstored)
@@ -422,7 +418,7 @@ class HiCacheController:
             if not begun:
                 return moving
             moving.update(node.id for node in begun)
-            num_moving += self._pages_of(begun)
+            num_moving += self.pages_of(begun)
 
     def _unstored(self, nodes: Iterable[Node]) -> list[Node]:
         """Those that storage lacks, and takes, and no tier but peers has."""
@@ -452,56 +448,12 @@ class HiCacheController:
         copied = {node.id for ticket in in_flight for node in self.tree.nodes_of(ticket)}
         for kept in (copied, ()) if copied else ((),):
             victims = self.tree.victims(tier, num_pages, kept, stay=waits)
-            if waits:
-                victims = self._before_links_are_busy(victims)
-            num_pages -= self._pages_of(victims) if kept else num_pages
+            if waits and self.write_policy == "auto":
+                victims = self.auto.before_links_are_busy(victims)
+            num_pages -= self.pages_of(victims) if kept else num_pages
             self._give_up(self._save(victims), tier)
             if num_pages <= 0:
                 break
-
-    def _write_through(self, node: Node) -> None:
-        """Copy what was never copied of the path to a node to the host, the front first, as far as the link takes it
-        and the host has room to spare, or passes it on to storage. The rest is tried again."""
-        lacking = [n for n in self.tree.path_of(node) if not n.was_copied and is_only_on_device(n)]
-        if not lacking or not self.links.is_worth_trying(Tier.HOST, lacking[0].start, node.end):
-            return
-        num_pages, num_free = self.links.num_allowed(Tier.HOST), self.tables[Tier.HOST].num_free
-        passes_on = self.stores_early and self.is_worth_storing(lacking[0].start, node.end)
-        if not (passes_on or self._gives_up_retired(Tier.HOST)):
-            num_pages = min(num_pages, num_free)
-        nodes: list[Node] = []
-        for each in lacking:
-            if num_pages <= 0:
-                break
-            n = len(each.key) // self.tree.page_size
-            part = each
-            if n > num_pages:
-                part = self.tree.split(each, self._front_tokens(each, num_pages))
-            nodes.append(part)
-            num_pages -= n
-        if nodes:
-            self.back_up(nodes, Tier.HOST)
-        if num_pages < 0 or (len(nodes) < len(lacking) and (num_free or passes_on)):
-            self._to_write[node.id] = node
-
-    def _write_rest(self) -> None:
-        """Write through what found the link busy."""
-        ends, self._to_write = self._to_write, {}
-        for end in ends.values() if Tier.HOST not in self.unwritten else ():
-            if (node := survivor_of(end)) is not None:
-                self._write_through(node)
-
-    def write_ahead(self, num_pages: int) -> None:
-        """Copy what the device gives up next, so that it can give up num_pages at once; for the policy auto."""
-        if self.write_policy != "auto" or len(self.tables) == 1:
-            return
-        self.links.pages_ahead = num_pages
-        if self._to_write and self.links.num_allowed(Tier.HOST) > 0:
-            self._write_rest()
-        if wanted := self.num_to_look_at(Tier.DEVICE, num_pages):
-            self._num_put_off = 0
-            nodes = self._copy_before_eviction(self.tree.victims(Tier.DEVICE, wanted), is_ahead=True)
-            self.num_looked_at[Tier.DEVICE] = self._pages_of(nodes) - self._num_put_off
 
     def num_to_look_at(self, tier: Tier, num_pages: int) -> int:
         """Pages to look at of what a tier gives up next, so that num_pages can go at once; 0 for not now. The caller
@@ -516,7 +468,7 @@ class HiCacheController:
         if len(self.tables) == 1:
             return victims
         if self.write_policy == "auto":
-            return self._copy_before_eviction(victims, is_ahead=False)
+            return self.auto.copy_before_eviction(victims)
         for tier in (Tier.PEER, Tier.HOST) if self.write_policy == "write_back" else (Tier.PEER,):
             if tier not in self.tables or tier in self.unwritten or BACKUP_LINKS[tier] in self.links.failing.links:
                 continue
@@ -524,143 +476,14 @@ class HiCacheController:
             fitting = self._fitting(lacking, tier, kept=victims)
             if fitting:
                 self.back_up(fitting, tier, kept=victims)
-            self._count_backup(tier, self._tokens_of(lacking) - self._tokens_of(fitting), is_dropped=True)
+            self.count_backup(tier, self.tokens_of(lacking) - self.tokens_of(fitting), is_dropped=True)
         return victims
 
-    def _before_links_are_busy(self, victims: list[Node]) -> list[Node]:
-        """The first of the device's next victims, until one is to be copied by a link that takes no more now, but
-        works. Where that takes a part of a node, it is split."""
-        if self.write_policy != "auto":
-            return victims
-        tiers = [t for t in self.tree.order.load_order if t in self.tables and t not in self.unwritten]
-        allowed = {tier: max(0, self.links.num_allowed(tier)) for tier in tiers if self.links.works(tier)}
-        for i, node in enumerate(victims):
-            worth = [tier for tier in allowed if self.links.is_worth_copying(tier, node.start, node.end)]
-            if not worth or not is_only_on_device(node):
-                continue
-            num_pages = len(node.key) // self.tree.page_size
-            rooms = {tier: self._room(tier, 0)._replace(num_allowed=num_pages) for tier in worth}
-            tier = choose_tier(num_pages, self.tree.order.rank(node), rooms)
-            if tier is None:
-                continue
-            if num_pages > allowed[tier]:
-                front = num_pages - allowed[tier]
-                if allowed[tier]:
-                    self.tree.split(node, front * self.tree.page_size)
-                return victims[: i + (allowed[tier] > 0)]
-            allowed[tier] -= num_pages
-        return victims
-
-    def _copy_before_eviction(self, victims: list[Node], is_ahead: bool) -> list[Node]:
-        """Copy what no other tier has of the device's next victims, each to where it is worth most. is_ahead: the
-        device does not give them up yet; then what goes first is copied first, else what all behind it needs. Returns
-        the victims, of which some were split."""
-        mark_next(victims)
-        tiers = (tier for tier in self.tree.order.load_order if tier in self.tables and tier not in self.unwritten)
-        parts: dict[Tier, list[Node]] = {tier: [] for tier in tiers}
-        begins = [node.start for node in victims]
-        for node in victims if is_ahead else reversed(victims):
-            tier = self._tier_for(node, parts, is_ahead)
-            if tier is None:
-                if not is_ahead and is_only_on_device(node):
-                    self._count_backup(Tier.HOST, len(node.key), is_dropped=True)
-                continue
-            num_planned, num_pages = self._pages_of(parts[tier]), len(node.key) // self.tree.page_size
-            num_allowed = self.links.num_allowed(tier) - num_planned
-            if not self.links.is_worth_copying(tier, node.start, node.end):
-                num_allowed = min(num_allowed, self.links.probe_pages)
-            copied = node
-            if num_allowed < num_pages:
-                front = num_pages - num_allowed if is_ahead else num_allowed
-                upper = self.tree.split(node, self._front_tokens(node, front))
-                copied = node if is_ahead else upper
-                num_allowed = len(copied.key) // self.tree.page_size
-            if self.make_room(tier, num_planned + min(num_pages, num_allowed), victims, spares_pinned=True):
-                parts[tier].append(copied)
-        for tier, nodes in parts.items():
-            if nodes:
-                self.back_up(nodes[::-1] if is_ahead else nodes, tier, kept=victims)
-        return [part for node, begin in zip(victims, begins) for part in _parts_from(node, begin)]
-
-    def _tier_for(self, node: Node, planned: dict[Tier, list[Node]], is_ahead: bool) -> Tier | None:
-        """Where a copy of a node goes that the device gives up soon. planned: copies that are about to begin."""
-        if not planned:
-            return None
-        is_worth = self.links.is_worth_trying
-        worth = {tier: nodes for tier, nodes in planned.items() if is_worth(tier, node.start, node.end)}
-        # A tier that is only tried, as its speed is not known, gets no only copy if there is another that takes it.
-        unknown = {
-            tier: nodes
-            for tier, nodes in worth.items()
-            if not (self.links.is_measured(tier) and self.links.is_worth_copying(tier, node.start, node.end))
-        }
-        if len(unknown) < len(worth):
-            worth = {tier: nodes for tier, nodes in worth.items() if tier not in unknown}
-        is_alone = is_only_on_device(node)
-        if is_alone and worth:
-            num_pages, rank = len(node.key) // self.tree.page_size, self.tree.order.rank(node)
-            chosen = choose_tier(num_pages, rank, self._rooms(worth))
-            if chosen is None and unknown:
-                worth, chosen = unknown, choose_tier(num_pages, rank, self._rooms(unknown))
-            if (
-                is_ahead
-                and chosen is not None
-                and self._has_room_soon(chosen, self._pages_of([*worth[chosen], node]))
-            ):
-                self._num_put_off += num_pages
-                return None
-            return chosen
-        first = next(iter(planned))
-        if first in worth and node.frames[first] is None and node.tickets[Tier.HOST] is None:
-            # Another tier has it: the fastest one gets it if it has room to spare.
-            num_pages = self._pages_of([*worth[first], node])
-            has_room = num_pages <= self.tables[first].num_free
-            return first if has_room and num_pages <= self.links.num_allowed(first) else None
-        if not is_ahead:
-            return None
-        # A little is copied also where it is not worth it, which shows when a tier has become faster.
-        lacking = (t for t in planned if t not in worth and node.frames[t] is None and self._is_probe(t, planned[t]))
-        return next(lacking, None)
-
-    def _has_room_soon(self, tier: Tier, num_pages: int) -> bool:
-        """Whether a tier would give up the only copy of something for so many pages, though loads from it are under
-        way, which leave copies to spare."""
-        lacking = num_pages - self.tables[tier].num_free
-        if lacking <= 0 or not self.ledger.num_pages_on(LOAD_LINKS[tier]):
-            return False
-        return any(self.tree.order.class_of(node, tier) >= LAST for node in self.tree.victims(tier, lacking))
-
-    def _is_probe(self, tier: Tier, planned: list[Node]) -> bool:
-        """Whether nothing else is on its way to a tier, which takes copies."""
-        return not planned and self.links.is_idle(tier) and self.links.num_allowed(tier) > 0
-
-    def _gives_up_retired(self, tier: Tier) -> bool:
-        """Whether what a tier would give up next is of no use to any request."""
-        node = self.tree.order.next_of(tier)
-        return node is not None and node.priority == RETIRED_PRIORITY
-
-    def _rooms(self, planned: dict[Tier, list[Node]]) -> dict[Tier, Room]:
-        return {tier: self._room(tier, self._pages_of(nodes)) for tier, nodes in planned.items()}
-
-    def _room(self, tier: Tier, num_planned: int) -> Room:
-        node = self.tree.order.next_of(tier)
-        return Room(
-            self.tables[tier].num_free - num_planned,
-            self.links.num_allowed(tier) - num_planned,
-            self.tree.order.class_of(node, tier) if node is not None else None,
-            self.tree.order.rank(node) if node is not None else (),
-        )
-
-    def _front_tokens(self, node: Node, num_pages: int) -> int:
-        """Where a node is cut for num_pages in front: behind a block if there is one."""
-        whole = self.tree.order.whole_blocks(node, num_pages * self.tree.page_size)
-        return whole if whole > 0 else num_pages * self.tree.page_size
-
-    def _pages_of(self, nodes: Iterable[Node]) -> int:
-        return self._tokens_of(nodes) // self.tree.page_size
+    def pages_of(self, nodes: Iterable[Node]) -> int:
+        return self.tokens_of(nodes) // self.tree.page_size
 
     @staticmethod
-    def _tokens_of(nodes: Iterable[Node]) -> int:
+    def tokens_of(nodes: Iterable[Node]) -> int:
         return sum([len(node.key) for node in nodes])
 
     def _fitting(self, nodes: list[Node], tier: Tier, kept: Sequence[Node]) -> list[Node]:
@@ -691,7 +514,7 @@ class HiCacheController:
             return []
         newest = max(map(self.tree.order.rank, victims))
         stay = {node.id for node in (*victims, *kept)}
-        aged = self.tree.victims(other, self._pages_of(victims), stay)
+        aged = self.tree.victims(other, self.pages_of(victims), stay)
         return [n for n in aged if self.tree.order.class_of(n, other) < LAST or self.tree.order.rank(n) < newest]
 
     def _take_off(self, nodes: list[Node], tier: Tier) -> None:
@@ -699,7 +522,7 @@ class HiCacheController:
         before = table.counts[FrameState.CACHED]
         if Tier.PEER in self.tables and tier != Tier.HOST:
             other = Tier.PEER if tier == Tier.DEVICE else Tier.DEVICE
-            self.num_short_of_peers += self._pages_of(node for node in nodes if node.frames[other] is None)
+            self.num_short_of_peers += self.pages_of(node for node in nodes if node.frames[other] is None)
         self.evicting(nodes, tier)
         dropped = self.tree.give_up(nodes, tier)
         self.ledger.free(dropped, tier)
@@ -742,7 +565,7 @@ class HiCacheController:
         if num_tokens < len(node.key):
             self.tree.split(node, len(node.key) - num_tokens)
         if Tier.PEER in tiers and node.frames[Tier.PEER] is None:
-            self.num_short_of_peers += self._pages_of([node])
+            self.num_short_of_peers += self.pages_of([node])
         self.tree.note_read(node, self.clock.last)
         below, own = self.tree.take_off(node, Tier.DEVICE, num_tokens)
         self.ledger.free(below, Tier.DEVICE, self.clock.last)
@@ -766,7 +589,7 @@ class HiCacheController:
         going = [node for node in self.nodes_in(Tier.DEVICE, runs) if not node.lock]
         self.ledger.free(self.tree.drop(going, Tier.DEVICE), Tier.DEVICE, self.clock.last)
 
-    def _count_backup(self, tier: Tier, num_tokens: int, is_dropped: bool) -> None:
+    def count_backup(self, tier: Tier, num_tokens: int, is_dropped: bool) -> None:
         if tier == Tier.HOST and is_dropped:
             self.counters["backup_dropped_tokens"] += num_tokens
         elif tier == Tier.HOST:
@@ -785,12 +608,3 @@ class _AllBut:
 
     def __contains__(self, id: object) -> bool:
         return id not in self._ids
-
-
-def _parts_from(node: Node, begin: int) -> list[Node]:
-    """The node and those above it, the last first, which splitting has made of tokens from `begin` on."""
-    parts = [node]
-    while parts[-1].start > begin:
-        assert parts[-1].parent is not None
-        parts.append(parts[-1].parent)
-    return parts

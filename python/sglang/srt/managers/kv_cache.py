@@ -376,7 +376,7 @@ class KVCache:
     def write_ahead(self, num_running: int) -> None:
         """Copy what the device gives up next, so that it can go at once. num_running: requests that decode."""
         num_pages = pages_ahead(num_running, self.takes.num_pages)
-        self.controller.write_ahead(num_pages)
+        self.controller.auto.write_ahead(num_pages)
         self.storage.writer.begin_step(num_pages)
 
     def begin_load(self, nodes: list[Node]) -> list[tuple[Ticket, int]]:
