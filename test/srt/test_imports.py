@@ -23,6 +23,7 @@ PURE = [
     "sglang.srt.managers.cache_controller",
     "sglang.srt.managers.cost_model",
     "sglang.srt.managers.kv_cache",
+    "sglang.srt.managers.launch_chooser",
     "sglang.srt.managers.layer_streaming",
     "sglang.srt.managers.load_planner",
     "sglang.srt.managers.schedule_batch",
@@ -304,7 +305,7 @@ def test_state_is_written_by_its_owner_alone() -> None:
     assert not bad, "\n".join(bad)
 
 
-@pytest.mark.parametrize("name", ["scheduler", "admission", "load_planner", "batch_builder"])
+@pytest.mark.parametrize("name", ["scheduler", "admission", "launch_chooser", "load_planner", "batch_builder"])
 def test_the_scheduler_sees_the_cache_through_one_seam(name: str) -> None:
     """Nothing behind `KVCache` is reached through it, but for storage and what invariants look at."""
     source = (SRT / "managers" / f"{name}.py").read_text().split("def check_invariants")[0]

@@ -328,8 +328,8 @@ def test_a_prompt_that_is_retracted_for_another_has_no_chunk_in_that_step(
     rig = Borrowing(model, 20, tokens=160, host=10)
     rig.lend(*range(20))
     scheduler = rig.scheduler
-    allocate, shrink, retract = scheduler.cache.allocate, scheduler.streaming.shrink, scheduler._retract
-    next_chunk = scheduler._next_chunk
+    allocate, shrink, retract = scheduler.cache.allocate, scheduler.streaming.shrink, scheduler.retract
+    next_chunk = scheduler.chooser._next_chunk
     retracted: list[int] = []
     asking: list[int] = []
 
@@ -346,8 +346,8 @@ def test_a_prompt_that_is_retracted_for_another_has_no_chunk_in_that_step(
         asking[:] = [req.slot]
         return next_chunk(batch, req, budget)
 
-    monkeypatch.setattr(scheduler, "_retract", note_retracted)
-    monkeypatch.setattr(scheduler, "_next_chunk", note_asking)
+    monkeypatch.setattr(scheduler, "retract", note_retracted)
+    monkeypatch.setattr(scheduler.chooser, "_next_chunk", note_asking)
     monkeypatch.setattr(scheduler.cache, "allocate", lambda n: None if any(map(is_short_of, asking)) else allocate(n))
     monkeypatch.setattr(
         scheduler.streaming,

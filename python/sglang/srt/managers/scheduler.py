@@ -2,8 +2,8 @@
 
 Takes a step's inputs in, applies them in a fixed order, and hands the decision out. Contains no clock, thread,
 socket, torch or unordered set: ranks that get the same inputs take the same decisions, and a recorded run replays
-byte for byte. Who starts is decided in admission.py, what waits for loads in load_planner.py; launches are made in
-batch_builder.py; all that concerns pages goes through kv_cache.py.
+byte for byte. Which launch comes next is decided in launch_chooser.py, who starts in admission.py, what waits for
+loads in load_planner.py; launches are made in batch_builder.py; all that concerns pages goes through kv_cache.py.
 
 A step, in order:
 
@@ -38,18 +38,18 @@ from sglang.srt.managers.io_struct import (
     bytes_to_ids,
 )
 from sglang.srt.managers.kv_cache import KVCache
-from sglang.srt.managers.launch_batches import ExtendBatch, LaunchRecord
+from sglang.srt.managers.launch_batches import LaunchRecord
+from sglang.srt.managers.launch_chooser import LaunchChooser
 from sglang.srt.managers.layer_streaming import LayerStreaming, NoLayerStreaming
 from sglang.srt.managers.load_planner import LoadPlanner
 from sglang.srt.managers.lost_hits import REASONS
 from sglang.srt.managers.request_queues import RequestQueues
 from sglang.srt.managers.request_times import RequestTimes
 from sglang.srt.managers.schedule_batch import FAILURE_LIMIT, BatchDecision, ControlReply, EndReason, Req, StepInputs
-from sglang.srt.managers.schedule_policy import choose_victim, decode_reserve, pages_for
+from sglang.srt.managers.schedule_policy import decode_reserve, pages_for
 from sglang.srt.managers.scheduler_config import SchedulerConfig
 from sglang.srt.managers.slab_exchange import SlabBorrower, SlabLender
 from sglang.srt.managers.storage_admin import StorageAdmin
-from sglang.srt.managers.streaming_turns import StreamingTurns
 from sglang.srt.managers.too_long import TooLongRequests, end_without_room
 from sglang.srt.mem_cache.namespaces import alone, is_private, private
 from sglang.srt.mem_cache.transfer import (
@@ -112,11 +112,9 @@ class Scheduler:
         # A step is due then, for something that ended late in the last one.
         self._step_again_at: float | None = None
         self._launches: dict[int, LaunchRecord] = {}
-        # Whether a decode step is due before the next chunk of a prompt.
-        self._decode_owed = False
-        self._turns = StreamingTurns()
         patience_s = config.borrowing.patience_s if config.borrowing is not None else 0.0
         self._too_long = TooLongRequests(self.streaming, self.borrower, patience_s)
+        self.chooser = LaunchChooser(self)
         self._outputs: list[TokenOutput] = []
         # Requests with tokens to pass on at the end of the step.
         self._changed: list[Req] = []
@@ -190,9 +188,7 @@ class Scheduler:
             for req, message in self._too_long.take_ended(self.queues.waiting, inputs.now):
                 self._leave(req)
                 self._end(req, end_without_room(req, message))
-        launch = None
-        if self.clock.next - self.clock.done < self.config.max_ahead:
-            launch = self._next_launch()
+        launch = self._issue(inputs.now) if self.clock.next - self.clock.done < self.config.max_ahead else None
         self.cache_admin.step(inputs.now)
         replies += self.cache_admin.take_replies()
         self.cache.write_ahead(len(self.queues.running))
@@ -343,7 +339,7 @@ class Scheduler:
             del self._launches[seq]
         self.planner.expected.complete({EXEC: self.clock.next})
         self.admission.end_preloads(self.queues.waiting)
-        self._turns.forget_chunk()
+        self.chooser.forget_chunk()
         for req in self.queues.active():
             self.end_hold(req, EndReason.LOST)
             if req.num_failures >= FAILURE_LIMIT:
@@ -550,15 +546,22 @@ class Scheduler:
         message = "the answer's grammar cannot be followed any further: it takes too long here, or allows nothing"
         self._end(req, FinishReason(type="abort", message=message, status_code=400))
 
-    def _end_too_long(self, req: Req) -> None:
+    def end_too_long(self, req: Req) -> None:
         """No tier has any more room for the only request: it ends, or starts again."""
         if message := self._too_long.note_no_room(req, self.cache.broken_links):
             self.end_hold(req, EndReason.ABORT)
             self._end(req, end_without_room(req, message))
         else:
-            self._retract(req)
+            self.retract(req)
         # Others may wait for its memory, and perhaps nothing is on its way that would cause another step.
         self._step_again_at = self.planner.expected.now
+
+    def retract(self, req: Req) -> None:
+        """Take a request's memory; it starts again when there is room."""
+        self.end_hold(req, EndReason.RETRACT)
+        req.num_retractions += 1
+        self._counters["retracted_reqs"] += 1
+        self._requeue(req)
 
     def _requeue(self, req: Req) -> None:
         """Back among the waiting, at the request's age."""
@@ -591,195 +594,13 @@ class Scheduler:
 
     # -- the next launch ----------------------------------------------------------------------------------------
 
-    def _next_launch(self) -> Launch | None:
-        self.planner.begin_launch()
-        launch = self._prefill_or_decode()
-        if launch is not None and self.planner.deferred:
-            self._counters["bubbles_filled"] += 1
-        return launch
-
-    def _prefill_or_decode(self) -> Launch | None:
-        queues = self.queues
-        if not (self._decode_owed and queues.has_decode):
-            launch = self._prefill()
-            if launch is not None:
-                return launch
-        self._decode_owed = False
-        if queues.waiting and self.clock.done <= self.streaming.gave_way_at:
-            # Launches under way still read what was given up for waiting requests; one more would only come first.
+    def _issue(self, now: Seconds) -> Launch | None:
+        issued = self.chooser.next()
+        if self.chooser.asks_for_step:
+            self._step_again_at = now
+        if issued is None:
             return None
-        num_running = len(queues.running)
-        launch = self._decode()
-        if launch is None and num_running and not queues.running:
-            # All were retracted, for a prompt: nothing is on its way that would cause another step.
-            launch = self._prefill()
-        if launch is None and self._turns.has_time(self.planner.expected.now) and not self._is_giving_way:
-            # Those that decode make no use of it.
-            launch = self._prefill_streaming()
-        return launch
-
-    def _prefill(self) -> Launch | None:
-        """See `StreamingTurns`. Whose turn it is not has the launch if the other has nothing to launch."""
-        turns, now, launch = self._turns, self.planner.expected.now, None
-        turns.watch(self.clock.done, now)
-        is_others = turns.is_others(now)
-        if not is_others:
-            launch = self._prefill_streaming()
-        self.streaming.is_giving_way = False
-        if launch is None and (launch := self._prefill_others()) is not None:
-            turns.note_others(self.queues.prefilling, now)
-        if launch is None and is_others:
-            if self._is_giving_way:
-                # Another chunk would only come before the request that gets its pages.
-                if not self.cache.will_free_pages:
-                    self._step_again_at = self.planner.expected.now
-                return None
-            if not (turns.has_time(now) and self.queues.has_decode):
-                launch = self._prefill_streaming()
-        return launch
-
-    @property
-    def _is_giving_way(self) -> bool:
-        """Whether pages of a request that streams come free for one that waits."""
-        return self.streaming.is_giving_way and (self.cache.will_free_pages or self.cache.num_free_soon > 0)
-
-    def _prefill_streaming(self) -> Launch | None:
-        queues = self.queues
-        if not queues.streaming or not self._turns.is_chunk_done(self.clock.done):
-            return None
-        batch = self.builder.begin_extend()
-        for req in list(queues.streaming):
-            # One that was just retracted, for another, is in the list still.
-            if req in queues.streaming and self._next_chunk(batch, req, self.config.chunk_budget):
-                queues.end_turn(req)
-                self._turns.note_chunk(batch.seq, self.clock.done, self.planner.expected.now)
-                return self._issue_prefill(batch)
-        self.builder.discard(batch)
-        return None
-
-    def _preempt(self) -> None:
-        """Retract running requests for a waiting one of higher priority that has no room."""
-        for victim in self.admission.preemptible_streams():
-            self._take_memory_of(victim)
-        req = self.admission.first_in_line()
-        victims = self.admission.preemptible_for(req) if req is not None else []
-        prompt = self.queues.prefilling
-        if req is None or not victims or (prompt is not None and prompt not in victims):
-            return
-        if prompt is not None:  # no other request starts before it is computed
-            victims = [prompt, *(r for r in victims if r is not prompt)]
-        for victim in victims:
-            if not self.admission.lacks_room(req):
-                return
-            self._take_memory_of(victim)
-
-    def _take_memory_of(self, victim: Req) -> None:
-        self._retract(victim)
-        self._counters["preempted_reqs"] += 1
-        # What no launch uses any more is free at once: perhaps no completion is to come that causes another step.
-        self.cache.reap()
-
-    def _prefill_others(self) -> Launch | None:
-        if self.config.priorities is not None and self.queues.waiting:
-            self._preempt()
-        batch = self.builder.begin_extend()
-        budget = self.config.chunk_budget
-        req = self.queues.prefilling
-        if req is not None:
-            budget -= self._next_chunk(batch, req, budget)
-        # While a prompt lacks memory nothing is loaded ahead: it would take that back, and so on, step after step.
-        if self.queues.prefilling is None or batch.reqs:
-            self.admission.admit_waiting(batch, budget)
-        if not batch.reqs:
-            self.builder.discard(batch)
-            return None
-        self.admission.count_overtaken(batch)
-        return self._issue_prefill(batch)
-
-    def _issue_prefill(self, batch: ExtendBatch) -> Launch:
-        self._decode_owed = bool(self.queues.prompts())
-        self.cache.takes.note(pages_for(sum(batch.lens), self.page_size))
-        return self._record(*self.builder.issue_extend(batch))
-
-    def _next_chunk(self, batch: ExtendBatch, req: Req, budget: int) -> int:
-        """Add the next chunk of the prompt that is being computed. Returns its tokens, 0 if there is no room yet."""
-        cache = self.cache
-        chunk = self.builder.chunk_from(batch, req, req.computed, budget)
-        num_pages = self.builder.pages_to(req, req.computed + chunk)
-        frames = cache.allocate(num_pages)
-        if frames is None and self.admission.cancel_preloads(self.queues.waiting):
-            frames = cache.allocate(num_pages)
-        if frames is None and self.streaming.is_enabled and not cache.will_progress:
-            # Its place in the tree was being loaded when it was computed. Only what is in the tree can shrink.
-            cache.insert_prefix(req, req.computed, batch.page_runs)
-            frames = cache.allocate(num_pages)
-        # Where nothing is on its way that would cause another step, all that can be given up at once is.
-        while frames is None and self.streaming.shrink(num_pages, req):
-            frames = cache.allocate(num_pages)
-            if cache.will_progress:
-                break
-        if frames is not None:
-            self.builder.extend(batch, req, chunk, frames)
-            return chunk
-        if self.streaming.is_streaming(req) and not (self.queues.running or cache.will_progress):
-            if len(active := self.queues.active()) == 1:
-                self._end_too_long(req)
-            else:
-                self._step_again_at = self.planner.expected.now
-                self._retract(active[choose_victim([self.admission.turn_of(r) for r in active])])
-        return 0
-
-    def _decode(self) -> Launch | None:
-        """One token for every running request."""
-        while True:
-            batch = self.builder.decode_batch()
-            if not batch.reqs:
-                return None
-            growing = self.builder.growing(batch)
-            frames = self.cache.allocate(len(growing))
-            if frames is not None:
-                return self._record(*self.builder.issue_decode(batch, growing, frames))
-            if not self._make_room_to_decode(len(growing)):
-                return None
-
-    def _make_room_to_decode(self, num_pages: int) -> bool:
-        """Take memory from waiting requests, the one that streams, or a running one. False if it must wait."""
-        cache, streaming = self.cache, self.streaming
-        if self.admission.cancel_preloads(self.queues.waiting):
-            return True
-        if streaming.shrink(num_pages) and cache.make_room(num_pages):
-            return True
-        # What was given up comes back when launches and transfers end: taking more from others would not help.
-        if cache.will_free_pages_soon:
-            return False
-        active = self.queues.active()
-        is_alone = len(active) == 1
-        if is_alone and streaming.begin_if_outgrown(active[0]):
-            return True
-        if is_alone and self.lending is not None and self.lending.awaits_slabs:
-            return False  # there is no other request to take from: it waits for the slabs that were recalled
-        victim = active[choose_victim([self.admission.turn_of(r) for r in active])]
-        if is_alone and streaming.is_streaming(victim):
-            if cache.will_progress:
-                return False
-            assert victim.hold is not None
-            before = victim.hold.inserted_len
-            # As in `_next_chunk`.
-            self.builder.insert_prefix(victim, victim.computed)
-            if victim.hold.inserted_len == before:
-                self._end_too_long(victim)
-            return True
-        self._retract(victim)
-        return True
-
-    def _retract(self, req: Req) -> None:
-        """Take a request's memory; it starts again when there is room."""
-        self.end_hold(req, EndReason.RETRACT)
-        req.num_retractions += 1
-        self._counters["retracted_reqs"] += 1
-        self._requeue(req)
-
-    def _record(self, launch: Launch, record: LaunchRecord) -> Launch:
+        launch, record = issued
         self._launches[launch.seq] = record
         return launch
 
@@ -811,7 +632,7 @@ class Scheduler:
     @property
     def counters(self) -> Counter[str]:
         """Of all parts; those that never counted are missing."""
-        parts = [self.admission.counters, self.builder.counters, self.streaming.counters]
+        parts = [self.admission.counters, self.builder.counters, self.chooser.counters, self.streaming.counters]
         if self.lender is not None:
             parts.append(self.lender.counters)
         return sum(parts, self._counters + self.cache.all_counters())
