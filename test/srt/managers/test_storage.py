@@ -359,7 +359,7 @@ def test_slow_storage_gets_everything_if_it_is_written_through(
 ) -> None:
     setup = dataclasses.replace(SETUP, write_policy=policy)
     engine = Engine(model_config, num_device_pages=200, num_host_pages=200, storage=setup)
-    engine.scheduler.cache.storage.writer.is_worth_storing = lambda start, end: False
+    engine.scheduler.cache.controller.is_worth_storing = lambda start, end: False
     for seed in (11, 12):
         engine.generate([prompt(seed, 100)], PARAMS)
         engine.assert_nothing_left()
@@ -373,7 +373,7 @@ def test_trials_of_slow_storage_hold_memory_a_fifth_of_the_time(model_config: Mo
     clock = Clock()
     engine = Engine(model_config, num_device_pages=900, num_host_pages=900, storage=setup, clock=clock)
     writer = engine.scheduler.cache.storage.writer
-    writer.is_worth_storing = lambda start, end: False
+    writer.controller.is_worth_storing = lambda start, end: False
     gate = Gate(engine.store, "set")
     engine.generate([prompt(0, 100)], PARAMS)
     engine.step_until(gate.entered.is_set)

@@ -716,7 +716,7 @@ def test_drop_refuses_locked_nodes():
     tree = HiRadixTree(1)
     node = insert(tree, "ab", 0).node
     tree.lock(match(tree, "ab"), launch=0)
-    with pytest.raises(AssertionError, match="close its readers first"):
+    with pytest.raises(AssertionError, match="end the holds of its readers first"):
         tree.drop([node], DEVICE)
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
 from itertools import takewhile
 
 import numpy as np
@@ -58,8 +57,6 @@ class BlockWriter:
         self.skips: tuple[int, ...] = ()
         # Host pages that writes hold on to.
         self.storing_pages = 0
-        # Whether tokens [start, end) of a path are worth it.
-        self.is_worth_storing: Callable[[int, int], bool] = lambda start, end: True
         self.touches = BlockTouches(controller, counters, self.store_path)
         # Ends of paths that are to be stored when writes have ended, oldest first.
         self._deferred: dict[int, Node] = {}
@@ -201,7 +198,8 @@ class BlockWriter:
         frames = by_page[: len(keys) * (size // page)].reshape(len(keys), size // page)
         lacking = np.flatnonzero(~stored & (frames >= 0).all(axis=1))
         # write_through promises all of it.
-        is_worth_it = self.controller.write_policy == "write_through" or self.is_worth_storing(begin, end.end)
+        controller = self.controller
+        is_worth_it = controller.write_policy == "write_through" or controller.is_worth_storing(begin, end.end)
         if not is_worth_it:
             # An open breaker has a pace of its own.
             is_due = self.breaker.is_open or self.breaker.now >= self._next_trial_at

@@ -82,6 +82,7 @@ class HiCacheController:
         self.num_looked_at: Counter[Tier] = Counter()
         # Pages that the device, or peers, have given up and no peer had room for.
         self.num_short_of_peers = 0
+        # See `StorageAdvice`.
         self.is_worth_storing: Callable[[int, int], bool] = lambda start, end: True
         self._host_filled: Callable[[list[Node]], None] = lambda nodes: None
         # See `TenantQuotas`.

@@ -123,7 +123,7 @@ class StorageController:
 
     def consult(self, advice: StorageAdvice) -> None:
         self._advice = advice
-        self.writer.is_worth_storing = self.controller.is_worth_storing = advice.is_worth_storing
+        self.controller.is_worth_storing = advice.is_worth_storing
 
     def set_config(self, config: PrefetchConfig) -> None:
         if config.policy not in PREFETCH_POLICIES:

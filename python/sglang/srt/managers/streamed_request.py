@@ -350,9 +350,8 @@ class StreamedRequest:
         return node.parent is not None and node.frames[Tier.DEVICE] is None
 
     def _extend_hold(self, node: Node, num_pages: int) -> None:
-        old = self._hold.replace_receipt(self._tree.lock_node(node, self._clock.next))
+        self._cache.extend_lock(self._hold, node)
         self._tree.count_use(node, self.req.priority, num_uses=0)
-        self._cache.unlock(old)
         self._hold.pass_on(num_pages, num_pages * self._page)
 
     def _demote(self, num_pages: int) -> bool:

@@ -404,7 +404,7 @@ class HiRadixTree:
             self.split(node, len(node.key) - num_tokens)
         below, own = Dropped(), Dropped()
         for child in list(node.children.values()) if tier == Tier.DEVICE else ():
-            self._drop(child, tier, below)
+            self._drop_subtree(child, below)
         self._take_frames(node, tier, own)
         return below, own
 
@@ -558,21 +558,22 @@ class HiRadixTree:
         dropped = Dropped()
         for node in nodes:
             if tier == Tier.DEVICE:
-                self._drop(node, tier, dropped)
+                self._drop_subtree(node, dropped)
             elif node.frames[tier] is not None:
                 self._take_frames(node, tier, dropped)
         return dropped
 
-    def _drop(self, node: Node, tier: Tier, dropped: Dropped) -> None:
+    def _drop_subtree(self, node: Node, dropped: Dropped) -> None:
+        """Take a node and all below it off the device."""
         stack, order = [node], []
         while stack:
             step = stack.pop()
-            if step.frames[tier] is not None:
+            if step.frames[_DEVICE] is not None:
                 order.append(step)
                 stack.extend(step.children.values())
         for step in reversed(order):
-            assert step.lock == 0, f"{step} is locked: close its readers first"
-            self._take_frames(step, tier, dropped)
+            assert step.lock == 0, f"{step} is locked: end the holds of its readers first"
+            self._take_frames(step, Tier.DEVICE, dropped)
 
     def compact(self, node: Node, done: int) -> None:
         """Merge the chain of single children that ends with `node` into its end, where all its parts are alike: same
