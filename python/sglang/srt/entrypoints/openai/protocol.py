@@ -24,7 +24,7 @@ from sglang.srt.sampling.logprob_types import LogprobSpec
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.errors import RequestError
 
-_OPENAI_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
+_OPENAI_NAMES = {"min_new_tokens": "min_tokens", "sampling_seed": "seed"}
 MAX_TOP_LOGPROBS = 20
 # What {"type": "json_object"} asks for.
 ANY_OBJECT = {"type": "object", "additionalProperties": True}
@@ -87,7 +87,10 @@ class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True):
     regex: str | None = None
     ebnf: str | None = None
 
-    def sampling_params(self, max_new_tokens: int | None, least_new_tokens: int = 0) -> SamplingParams:
+    def sampling_params(
+        self, max_new_tokens: int | None, least_new_tokens: int = 0, limit_name: str = "max_tokens"
+    ) -> SamplingParams:
+        """limit_name: the field that max_new_tokens comes from. See the function of that name."""
         fields = SamplingFields(
             n=self.n,
             max_new_tokens=max_new_tokens,
@@ -110,7 +113,7 @@ class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True):
             ebnf=self.ebnf,
             **self._response_format(),
         )
-        return sampling_params(fields, _OPENAI_NAMES, least_new_tokens)
+        return sampling_params(fields, {**_OPENAI_NAMES, "max_new_tokens": limit_name}, least_new_tokens)
 
     def _response_format(self) -> dict[str, Any]:
         """`response_format` as a field of SamplingFields."""

@@ -47,9 +47,10 @@ async def chat_request(req: ChatCompletionRequest, manager: TokenizerManager) ->
     """What the engine is asked, and how its answers are read. Raises RequestError."""
     if not req.messages:
         raise RequestError("messages is empty: give at least one", param="messages")
-    limit = req.max_completion_tokens if req.max_completion_tokens is not None else req.max_tokens
+    limit_name = "max_tokens" if req.max_completion_tokens is None else "max_completion_tokens"
+    limit = getattr(req, limit_name)
     # These checks come before the template's work.
-    params, logprobs = req.sampling_params(limit, least_new_tokens=1), req.logprob_spec()
+    params, logprobs = req.sampling_params(limit, 1, limit_name), req.logprob_spec()
     kwargs = req.template_variables
     for name in _NOT_FOR_CLIENTS:
         if name in kwargs:
