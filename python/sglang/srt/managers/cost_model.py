@@ -278,8 +278,8 @@ class CostModel:
         return self._decode.seconds(self._last_decode) if self._decode.num_samples else None
 
     def add_copy(self, num_bytes: int, seconds: float, link: str) -> bool:
-        """Seconds of an operation of a link, from its beginning to its end. Returns whether another one should be
-        measured soon: it was the first, which may have been slow by chance, or far faster than expected."""
+        """Seconds of an operation of a link, from its beginning to its end. Returns whether it was far faster than
+        expected."""
         change = self._copies[link].add_copy(num_bytes, seconds)
         if link in BACKUP_LINKS.values():
             if change is _Change.SLOWER:
@@ -287,7 +287,7 @@ class CostModel:
                 self._copies[_OTHER_WAY[link]] = _CopyFit()
             # Where they were even, loads have become fast with backups, but only the first time that is believed.
             self._doubt_loads(_OTHER_WAY[link], num_bytes, seconds, _PATIENCE if change is _Change.FASTER else 1)
-        return self._copies[link].num_samples == 1 or self._copies[link].num_fast > 0
+        return self._copies[link].num_fast > 0
 
     def _doubt_loads(self, link: str, num_bytes: int, backup_s: float, counts: int) -> None:
         """Forget what loads took if backups have long been much faster: what looks slow is not loaded, and would

@@ -157,6 +157,7 @@ class LoadPlanner:
                     num_bytes = in_flight[Ticket(link, seq)].size_bytes
                     if link in self.expected.loads:
                         self.expected.note_load(link, num_bytes, seconds)
+                    # What is far faster than expected is tried again at once.
                     if not costs.add_copy(num_bytes, seconds, link):
                         self._measured_at[link] = self.expected.now
         for link, add in ((FETCH, costs.add_fetch), (STORE, costs.add_store)):
