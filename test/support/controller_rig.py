@@ -139,12 +139,11 @@ class StorageRig(Rig):
         self.check()
         return ticket
 
-    def end_fetch(self, ticket: Ticket, count: int) -> tuple[int, int]:
-        found = self.storage.end_fetch(ticket, count)
+    def end_fetch(self, ticket: Ticket, count: int) -> None:
+        self.storage.end_fetch(ticket, count)
         assert self.host is not None
         self.host.reap(10)
         self.check()
-        return found
 
     def begun(self) -> list[tuple[str, int, list[str], list[int]]]:
         """Link, number, blocks by their letters, host frames; of copies, the frames they fill."""

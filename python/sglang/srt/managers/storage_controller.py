@@ -482,14 +482,13 @@ class StorageController:
         self.fetching_pages += num_pages
         return ticket
 
-    def end_fetch(self, ticket: Ticket, count: int) -> tuple[int, int]:
-        """The operation brought its first `count` blocks, on every rank. Returns which tokens [start, end) of their
-        path are on the host now, as far as the tree still wanted them."""
+    def end_fetch(self, ticket: Ticket, count: int) -> None:
+        """The operation brought its first `count` blocks, on every rank. The tree takes those that it still wants."""
         op = self.ledger.end(ticket)
         assert isinstance(op, StorageOp) and self.tree.names.keys is not None
         if ticket == self._trial.ticket:
             self._trial.end_read(op, count)
-            return 0, 0
+            return
         first, far_from = self._fetches.pop(ticket)
         self._num_ended += 1
         if count or ticket in self._waiters:
@@ -513,7 +512,6 @@ class StorageController:
             if node.parent is not None:
                 self.tree.compact(node, self._clock.done)
         self._tell_waiters(ticket, start, end, far_from, whole=count == len(op.keys))
-        return start, end
 
     def check_invariants(self) -> None:
         check_storage(self)
