@@ -103,7 +103,7 @@ def measure(page_size: int, num_tokens: int, rounds: int) -> list[dict[str, obje
         timed("keys of the prompt", start)
         start = clock()
         match = tree.match("", tokens, fetching=True)
-        ticket = storage.begin_fetch(match, tokens, keys)
+        ticket = storage.begin_fetch(match, tokens, keys, far_from=num_tokens)
         timed("fetch, begin", start)
         start = clock()
         storage.end_fetch(ticket, len(keys))
@@ -113,15 +113,15 @@ def measure(page_size: int, num_tokens: int, rounds: int) -> list[dict[str, obje
         ticket = controller.begin_backup(node)
         assert ticket is not None
         # The part of the commit that hands the blocks to storage.
-        limits, storage.limits = storage.limits, None
+        storage.writer.turn(is_off=True, skips=())
         controller.commit(ticket)
-        storage.limits = limits
+        storage.writer.turn(is_off=False, skips=())
         start = clock()
-        storage.store_path(node)
+        storage.writer.store_path(node)
         timed("store, begin", start)
-        for ticket in [t for t in stored.ledger.in_flight if t.link == STORE]:
+        for ticket, op in [(t, op) for t, op in stored.ledger.in_flight.items() if t.link == STORE]:
             start = clock()
-            storage.end_store(ticket, 0)
+            storage.writer.end(ticket, len(op.keys))
             timed("store, end", start)
         assert not any(t.link == FETCH for t in stored.ledger.in_flight)
         stored.clean(node)
