@@ -60,7 +60,7 @@ def run(page_size: int, watcher: PageWatcher, rng: np.random.Generator) -> dict[
         publish()
     found["decode"] = (time.thread_time() - began) / INSERT_EVERY
     began = time.thread_time()
-    tree.evict(Tier.DEVICE, 1 << 30)
+    tree.give_up(tree.victims(Tier.DEVICE, 1 << 30, stay=False), Tier.DEVICE)
     publish()
     found["evict"] = (time.thread_time() - began) / NUM_DECODING
     return found

@@ -67,6 +67,7 @@ from sglang.srt.utils.child_process import StartupError
 from sglang.srt.utils.registry import STRING, WHOLE_NUMBER, Option, load_object
 from sglang.srt.utils.time_units import LaunchSeq
 from support.codec_cases import KEY, SMALL, decode, encode, normal_kv
+from support.evictions import evict
 from support.memory_store import MemoryStore
 
 
@@ -390,7 +391,7 @@ def test_an_eviction_policy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         for launch, (tokens, frames) in enumerate((([1, 2], [0, 1]), ([3, 4, 5], [2, 3, 4]))):
             run = np.array(tokens, np.int32), np.array(frames, np.int32)
             tree.insert_prefix("", None, *run, LaunchSeq(launch), LaunchSeq(launch))
-        return [frame for frames, _ in tree.evict(Tier.DEVICE, 1).cached for frame in frames.tolist()]
+        return [frame for frames, _ in evict(tree, Tier.DEVICE, 1).cached for frame in frames.tolist()]
 
     assert set(first_evicted("lru")) <= {0, 1} and set(first_evicted("longest")) <= {2, 3, 4}
 

@@ -9,6 +9,7 @@ from sglang.srt.managers.schedule_policy import Candidate
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
 from sglang.srt.mem_cache.node import Node
 from sglang.srt.mem_cache.transfer import D2H, H2D, Ticket, Tier
+from support.evictions import evict
 
 
 def tokens(text: str) -> np.ndarray:
@@ -55,7 +56,7 @@ def test_what_is_cached_is_neither_loaded_nor_computed() -> None:
     assert not rig.is_known
     assert rig.find() == Candidate(3, prefix=4)
     rig.back_up(node)
-    rig.tree.evict(Tier.DEVICE, 4)
+    evict(rig.tree, Tier.DEVICE, 4)
     assert not rig.is_known
     assert rig.find() == Candidate(3, ((node.id, 4),), prefix=4)
     ticket = Ticket(H2D, 0)
@@ -97,7 +98,7 @@ def test_a_node_that_is_cut_or_evicted_is_matched_again() -> None:
     rig.find()
     rig.tree.drop([other], Tier.DEVICE)
     assert rig.is_known
-    rig.tree.evict(Tier.DEVICE, 4)
+    evict(rig.tree, Tier.DEVICE, 4)
     assert not rig.is_known
     assert rig.find() == Candidate(3, prefix=4)
 
@@ -106,7 +107,7 @@ def test_a_backup_that_arrives_after_the_device_gave_up_its_copy() -> None:
     rig = Rig()
     node = rig.insert("abcd")
     ticket = rig.back_up(node, commit=False)
-    rig.tree.evict(Tier.DEVICE, 4)
+    evict(rig.tree, Tier.DEVICE, 4)
     assert rig.find() == Candidate(7), "it is nowhere yet"
     rig.tree.commit(ticket, Tier.HOST)
     assert not rig.is_known

@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
 from sglang.srt.mem_cache.node import Dropped, FilledRun, InsertResult, MatchResult, Node
 from sglang.srt.mem_cache.transfer import D2H, D2P, FETCH, H2D, P2D, Ticket, Tier
 from sglang.srt.utils.time_units import NO_LAUNCH
+from support.evictions import evict
 
 DEVICE, PEER, HOST = Tier.DEVICE, Tier.PEER, Tier.HOST
 
@@ -157,7 +158,7 @@ def test_match_reads_device_then_host():
     top = insert(tree, "abc", 0).node
     low = insert(tree, "de", 3, below=top).node
     load_all(tree, [top, low], HOST, 50, seq=0)
-    tree.evict(DEVICE, 2)
+    evict(tree, DEVICE, 2)
     m = match(tree, "abcde")
     assert shape(tree) == {"abc": [[0, 1, 2], [50, 51, 52]], "abcde": [None, [53, 54]]}
     assert lengths(m) == (3, 5)
@@ -171,7 +172,7 @@ def test_a_node_that_left_the_device_with_its_backup_in_flight_matches_nowhere()
     low = insert(tree, "de", 3, below=top).node
     load_all(tree, [top], HOST, 50, seq=0)
     fill(tree, [low], HOST, 53, seq=1)
-    tree.evict(DEVICE, 2)
+    evict(tree, DEVICE, 2)
     assert lengths(match(tree, "abcde")) == (3, 3) and path_of(match(tree, "abcde")) == ["abc"]
     tree.commit(Ticket(D2H, 1), HOST)
     assert lengths(match(tree, "abcde")) == (3, 5)
@@ -181,7 +182,7 @@ def test_a_node_that_is_being_loaded_matches_as_on_the_device():
     tree = HiRadixTree(1)
     node = insert(tree, "abc", 0).node
     load_all(tree, [node], HOST, 50, seq=0)
-    tree.evict(DEVICE, 3)
+    evict(tree, DEVICE, 3)
     assert lengths(match(tree, "abc")) == (0, 3)
     ticket = fill(tree, [node], DEVICE, 10, seq=0)
     assert lengths(match(tree, "abc")) == (3, 3), "whoever waits for the ticket finds it there"
@@ -260,7 +261,7 @@ def test_publish_adopts_for_a_node_that_only_the_host_has():
     tree = HiRadixTree(1)
     node = insert(tree, "abcd", 0, fence=1).node
     load_all(tree, [node], HOST, 50, seq=0)
-    tree.evict(DEVICE, 4)
+    evict(tree, DEVICE, 4)
     assert shape(tree) == {"abcd": [None, [50, 51, 52, 53]]}
     result = insert(tree, "abcdef", 10, fence=8)
     assert result.end == 6 and result.frames.tolist() == [10, 11, 12, 13, 14, 15]
@@ -274,7 +275,7 @@ def test_publish_adopts_a_part_of_a_host_node():
     tree = HiRadixTree(1)
     node = insert(tree, "abcd", 0).node
     load_all(tree, [node], HOST, 50, seq=0)
-    tree.evict(DEVICE, 4)
+    evict(tree, DEVICE, 4)
     result = insert(tree, "abx", 10)
     assert result.frames.tolist() == [10, 11, 12]
     assert shape(tree) == {"ab": [[10, 11], [50, 51]], "abcd": [None, [52, 53]], "abx": [[12], None]}
@@ -285,7 +286,7 @@ def test_publish_mixes_duplicates_adopted_and_new():
     top = insert(tree, "ab", 0).node
     low = insert(tree, "cd", 2, below=top).node
     load_all(tree, [top, low], HOST, 50, seq=0)
-    tree.evict(DEVICE, 2)
+    evict(tree, DEVICE, 2)
     result = insert(tree, "abcdef", 10)
     assert result.frames.tolist() == [0, 1, 12, 13, 14, 15]
     assert result.duplicates.tolist() == [10, 11]
@@ -297,7 +298,7 @@ def test_publish_stops_at_a_node_that_is_being_filled():
     top = insert(tree, "ab", 0).node
     low = insert(tree, "cd", 2, below=top).node
     load_all(tree, [top, low], HOST, 50, seq=0)
-    tree.evict(DEVICE, 2)
+    evict(tree, DEVICE, 2)
     ticket = fill(tree, [low], DEVICE, 20, seq=0)
     result = insert(tree, "abcdef", 10)
     assert result.end == 2 and result.node is top
@@ -374,9 +375,9 @@ def test_a_root_goes_with_its_last_node():
     tree = HiRadixTree(1)
     insert(tree, "abc", 0, ns="tenant")
     insert(tree, "xyz", 3, ns="tenant")
-    tree.evict(DEVICE, 3)
+    evict(tree, DEVICE, 3)
     assert list(tree.roots) == ["tenant"]
-    tree.evict(DEVICE, 3)
+    evict(tree, DEVICE, 3)
     assert tree.roots == {} and tree.num_nodes == 0
     tree.check_invariants()
 
@@ -461,10 +462,10 @@ def test_evict_takes_the_leaf_used_least_recently():
     insert(tree, "xy", 3, fence=2, now=2)
     insert(tree, "pq", 5, fence=3, now=3)
     tree.unlock(tree.lock(match(tree, "abc"), launch=4), launch=4, fence=9)
-    assert cached(tree.evict(DEVICE, 2)) == [([3, 4], 2)]
-    assert cached(tree.evict(DEVICE, 2)) == [([5, 6], 3)]
-    assert cached(tree.evict(DEVICE, 3)) == [([0, 1, 2], 9)], "the reader's fence counts"
-    assert cached(tree.evict(DEVICE, 1)) == []
+    assert cached(evict(tree, DEVICE, 2)) == [([3, 4], 2)]
+    assert cached(evict(tree, DEVICE, 2)) == [([5, 6], 3)]
+    assert cached(evict(tree, DEVICE, 3)) == [([0, 1, 2], 9)], "the reader's fence counts"
+    assert cached(evict(tree, DEVICE, 1)) == []
     tree.check_invariants()
 
 
@@ -473,18 +474,18 @@ def test_evict_goes_from_the_leaves_up():
     top = insert(tree, "ab", 0, now=1).node
     insert(tree, "cd", 2, below=top, now=5)
     insert(tree, "xy", 4, now=3)
-    assert cached(tree.evict(DEVICE, 4)) == [([4, 5], 0), ([2, 3], 0)]
-    assert cached(tree.evict(DEVICE, 9)) == [([0, 1], 0)]
+    assert cached(evict(tree, DEVICE, 4)) == [([4, 5], 0), ([2, 3], 0)]
+    assert cached(evict(tree, DEVICE, 9)) == [([0, 1], 0)]
     assert tree.num_nodes == 0
 
 
 def test_evict_splits_the_last_leaf():
     tree = HiRadixTree(2)
     node = insert(tree, "aabbccdd", 0).node
-    assert cached(tree.evict(DEVICE, 1)) == [([3], 0)]
+    assert cached(evict(tree, DEVICE, 1)) == [([3], 0)]
     assert shape(tree) == {"aabbcc": [[0, 1, 2], None]}
     assert node.parent is None, "the lower half is the old node, and it is gone"
-    assert cached(tree.evict(DEVICE, 2)) == [([1, 2], 0)]
+    assert cached(evict(tree, DEVICE, 2)) == [([1, 2], 0)]
     assert shape(tree) == {"aa": [[0], None]}
 
 
@@ -493,9 +494,9 @@ def test_evict_leaves_locked_paths():
     top = insert(tree, "ab", 0).node
     insert(tree, "cd", 2, below=top)
     receipt = tree.lock(match(tree, "ab"), launch=0)
-    assert cached(tree.evict(DEVICE, 10)) == [([2, 3], 0)]
+    assert cached(evict(tree, DEVICE, 10)) == [([2, 3], 0)]
     tree.unlock(receipt, launch=0, fence=4)
-    assert cached(tree.evict(DEVICE, 10)) == [([0, 1], 4)]
+    assert cached(evict(tree, DEVICE, 10)) == [([0, 1], 4)]
 
 
 def test_evict_leaves_kept_nodes():
@@ -505,19 +506,19 @@ def test_evict_leaves_kept_nodes():
     insert(tree, "xy", 4, now=7)
     load_all(tree, [top, low], HOST, 50, seq=0)
     load_all(tree, [tree.match("", tokens("xy")).path[0]], HOST, 54, seq=1)
-    assert cached(tree.evict(HOST, 10, {top.id, low.id})) == [([54, 55], -1)]
+    assert cached(evict(tree, HOST, 10, {top.id, low.id})) == [([54, 55], -1)]
     tree.check_invariants()
     assert tree.evictable_pages(HOST, [top, low]) == 0 and tree.evictable_pages(HOST, [low]) == 2
-    assert cached(tree.evict(HOST, 10, {low.id})) == [([50, 51], -1)], "the prefix of a kept node need not be kept"
+    assert cached(evict(tree, HOST, 10, {low.id})) == [([50, 51], -1)], "the prefix of a kept node need not be kept"
     tree.check_invariants()
-    assert cached(tree.evict(HOST, 10)) == [([52, 53], -1)], "kept once, not for ever"
+    assert cached(evict(tree, HOST, 10)) == [([52, 53], -1)], "kept once, not for ever"
 
 
 def test_evict_from_the_device_leaves_the_host_copy():
     tree = HiRadixTree(1)
     node = insert(tree, "abcd", 0).node
     load_all(tree, [node], HOST, 50, seq=0)
-    assert cached(tree.evict(DEVICE, 3)) == [([1, 2, 3], 0)]
+    assert cached(evict(tree, DEVICE, 3)) == [([1, 2, 3], 0)]
     assert shape(tree) == {"a": [[0], [50]], "abcd": [None, [51, 52, 53]]}
     assert lengths(match(tree, "abcd")) == (1, 4)
 
@@ -528,7 +529,7 @@ def test_evict_from_the_host_takes_locked_nodes_too():
     node = insert(tree, "ab", 0).node
     load_all(tree, [node], HOST, 50, seq=0)
     tree.lock(match(tree, "ab"), launch=0)
-    assert cached(tree.evict(HOST, 2)) == [([50, 51], -1)]
+    assert cached(evict(tree, HOST, 2)) == [([50, 51], -1)]
     assert shape(tree) == {"ab": [[0, 1], None]}
 
 
@@ -536,14 +537,14 @@ def test_evict_spares_what_is_being_filled_and_the_source_of_a_load():
     tree = HiRadixTree(1)
     node = insert(tree, "ab", 0).node
     backup = fill(tree, [node], HOST, 50, seq=0)
-    assert cached(tree.evict(HOST, 2)) == []
+    assert cached(evict(tree, HOST, 2)) == []
     tree.commit(backup, HOST)
-    tree.evict(DEVICE, 2)
+    evict(tree, DEVICE, 2)
     load = fill(tree, [node], DEVICE, 10, seq=0)
-    assert cached(tree.evict(DEVICE, 2)) == [] and cached(tree.evict(HOST, 2)) == []
+    assert cached(evict(tree, DEVICE, 2)) == [] and cached(evict(tree, HOST, 2)) == []
     tree.commit(load, DEVICE)
-    assert cached(tree.evict(HOST, 2)) == [([50, 51], -1)]
-    assert cached(tree.evict(DEVICE, 2)) == [([10, 11], 0)]
+    assert cached(evict(tree, HOST, 2)) == [([50, 51], -1)]
+    assert cached(evict(tree, DEVICE, 2)) == [([10, 11], 0)]
     assert tree.num_nodes == 0
 
 
@@ -551,12 +552,12 @@ def test_what_was_locked_to_be_loaded_may_leave_the_host_once_somebody_computed_
     tree = HiRadixTree(1)
     node = insert(tree, "ab", 0).node
     load_all(tree, [node], HOST, 100, 0)
-    tree.evict(DEVICE, 2)
+    evict(tree, DEVICE, 2)
     tree.lock(match(tree, "ab"), 0)
-    assert cached(tree.evict(HOST, 2)) == [], "it is about to be loaded"
+    assert cached(evict(tree, HOST, 2)) == [], "it is about to be loaded"
     insert(tree, "ab", 7, fence=1)
     tree.check_invariants()
-    assert cached(tree.evict(HOST, 2)) == [([100, 101], -1)]
+    assert cached(evict(tree, HOST, 2)) == [([100, 101], -1)]
 
 
 def test_a_parent_can_be_evicted_when_its_last_resident_child_has_gone():
@@ -564,9 +565,9 @@ def test_a_parent_can_be_evicted_when_its_last_resident_child_has_gone():
     top = insert(tree, "ab", 0).node
     low = insert(tree, "cd", 2, below=top).node
     load_all(tree, [top, low], HOST, 50, seq=0)
-    tree.evict(DEVICE, 2)
+    evict(tree, DEVICE, 2)
     assert low.parent is top, "it is on the host still"
-    assert cached(tree.evict(DEVICE, 2)) == [([0, 1], 0)]
+    assert cached(evict(tree, DEVICE, 2)) == [([0, 1], 0)]
     assert shape(tree) == {"ab": [None, [50, 51]], "abcd": [None, [52, 53]]}
 
 
@@ -576,7 +577,7 @@ def test_eviction_candidates_do_not_pile_up():
     for now in range(2000):
         tree.unlock(tree.lock(match(tree, "abc"), now), now, -1)
     assert sum(map(len, tree.order._heaps[DEVICE].ranks().values())) < 100
-    assert cached(tree.evict(DEVICE, 3)) == [([0, 1, 2], 0)]
+    assert cached(evict(tree, DEVICE, 3)) == [([0, 1, 2], 0)]
 
 
 # -- eviction on peers -------------------------------------------------------------------------------------------
@@ -604,7 +605,7 @@ def three_on_a_peer(policy: str = "lru") -> tuple[HiRadixTree, list[Node]]:
 def frames_given_up(tree: HiRadixTree, tier: Tier, *num_pages: int) -> list[int]:
     found = []
     for n in num_pages:
-        found += [f for frames, _ in cached(tree.evict(tier, n)) for f in frames]
+        found += [f for frames, _ in cached(evict(tree, tier, n)) for f in frames]
         tree.check_invariants()
     return found
 
@@ -747,7 +748,7 @@ def test_compact_merges_a_chain_into_its_end():
     assert low.parent is tree.roots[""] and (low.last_use, low.fences[DEVICE]) == (7, 2)
     assert top.parent is None and middle.parent is None
     assert lengths(match(tree, "aabbccddeeyy")) == (12, 12)
-    assert cached(tree.evict(DEVICE, 9)) == [([20], 3), ([21], 3), ([0, 1, 2, 3, 4], 7)]
+    assert cached(evict(tree, DEVICE, 9)) == [([20], 3), ([21], 3), ([0, 1, 2, 3, 4], 7)]
 
 
 def test_compact_joins_neighbours_without_a_copy():
@@ -799,8 +800,8 @@ def test_compact_waits_for_launches_and_transfers():
     load_all(tree, [low], HOST, 52, seq=1)
     tree.compact(low, done=6)
     assert shape(tree) == {"abcd": [[0, 1, 2, 3], [50, 51, 52, 53]]}
-    assert cached(tree.evict(DEVICE, 4)) == [([0, 1, 2, 3], 5)]
-    assert cached(tree.evict(HOST, 4)) == [([50, 51, 52, 53], -1)]
+    assert cached(evict(tree, DEVICE, 4)) == [([0, 1, 2, 3], 5)]
+    assert cached(evict(tree, HOST, 4)) == [([50, 51, 52, 53], -1)]
     assert tree.num_nodes == 0
 
 
@@ -818,7 +819,7 @@ def test_compact_a_host_only_chain():
     tree = HiRadixTree(1)
     top, low = chain(tree, "ab", "cd")
     load_all(tree, [top, low], HOST, 50, seq=0)
-    tree.evict(DEVICE, 4)
+    evict(tree, DEVICE, 4)
     tree.compact(low, done=1)
     assert shape(tree) == {"abcd": [None, [50, 51, 52, 53]]}
 
@@ -1050,7 +1051,7 @@ def test_a_fetch_continues_what_the_host_lacks():
     top = insert(tree, "aa", 0).node
     fetch(tree, "aaaabbbb", 50)
     assert shape(tree) == {"aa": [[0, 1], None], "aaaabbbb": [None, list(range(50, 56))]}
-    assert cached(tree.evict(DEVICE, 2)) == [([0, 1], 0)] and top.frames == [None] * 3, "a hole above a fetch"
+    assert cached(evict(tree, DEVICE, 2)) == [([0, 1], 0)] and top.frames == [None] * 3, "a hole above a fetch"
     tree.check_invariants()
     tree.commit(Ticket(FETCH, 0), HOST)
     assert lengths(match(tree, "aaaabbbb")) == (0, 0)
@@ -1113,7 +1114,7 @@ def test_next_unmatched_is_what_left_the_device_while_its_backup_is_under_way():
         return tree.next_unmatched(tree.match("", tokens(text), fetching=True), tokens(text))
 
     assert next_unmatched("aaaabbbbcccc") is None, "it is on the device"
-    tree.evict(DEVICE, 4)
+    evict(tree, DEVICE, 4)
     assert next_unmatched("aaaabbbb") is low and next_unmatched("aaaabxxx") is low
     assert [next_unmatched(text) for text in ("aaxx", "aaaaxxxx", "xxxx")] == [None] * 3
     tree.commit(Ticket(D2H, 1), HOST)
@@ -1133,7 +1134,7 @@ def test_the_least_important_goes_first():
         tree.count_use(receipt.node, priority)
         tree.unlock(receipt, now, -1)
     tree.check_invariants()
-    gone = [cached(tree.evict(DEVICE, 2)) for _ in range(6)]
+    gone = [cached(evict(tree, DEVICE, 2)) for _ in range(6)]
     frames = [f for drops in gone for ids, _ in drops for f in ids]
     assert frames == [10, 11, 8, 9, 2, 3, 6, 7, 4, 5, 0, 1], "unused, then by priority, then the oldest"
 
@@ -1146,10 +1147,10 @@ def test_what_is_retired_goes_first(policy: str):
     insert(tree, "ccddee", 20, ns="gone", now=3)
     for _ in range(3):
         tree.count_use(node, priority=5)
-    tree.evict(Tier.DEVICE, 0)
+    evict(tree, Tier.DEVICE, 0)
     tree.retire("gone")
     tree.retire("never there")
-    assert sorted(f for frames, _ in cached(tree.evict(Tier.DEVICE, 6)) for f in frames) == [10, 11, 12, 13, 24, 25]
+    assert sorted(f for frames, _ in cached(evict(tree, Tier.DEVICE, 6)) for f in frames) == [10, 11, 12, 13, 24, 25]
     assert list(tree.roots) == [""]
     tree.check_invariants()
 
@@ -1179,4 +1180,4 @@ def test_what_is_retired_goes_first_whatever_the_policy(monkeypatch: pytest.Monk
     insert(tree, "xyz", 3)
     tree.retire("gone")
     tree.check_invariants()
-    assert cached(tree.evict(DEVICE, 3)) == [([0, 1, 2], 0)]
+    assert cached(evict(tree, DEVICE, 3)) == [([0, 1, 2], 0)]

@@ -34,6 +34,7 @@ from sglang.srt.mem_cache.transfer import (
 )
 from sglang.srt.mem_cache.tree_checks import check_soft_pins
 from sglang.srt.utils.time_units import NO_LAUNCH
+from support.evictions import evict
 from support.kv_subscriber import KvSubscriber
 from support.tree_mutations import TREE_MUTATIONS
 
@@ -492,7 +493,7 @@ class Driver:
         by_age = {k: self.rank(page) for k, page in self.model.items()}
         holes = self.num_holes()
         pages = {k: page.copy() for k, page in self.model.items()}
-        gone = self.take(self.tree.evict(tier, n, {node.id for node in kept}), tier)
+        gone = self.take(evict(self.tree, tier, n, {node.id for node in kept}), tier)
         assert gone <= free, "it took what had to stay"
         rest = BLOCK_PAGES - 1
         assert min(n, len(free)) <= len(gone) <= n + rest, "it took more or less than it should"
@@ -705,7 +706,7 @@ def test_random_operations_against_a_dictionary(seed: int, page_size: int, num_o
     while driver.fetches:
         driver.end_fetch()
     for tier in FRAME_TIERS:
-        driver.take(driver.tree.evict(tier, 1 << 30), tier)
+        driver.take(evict(driver.tree, tier, 1 << 30), tier)
     driver.check()
     assert driver.tree.num_nodes == 0 and not driver.model and not driver.tree.roots
     missing = [what for what in sorted(EXPECTED) if not driver.seen[what]]

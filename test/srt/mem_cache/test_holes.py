@@ -28,6 +28,7 @@ from test_hiradix_tree import (
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
 from sglang.srt.mem_cache.node import Node, is_hole
 from sglang.srt.mem_cache.transfer import D2P, FETCH, H2D, P2D, Ticket
+from support.evictions import evict
 
 
 def path(tree: HiRadixTree, *texts: str) -> list[Node]:
@@ -58,7 +59,7 @@ def test_the_device_leaves_a_hole_when_it_evicts_what_has_no_copy():
     tree = HiRadixTree(1)
     top, low = path(tree, "aa", "bb")
     load_all(tree, [low], HOST, 50, seq=0)
-    assert cached(tree.evict(DEVICE, 4)) == [([2, 3], 0), ([0, 1], 0)], "eviction of the device never refuses"
+    assert cached(evict(tree, DEVICE, 4)) == [([2, 3], 0), ([0, 1], 0)], "eviction of the device never refuses"
     assert shape(tree) == {"aa": [None, None], "aabb": [None, [50, 51]]} and is_hole(top)
     assert lengths(match(tree, "aabb")) == (0, 0), "a match ends at a hole"
     assert tree.next_unmatched(match(tree, "aabb"), tokens("aabb")) is top
@@ -71,7 +72,7 @@ def test_a_lost_copy_leaves_a_hole(loaded: bool):
     top, low = path(tree, "aa", "bb")
     move(tree, [top], DEVICE, PEER, 20)
     load_all(tree, [low], HOST, 50, seq=0)
-    tree.evict(DEVICE, 4)
+    evict(tree, DEVICE, 4)
     assert lengths(match(tree, "aabb")) == (0, 4)
     if loaded:
         tree.begin_fill([top], PEER, DEVICE, pages(10, 2), Ticket(P2D, 9))
@@ -86,7 +87,7 @@ def test_a_failed_backup_leaves_a_hole():
     top, low = path(tree, "aa", "bb")
     load_all(tree, [low], HOST, 52, seq=0)
     backup = fill(tree, [top], HOST, 50, seq=1)
-    tree.evict(DEVICE, 4)
+    evict(tree, DEVICE, 4)
     assert not is_hole(top) and lengths(match(tree, "aabb")) == (0, 0), "on its way"
     assert filling(tree.drop([top], HOST)) == [([50, 51], backup)]
     tree.check_invariants()
@@ -179,7 +180,7 @@ def test_holes_above_each_other_go_together():
     tree = HiRadixTree(1)
     top, middle, low = path(tree, "aa", "bb", "cc")
     load_all(tree, [low], HOST, 50, seq=0)
-    tree.evict(DEVICE, 6)
+    evict(tree, DEVICE, 6)
     assert is_hole(top) and is_hole(middle)
     tree.drop([low], HOST)
     tree.check_invariants()
@@ -192,14 +193,14 @@ def test_what_is_below_a_node_keeps_it_as_long_as_others_can_go():
     top, low = path(tree, "aa", "bb")
     load_all(tree, [top], HOST, 50, seq=0)
     move(tree, [low], DEVICE, PEER, 20)
-    tree.evict(DEVICE, 4)
+    evict(tree, DEVICE, 4)
     (other,) = path(tree, "xx")
     load_all(tree, [other], HOST, 60, seq=1)
     tree.drop([other], DEVICE)
     tree.unlock(tree.lock(match(tree, "xx"), 9), 9, -1)
-    assert cached(tree.evict(HOST, 2)) == [([60, 61], -1)], "though it was used last"
-    assert cached(tree.evict(HOST, 2)) == [([50, 51], -1)] and is_hole(top)
-    assert cached(tree.evict(PEER, 2)) == [([20, 21], -1)] and tree.num_nodes == 0
+    assert cached(evict(tree, HOST, 2)) == [([60, 61], -1)], "though it was used last"
+    assert cached(evict(tree, HOST, 2)) == [([50, 51], -1)] and is_hole(top)
+    assert cached(evict(tree, PEER, 2)) == [([20, 21], -1)] and tree.num_nodes == 0
     tree.check_invariants()
 
 
@@ -207,7 +208,7 @@ def test_neighbouring_holes_are_merged_and_cut_like_nodes():
     tree = HiRadixTree(1)
     _, middle, low = path(tree, "aa", "bb", "cc")
     load_all(tree, [low], HOST, 50, seq=0)
-    tree.evict(DEVICE, 6)
+    evict(tree, DEVICE, 6)
     tree.compact(middle, done=1)
     assert shape(tree) == {"aabb": [None, None], "aabbcc": [None, [50, 51]]} and is_hole(middle)
     insert(tree, "aax", 20)
@@ -269,7 +270,7 @@ def alternating(tree: HiRadixTree) -> list[Node]:
             move(tree, [node], DEVICE, PEER, 20 + 2 * i)
         else:
             load_all(tree, [node], HOST, 50, seq=i)
-    tree.evict(DEVICE, 6)
+    evict(tree, DEVICE, 6)
     tree.check_invariants()
     return nodes
 
@@ -297,7 +298,7 @@ def test_neighbours_on_peers_are_one_run():
     tree = HiRadixTree(1)
     for first, node in zip((20, 30), path(tree, "aa", "bb")):
         move(tree, [node], DEVICE, PEER, first)
-    tree.evict(DEVICE, 4)
+    evict(tree, DEVICE, 4)
     assert match(tree, "aabb").peer_runs == ((0, 4),)
 
 
@@ -370,7 +371,7 @@ def test_victims_of_the_host_need_not_be_leaves_where_another_tier_has_them():
     tree.unlock(tree.lock(match(tree, "aabb"), 7), 7, -1)
     assert tree.victims(HOST, 9) == [low, top]
     assert tree.victims(HOST, 9, {low.id}) == [top], "the device has it, too"
-    tree.evict(DEVICE, 4)
+    evict(tree, DEVICE, 4)
     assert tree.victims(HOST, 9, {low.id}) == [top], "though it would leave a hole"
 
 
@@ -380,7 +381,7 @@ def test_what_a_victim_covered_goes_before_what_was_used_later():
     low = insert(tree, "bb", 2, below=top, now=5).node
     young = insert(tree, "xx", 4, now=9).node
     load_all(tree, [top, low, young], HOST, 50, seq=0)
-    tree.evict(DEVICE, 6)
+    evict(tree, DEVICE, 6)
     assert tree.victims(HOST, 6) == [low, top, young]
 
 
@@ -392,7 +393,7 @@ def test_a_victim_that_stays_in_the_tree_as_a_hole_still_covers_what_is_above():
     other = insert(tree, "xx", 6, now=5).node
     below = insert(tree, "yy", 8, below=other, now=9).node
     load_all(tree, [top, middle, low, other, below], HOST, 50, seq=0)
-    tree.evict(DEVICE, 10)
+    evict(tree, DEVICE, 10)
     assert tree.victims(HOST, 9, {low.id, below.id}) == [middle, other, top]
 
 
@@ -402,7 +403,7 @@ def test_a_hole_on_the_way_does_not_cover_what_is_above_it():
     before = state(tree)
     assert tree.victims(HOST, 9) == [low, top], "the hole leaves the tree with the last node below it"
     assert state(tree) == before and hole.parent is top
-    assert [frames for frames, _ in cached(tree.evict(HOST, 9))] == [[54, 55], [50, 51]]
+    assert [frames for frames, _ in cached(evict(tree, HOST, 9))] == [[54, 55], [50, 51]]
     assert tree.num_nodes == 0
 
 

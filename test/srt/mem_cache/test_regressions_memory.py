@@ -6,6 +6,7 @@ import numpy as np
 
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
 from sglang.srt.mem_cache.transfer import Tier
+from support.evictions import evict
 
 
 def kept_bytes(tree: HiRadixTree) -> int:
@@ -39,7 +40,7 @@ def test_what_is_left_of_a_long_prompt_does_not_keep_all_of_it():
         tokens = np.arange(100_000, dtype=np.int32)
         tokens[0] = -i
         insert(tree, tokens, np.arange(100_000 * i, 100_000 * (i + 1), dtype=np.int32))
-        tree.evict(Tier.DEVICE, 99_990)
+        evict(tree, Tier.DEVICE, 99_990)
     assert tree.resident_pages(Tier.DEVICE) == 200
     assert kept_bytes(tree) < 20 * 8 * 1000
 

@@ -548,10 +548,6 @@ class HiRadixTree:
             self._take_frames(node, tier, dropped)
         return dropped
 
-    def evict(self, tier: Tier, num_pages: int, kept: Container[int] = ()) -> Dropped:
-        """Take the victims of a tier off it."""
-        return self.give_up(self.victims(tier, num_pages, kept, stay=False), tier)
-
     def drop(self, nodes: Iterable[Node], tier: Tier) -> Dropped:
         """Take nodes off a tier, whatever their age. The device loses all below them, too, which must not be locked.
         On other tiers the rest stays, behind a hole if need be. What the tier does not have is left alone."""
