@@ -53,7 +53,7 @@ class StorageRig:
         max_store_pages: int = 64,
         **config: object,
     ) -> None:
-        self.tree = HiRadixTree(1, block_keys=NAMES)
+        self.tree = HiRadixTree(1)
         self.device, self.host = FrameTable(device), FrameTable(host)
         table = FrameTable(peer) if peer else None
         self.clock = LaunchClock()

@@ -926,7 +926,9 @@ NAMES = BlockKeys(b"secret", 4)
 
 
 def named_tree(page_size: int = 1) -> HiRadixTree:
-    return HiRadixTree(page_size, block_keys=NAMES)
+    tree = HiRadixTree(page_size)
+    tree.rename_blocks(NAMES)
+    return tree
 
 
 def names_of(node: Node) -> list[str]:

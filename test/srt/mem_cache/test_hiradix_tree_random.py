@@ -92,7 +92,8 @@ class Driver:
         self.rank = RANKS[policy]
         self.page = page_size
         self.names = BlockKeys(b"secret", BLOCK_PAGES * page_size)
-        self.tree = HiRadixTree(page_size, policy, self.names)
+        self.tree = HiRadixTree(page_size, policy)
+        self.tree.rename_blocks(self.names)
         self.adds_up = adds_up
         self.tree.set_placement(adds_up)
         self.model: dict[Key, Page] = {}

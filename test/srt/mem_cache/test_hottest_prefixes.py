@@ -22,7 +22,8 @@ class World:
     """A tree that grows as requests come."""
 
     def __init__(self, block_keys: BlockKeys | None = None) -> None:
-        self.tree = HiRadixTree(1, block_keys=block_keys)
+        self.tree = HiRadixTree(1)
+        self.tree.rename_blocks(block_keys)
         self.next_frame = 0
         self.now = 0
 

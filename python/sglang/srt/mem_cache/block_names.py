@@ -19,10 +19,9 @@ from sglang.srt.mem_cache.node import Node, path_of, root_of
 
 
 class BlockNames:
-    """keys: how blocks are named; None while there is no storage, and no node has names."""
-
-    def __init__(self, keys: BlockKeys | None) -> None:
-        self.keys = keys
+    def __init__(self) -> None:
+        # How blocks are named; None while there is no storage, and no node has names.
+        self.keys: BlockKeys | None = None
 
     def num_blocks(self, node: Node) -> int:
         """Blocks whose last token the node holds."""

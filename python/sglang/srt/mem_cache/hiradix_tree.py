@@ -64,12 +64,12 @@ _DEVICE, _PEER, _HOST = int(Tier.DEVICE), int(Tier.PEER), int(Tier.HOST)
 
 
 class HiRadixTree:
-    """eviction_policy: of `EVICTION_POLICIES`. block_keys: how blocks are named, None while there is no storage."""
+    """eviction_policy: of `EVICTION_POLICIES`."""
 
-    def __init__(self, page_size: int, eviction_policy: str = "lru", block_keys: BlockKeys | None = None) -> None:
+    def __init__(self, page_size: int, eviction_policy: str = "lru") -> None:
         self.page_size = page_size
         self.page_key = page_key_of(page_size)
-        self.names = BlockNames(None)
+        self.names = BlockNames()
         # What requests are about to compute.
         self.claims = TransientNodes(page_size)
         self.roots: dict[str, Root] = {}
@@ -82,7 +82,6 @@ class HiRadixTree:
         self.eviction_policy = eviction_policy
         # Tiers that a match does not count on.
         self._unread: frozenset[Tier] = frozenset()
-        self.rename_blocks(block_keys)
         self._changed: Callable[[Node], None] = lambda node: None
         # Called with each node that leaves its last tier, while it is still in the tree.
         self.lost: Callable[[Node, Tier], None] = lambda node, tier: None
