@@ -32,7 +32,7 @@ from sglang.demo_common import (
 from sglang.demo_peers_report import LongPrompt, Outcome, Slabs, Turn, Work, longest_wait_s, problems, table
 
 TIERS = ("device", "peer", "host")
-COLD = Answer(text="yes", ttft_s=0.5, seconds=1.0, prompt_tokens=100, tokens=32, tiers={})
+COLD = Answer(text="yes", ttft_s=0.5, seconds=1.0, prompt_tokens=100, tiers={})
 QUESTIONS = [sys.executable, "-m", "sglang.demo"]
 PEERS = [sys.executable, "-m", "sglang.demo_peers"]
 ALL_TIERS = [sys.executable, "-m", "sglang.demo_tiers"]

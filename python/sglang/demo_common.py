@@ -52,12 +52,7 @@ class Answer:
     ttft_s: float
     seconds: float
     prompt_tokens: int
-    tokens: int
     tiers: dict[str, int]
-
-    @property
-    def tokens_per_s(self) -> float:
-        return (self.tokens - 1) / max(self.seconds - self.ttft_s, 1e-9)
 
 
 def system_prompt(num_rules: int = 40) -> str:
@@ -303,7 +298,6 @@ def ask(
         ttft_s=first - start,
         seconds=end - start,
         prompt_tokens=usage.prompt_tokens,
-        tokens=usage.completion_tokens,
         tiers=(details.model_extra or {}).get("cached_tokens_details", {}) if details else {},
     )
 

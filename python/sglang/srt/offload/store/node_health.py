@@ -31,10 +31,6 @@ class NodeHealth:
         self._sick: set[Endpoint] = set()
         self._closed = threading.Event()
 
-    @property
-    def num_sick(self) -> int:
-        return len(self._sick)
-
     def check(self, endpoint: Endpoint) -> None:
         """Raises StoreLost for a sick server."""
         if endpoint in self._sick:
