@@ -16,7 +16,7 @@ from common import print_table, summary, write_json
 
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.managers.storage_controller import StorageController
-from sglang.srt.managers.storage_setup import PrefetchConfig, StorageLimits
+from sglang.srt.managers.storage_setup import PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.managers.transfer_ledger import Pools, TransferLedger
 from sglang.srt.mem_cache.block_keys import BlockKeys
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
@@ -43,7 +43,8 @@ class Rig:
         self.storage = StorageController(self.controller, PrefetchConfig())
         if storage:
             limits = StorageLimits(256, self.host.num_pages, self.host.num_pages)
-            self.storage.open(limits, self.names)
+            setup = StorageSetup("bench", "", b"bench", BLOCK, limits, PrefetchConfig(), "write_through")
+            self.storage.attach_storage(setup)
         # Most of the host pool is in use. Free frames lie in runs, as prompts leave them.
         held = self.host.allocate(self.host.num_pages)
         assert held is not None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.managers.storage_checks import check_storage_ops
 from sglang.srt.managers.storage_controller import StorageController
-from sglang.srt.managers.storage_setup import PrefetchConfig, StorageLimits
+from sglang.srt.managers.storage_setup import PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.managers.transfer_ledger import Pools, TransferLedger
 from sglang.srt.mem_cache.block_keys import BlockKeys
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
@@ -127,8 +128,10 @@ class StorageRig(Rig):
         super().check()
         check_storage_ops(self.storage)
 
-    def attach(self, blocks_per_op: int = 8, store: int = 99) -> None:
-        self.storage.open(StorageLimits(blocks_per_op, 99, store), NAMES)
+    def attach(self, blocks_per_op: int = 8, store: int = 99, is_lossy: bool = False) -> None:
+        limits, write_policy = StorageLimits(blocks_per_op, 99, store), self.controller.write_policy
+        setup = StorageSetup("test", "", NAMES.secret, NAMES.block_tokens, limits, PrefetchConfig(), write_policy)
+        self.storage.attach_storage(replace(setup, is_lossy=is_lossy))
 
     def fetch(self, text: str, start: int = 0) -> Ticket:
         """Fetch what lies behind the first `start` letters, to the end of the text."""

@@ -129,8 +129,12 @@ class ResidencyEvents:
     def _fetching(self, match: Any, run: Any, block_keys: Any, launch: Any, is_lossy: bool) -> None:
         self.counts[LOSSY] += is_lossy
 
+    def _is_store_lossy(self) -> bool:
+        setup = self._cache.storage.setup
+        return setup is not None and setup.is_lossy
+
     def _storing(self, link: str, action: Any, keys: Any = None, frames: Any = None, **more: Any) -> None:
-        if link != STORE or not self.counts[LOSSY] or self._cache.storage.is_lossy:
+        if link != STORE or not self.counts[LOSSY] or self._is_store_lossy():
             return
         for node in self._cache.tree.walk():
             host_frames = node.frames[Tier.HOST]

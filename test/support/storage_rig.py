@@ -11,7 +11,7 @@ import numpy as np
 
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.managers.storage_controller import StorageController
-from sglang.srt.managers.storage_setup import PrefetchConfig, StorageLimits
+from sglang.srt.managers.storage_setup import PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.managers.transfer_ledger import Pools, TransferLedger
 from sglang.srt.mem_cache.block_keys import BlockKeys, to_bytes
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
@@ -61,8 +61,12 @@ class StorageRig:
         self.ledger = TransferLedger(self.tree, Pools(self.device, self.host, table), self.clock, 100)
         self.controller = HiCacheController(self.ledger, "write_through")
         config = {"policy": "wait_complete", "threshold": 1} | config
-        self.storage = StorageController(self.controller, PrefetchConfig(**config))  # type: ignore[arg-type]
-        self.storage.open(StorageLimits(blocks_per_op, max_fetch_pages, max_store_pages, fetch_window_ops), NAMES)
+        limits = StorageLimits(blocks_per_op, max_fetch_pages, max_store_pages, fetch_window_ops)
+        prefetch = PrefetchConfig(**config)  # type: ignore[arg-type]
+        self.storage = StorageController(self.controller, prefetch)
+        self.storage.attach_storage(
+            StorageSetup("test", "", NAMES.secret, NAMES.block_tokens, limits, prefetch, "write_through")
+        )
         self.stored = {key for text in stored for key in to_bytes(NAMES.of_prompt("", tokens(text)))}
         self.ops: dict[Ticket, object] = {}
         self.cancelled: list[Ticket] = []

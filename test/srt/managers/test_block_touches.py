@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -265,7 +266,7 @@ def test_what_was_merged_meanwhile_still_counts(merged: str):
 
 def test_a_full_exclusive_disk_is_told_of_what_many_use_alone():
     rig = stored_rig(LONG, OTHER)
-    rig.storage.writer.is_exclusive = True
+    rig.storage.writer.setup = replace(rig.storage.setup, write_policy="auto")
     rig.storage.note_room(has_room=False)
     for i in range(63):
         use(rig, LONG if i % 8 == 0 else OTHER if i % 30 == 1 else "")
@@ -277,7 +278,7 @@ def test_a_full_exclusive_disk_is_told_of_what_many_use_alone():
 def test_what_many_use_is_known_however_it_is_cut():
     """As where one prompt comes again and again: its last token is cut off, and joined again."""
     rig = stored_rig(LONG)
-    rig.storage.writer.is_exclusive = True
+    rig.storage.writer.setup = replace(rig.storage.setup, write_policy="auto")
     rig.storage.note_room(has_room=False)
     for i in range(8):
         assert tell(rig) == [], i

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from sglang.srt.managers import block_writer
-from sglang.srt.managers.storage_setup import StorageLimits
 from sglang.srt.mem_cache.node import is_hole
 from sglang.srt.mem_cache.transfer import (
     D2H,
@@ -253,11 +254,15 @@ def test_of_a_path_that_lost_its_end_the_rest_is_stored() -> None:
 def test_a_path_to_be_stored_that_is_merged_into_what_is_fetched_below() -> None:
     rig = StorageRig(store=2)
     rig.back_up(rig.insert("uv"))
-    rig.back_up(rig.insert("ab"))
+    rig.end_fetch(rig.fetch("ab"), 1)
+    # Storage has lost it, and can take no more.
+    node = rig.tree.match("", tokens("ab")).path[-1]
+    rig.tree.names.forget_stored(node)
+    rig.storage.writer.store_path(node)
     rig.begun()
     # What has soft pins is merged with nothing.
     rig.storage.writer.unpin()
-    rig.at(10).evict(DEVICE, 4)
+    rig.at(10).evict(DEVICE, 2)
     rig.end_fetch(rig.fetch("abcd", start=2), 1)
     assert rig.tree.num_nodes == 2
     rig.begun()
@@ -303,7 +308,7 @@ def test_closing_gives_up_what_is_on_its_way() -> None:
     ticket = rig.storage.administer(StorageAction.DETACH)
     assert ticket == Ticket(PROBE, 1)
     rig.ledger.end(ticket)
-    rig.storage.open(None, None)
+    rig.storage.detach_storage()
     rig.check()
     assert all(n.block_keys is None and n.stored is None for n in rig.tree.walk())
     rig.back_up(rig.insert("pq"))
@@ -367,14 +372,14 @@ def test_check_invariants_notices_what_is_wrong_with_storage(corrupt) -> None:
 
 def test_lossy_kv_and_what_was_computed_from_it_is_never_stored_as_exact() -> None:
     rig = StorageRig(device=32, host=32)
-    rig.storage.open(StorageLimits(8, 99, 99), NAMES, is_lossy=True)
+    rig.attach(is_lossy=True)
     rig.back_up(rig.insert("ab"))
     assert [blocks for _, _, blocks, _ in rig.begun() if blocks] == [["ab"]]
     rig.end_store(0)
     rig.end_fetch(rig.fetch("abcd", start=2), 1)
     rig.begun()
     # Another storage, which is exact, is attached; a prompt goes on below what came from the lossy one.
-    rig.storage.open(None, None)
+    rig.storage.detach_storage()
     rig.attach()
     rig.at(10).commit(load(rig, [n for n in rig.tree.walk() if n.frames[DEVICE] is None]))
     rig.back_up(rig.insert("abcdef"))
@@ -385,7 +390,7 @@ def test_lossy_kv_and_what_was_computed_from_it_is_never_stored_as_exact() -> No
     )
     rig.end_store(1)
     # Another prompt splits a lossy node; a lossy storage takes all of it.
-    rig.storage.open(StorageLimits(8, 99, 99), NAMES, is_lossy=True)
+    rig.attach(is_lossy=True)
     rig.back_up(rig.insert("abcdexyz"))
     assert all(n.is_lossy == (n.start >= 2) for n in rig.tree.walk()) and rig.tree.num_nodes > 3
     stored = [op.keys for op in rig.ledger.take_ops()[0] if isinstance(op, StorageOp)]
@@ -465,7 +470,7 @@ def test_what_the_host_has_too_is_not_kept_on_peers_for_being_unstored() -> None
 
 def test_a_full_exclusive_store_gets_what_the_host_gives_up_next() -> None:
     rig = StorageRig(16, 4)
-    rig.storage.writer.is_exclusive = True
+    rig.storage.writer.setup = replace(rig.storage.setup, write_policy="auto")
     rig.storage.note_room(has_room=False)
     rig.on_host_only("ab")
     rig.begun()

@@ -266,7 +266,7 @@ def test_what_the_launch_before_computes_is_streamed_from_the_device(model: Mode
 def test_of_a_path_that_the_host_has_no_room_for_an_end_goes_there(monkeypatch: pytest.MonkeyPatch):
     """The request's path: eight pages that only the device has, and four behind them that only the host has."""
     rig = StorageRig(device=64, host=4 + 3)
-    rig.storage.open(None, None)
+    rig.storage.detach_storage()
     rig.clock.next, rig.clock.done = LaunchSeq(100), LaunchSeq(50)
     front = rig.insert("A" * 8)
     gap = rig.insert("b" * 4, below=front)

@@ -21,7 +21,7 @@ import numpy as np
 from sglang.srt.managers.block_touches import BlockTouches
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.managers.storage_breaker import StorageBreaker
-from sglang.srt.managers.storage_setup import StorageLimits
+from sglang.srt.managers.storage_setup import StorageSetup
 from sglang.srt.mem_cache.namespaces import is_alone, salt_of
 from sglang.srt.mem_cache.node import Node, is_ready, ready_frames, survivor_of
 from sglang.srt.mem_cache.transfer import STORE, StorageAction, StorageOp, Ticket, Tier
@@ -46,11 +46,7 @@ class BlockWriter:
         self.counters = counters
         self.breaker = breaker
         # None while no storage is attached, or is being emptied or detached.
-        self.limits: StorageLimits | None = None
-        # Whether what storage returns is changed.
-        self.is_lossy = False
-        # See `StorageSetup`.
-        self.is_exclusive = False
+        self.setup: StorageSetup | None = None
         # Whether an administrator wants nothing stored.
         self.is_off = False
         # Of two stores, the places of those that get nothing.
@@ -72,16 +68,16 @@ class BlockWriter:
         """Whether storage can take more blocks without giving up others."""
         return not self.touches.is_full
 
-    def open(self, limits: StorageLimits | None, is_lossy: bool, is_exclusive: bool) -> None:
+    def open(self, setup: StorageSetup | None) -> None:
         """Storage was attached, emptied or detached."""
-        self.limits, self.is_lossy, self.is_exclusive = limits, is_lossy, is_exclusive
+        self.setup = setup
         self._trial, self._next_trial_at = None, Seconds(-math.inf)
 
     def close(self) -> None:
         """Begin nothing new."""
         self.unpin()
         self.touches.close()
-        self.limits, self._deferred = None, {}
+        self.setup, self._deferred = None, {}
 
     def turn(self, is_off: bool, skips: tuple[int, ...]) -> None:
         """See `TierSwitches`. skips: see `StorageOp`."""
@@ -134,7 +130,7 @@ class BlockWriter:
             self._store_ends(nodes)
 
     def _store_ends(self, nodes: list[Node]) -> None:
-        if self.limits is None or self.tree.names.keys is None:
+        if self.setup is None or self.tree.names.keys is None:
             return
         size, above = self.tree.names.keys.block_tokens, {id(node.parent) for node in nodes}
         for node in nodes:
@@ -149,17 +145,17 @@ class BlockWriter:
     @property
     def stores_late(self) -> bool:
         """Whether only what leaves memory is stored. What the disk still has is not written again."""
-        return self.is_exclusive and not self.has_room
+        return self.setup is not None and self.setup.is_exclusive and not self.has_room
 
     def begin_step(self, num_pages: int) -> None:
         """Tell storage what is used, and store what the host gives up next, with num_pages to spare, where storage is
         full."""
-        if self.is_off:
+        if self.is_off or self.setup is None:
             return
         # What is lost and counts as stored gives an open breaker no write to try, unless storage is asked for it.
-        if self.limits is not None and (not self.breaker.is_open or self.breaker.may_try):
+        if not self.breaker.is_open or self.breaker.may_try:
             self.touches.begin(only_shared=self.stores_late)
-        if self.limits is not None and self.stores_late:
+        if self.stores_late:
             self._store_ahead(num_pages)
 
     def _store_ahead(self, num_pages: int) -> None:
@@ -170,11 +166,11 @@ class BlockWriter:
     def store_path(self, end: Node) -> None:
         """Write to storage what it is not believed to have of the path to `end`, as far as that is on the host, and
         exact if storage is: lossy KV is never written under a name that promises exact bytes."""
-        if self.limits is None or self.is_off or is_alone(self.tree.root_of(end).namespace):
+        if self.setup is None or self.is_off or is_alone(self.tree.root_of(end).namespace):
             return
         tree, page = self.tree, self.tree.page_size
         path = tree.path_of(end)
-        if not self.is_lossy:
+        if not self.setup.is_lossy:
             path = list(takewhile(lambda node: not node.is_lossy, path))
         while path and not is_ready(path[-1], Tier.HOST):
             path.pop()
@@ -208,8 +204,9 @@ class BlockWriter:
         if (room := self._num_storable_blocks()) < len(lacking):
             self._defer_store(end)
             lacking = lacking[: max(0, room)]
-        for i in range(0, len(lacking), self.limits.blocks_per_op):
-            blocks = lacking[i : i + self.limits.blocks_per_op]
+        per_op = self.setup.limits.blocks_per_op
+        for i in range(0, len(lacking), per_op):
+            blocks = lacking[i : i + per_op]
             ticket = self.ledger.begin_storage_op(
                 STORE, StorageAction.SET, keys[blocks], frames[blocks].ravel(), skips=self.skips, tenant=tenant
             )
@@ -225,12 +222,12 @@ class BlockWriter:
 
     def _num_storable_blocks(self) -> int:
         """Blocks that may be handed to storage now."""
-        if self.limits is None or self.tree.names.keys is None:
+        if self.setup is None or self.tree.names.keys is None:
             return 0
         if self.breaker.is_open:
             return int(self.breaker.may_try and not self.storing_pages)
         pages_per_block = self.tree.names.keys.block_tokens // self.tree.page_size
-        return (self.limits.max_store_pages - self.storing_pages) // pages_per_block
+        return (self.setup.limits.max_store_pages - self.storing_pages) // pages_per_block
 
     def _defer_store(self, end: Node) -> None:
         deferred = self._deferred
@@ -247,8 +244,8 @@ class BlockWriter:
                 self.counters["storage_backup_dropped_paths"] += 1
             self._tidy_at = min(2 * len(deferred) + _TIDY_DEFERRED_STORES, _MAX_DEFERRED_STORES)
         deferred[end.id] = end
-        assert self.limits is not None
-        is_full = self.tree.counts.soft_pinned[Tier.HOST] >= self.limits.most_pinned_pages
+        assert self.setup is not None
+        is_full = self.tree.counts.soft_pinned[Tier.HOST] >= self.setup.limits.most_pinned_pages
         if end.id not in self.pinned and not is_full and not self.breaker.is_open:
             self.pinned[end.id] = end
             self.tree.soft_pin(end)

@@ -89,10 +89,8 @@ class StorageController:
         self.set_config(config)
         # What is attached.
         self.setup: StorageSetup | None = None
-        # None while no storage is attached, or is being emptied or detached.
-        self.limits: StorageLimits | None = None
-        # Whether what it stores comes back changed.
-        self.is_lossy = False
+        # Whether something is attached, and not being emptied or detached.
+        self.is_open = False
         # Whether an administrator wants nothing read; and of two stores, the places of those that are not read.
         self.is_unread = False
         self._skips: tuple[int, ...] = ()
@@ -143,57 +141,50 @@ class StorageController:
     def attach_storage(self, setup: StorageSetup, works: bool = True) -> None:
         """Storage was opened, or emptied. works: False if it could not be emptied."""
         assert self.controller.has_host, "storage needs a host tier"
-        self.setup = setup
         self.controller.set_write_policy(setup.write_policy)
         self.set_config(setup.prefetch)
-        names = BlockKeys(setup.secret, setup.block_tokens, setup.tenant_key)
-        self.open(setup.limits, names, setup.is_lossy, works)
+        self._change_storage(setup)
+        if works:
+            self.reads.reset()
+            self.writes.reset()
         self.obey_switches()
 
     def detach_storage(self) -> None:
-        self.setup = None
-        self.open(None, None)
+        self._change_storage(None)
+        self.reads.reset()
+        self.writes.reset()
+
+    def _change_storage(self, setup: StorageSetup | None) -> None:
+        """Storage was attached, emptied or detached: nothing that the tree knew of it holds any more."""
+        self.setup, self.is_open = setup, setup is not None
+        names = BlockKeys(setup.secret, setup.block_tokens, setup.tenant_key) if setup is not None else None
+        self.tree.rename_blocks(names)
+        self.tree.pages.opened(self.tiers, names.block_tokens if names is not None else 0)
+        device_tokens = self.controller.tables[Tier.DEVICE].num_pages * self.tree.page_size
+        if names is not None and names.block_tokens > MAX_CUT_RATIO * device_tokens:
+            # To evict up to a block more than is needed would cost too much.
+            self.tree.order.cut_tokens = self.tree.page_size
+        self._probe_value = ProbeValue()
+        self.writer.open(setup)
+        self.controller.feeds_storage = self.is_open
+        self.note_room(has_room=True)
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
         """Of what is attached."""
         return self.setup.tiers if self.setup is not None else ()
 
-    def open(
-        self,
-        limits: StorageLimits | None,
-        block_keys: BlockKeys | None,
-        is_lossy: bool = False,
-        works: bool = True,
-    ) -> None:
-        """Storage was attached, emptied or detached: nothing that the tree knew of it holds any more."""
-        self.tree.rename_blocks(block_keys)
-        self.tree.pages.opened(self.tiers if limits is not None else (), block_keys.block_tokens if block_keys else 0)
-        device_tokens = self.controller.tables[Tier.DEVICE].num_pages * self.tree.page_size
-        if block_keys is not None and block_keys.block_tokens > MAX_CUT_RATIO * device_tokens:
-            # To evict up to a block more than is needed would cost too much.
-            self.tree.order.cut_tokens = self.tree.page_size
-        self.limits = limits
-        self.is_lossy = is_lossy
-        if works:
-            self.reads.reset()
-            self.writes.reset()
-        self._probe_value = ProbeValue()
-        self.writer.open(limits, is_lossy, self.setup is not None and self.setup.is_exclusive)
-        self.controller.feeds_storage = limits is not None
-        self.note_room(has_room=True)
-
     def note_room(self, has_room: bool) -> None:
         """has_room: whether storage can take more blocks without giving up others."""
         self.writer.touches.is_full = not has_room
         has_peers = Tier.PEER in self.controller.tables
-        self.controller.stores_early = has_peers and self.limits is not None and not self.writer.stores_late
+        self.controller.stores_early = has_peers and self.is_open and not self.writer.stores_late
 
     def close(self) -> None:
         """Begin nothing new, and cancel what is on its way."""
         for rid in list(self._prefetches):
             self.detach(rid)
-        self.limits = None
+        self.is_open = False
         self.writer.close()
         self.controller.stores_early = False
         for ticket, op in list(self.ledger.in_flight.items()):
@@ -203,8 +194,9 @@ class StorageController:
                 self.ledger.cancel(ticket)
 
     @property
-    def is_open(self) -> bool:
-        return self.limits is not None
+    def limits(self) -> StorageLimits | None:
+        """None while storage is not open."""
+        return self.setup.limits if self.setup is not None and self.is_open else None
 
     def hangs_on(self, link: str) -> bool:
         """Whether what is under way on a link is not expected to end."""
@@ -237,7 +229,7 @@ class StorageController:
         """A request was queued. tokens: int32, all of its prompt that a cache may serve. keys: of the prompt's
         blocks, if they are known."""
         names = self.tree.names.keys
-        if self.limits is None or names is None or is_alone(namespace):
+        if not self.is_open or names is None or is_alone(namespace):
             return
         size = names.block_tokens
         num_blocks = len(tokens) // size
@@ -256,7 +248,7 @@ class StorageController:
         prefetch = self._prefetches.get(rid)
         if (
             prefetch is None
-            or self.limits is None
+            or not self.is_open
             or self.reads.is_open
             or self.is_unread
             or self.config.policy == "best_effort"
@@ -466,7 +458,7 @@ class StorageController:
         keys: (n, 16). far_from: see `Prefetch`.
         """
         names, page, host = self.tree.names.keys, self.tree.page_size, self.controller.tables[Tier.HOST]
-        assert names is not None
+        assert names is not None and self.setup is not None
         num_pages = len(keys) * names.block_tokens // page
         frames = host.allocate(num_pages, FrameState.FILLING)
         assert frames is not None, "a fetch needs free frames: make room first"
@@ -476,7 +468,7 @@ class StorageController:
         last = first + len(tokens) // page
         run = FilledRun(tokens, frames[first:last], ticket, NO_LAUNCH)
         num_ended = (match.total_len + len(tokens)) // names.block_tokens - match.total_len // names.block_tokens
-        self.tree.begin_fetch(match, run, keys[:num_ended], self._clock.next, self.is_lossy)
+        self.tree.begin_fetch(match, run, keys[:num_ended], self._clock.next, self.setup.is_lossy)
         # The parts of the first and last block that are there already are read into pages that no node gets.
         host.free_after(np.concatenate((frames[:first], frames[last:])), FrameState.FILLING, NO_LAUNCH)
         self.fetching_pages += num_pages
