@@ -40,7 +40,7 @@ class Rig:
         self.clock = LaunchClock()
         self.ledger = TransferLedger(self.tree, Pools(self.device, self.host), self.clock, page_bytes=1)
         self.controller = HiCacheController(self.ledger)
-        self.storage = StorageController(self.controller, PrefetchConfig())
+        self.storage = StorageController(self.controller)
         if storage:
             limits = StorageLimits(256, self.host.num_pages, self.host.num_pages)
             setup = StorageSetup("bench", "", b"bench", BLOCK, limits, PrefetchConfig(), "write_through")

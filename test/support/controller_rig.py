@@ -121,7 +121,7 @@ class StorageRig(Rig):
 
     def __init__(self, device: int = 16, host: int = 16, blocks_per_op: int = 8, store: int = 99, **rig: Any) -> None:
         super().__init__(device, host, **rig)
-        self.storage = StorageController(self.controller, PrefetchConfig())
+        self.storage = StorageController(self.controller)
         self.attach(blocks_per_op, store)
 
     def check(self) -> None:

@@ -63,7 +63,7 @@ class StorageRig:
         config = {"policy": "wait_complete", "threshold": 1} | config
         limits = StorageLimits(blocks_per_op, max_fetch_pages, max_store_pages, fetch_window_ops)
         prefetch = PrefetchConfig(**config)  # type: ignore[arg-type]
-        self.storage = StorageController(self.controller, prefetch)
+        self.storage = StorageController(self.controller)
         self.storage.attach_storage(
             StorageSetup("test", "", NAMES.secret, NAMES.block_tokens, limits, prefetch, "write_through")
         )

@@ -28,7 +28,6 @@ from sglang.srt.managers.scheduler_config import SchedulerConfig
 from sglang.srt.managers.session_keeper import SessionKeeper
 from sglang.srt.managers.slab_withdrawal import SlabWithdrawal
 from sglang.srt.managers.storage_controller import StorageController
-from sglang.srt.managers.storage_setup import PrefetchConfig
 from sglang.srt.managers.tenant_quotas import TenantQuotas
 from sglang.srt.managers.tier_switches import TierSwitches
 from sglang.srt.managers.transfer_ledger import Pools, TransferLedger
@@ -87,7 +86,7 @@ class KVCache:
         self.switches = TierSwitches()
         self.quotas = TenantQuotas(self.tree, tuple(self.tables), clock, self.controller.evict_of)
         self.controller.is_over_quota = self.quotas.is_over
-        self.storage = StorageController(self.controller, PrefetchConfig(), self.switches)
+        self.storage = StorageController(self.controller, self.switches)
         # Slabs of the peer pool that come and go; None if it stays as it is.
         self.borrowed = SlabLedger(pools.peer, config.slabs, mapped=False) if pools.peer and config.slabs else None
         self._withdrawal = SlabWithdrawal(self.controller) if self.borrowed is not None else None

@@ -75,18 +75,16 @@ MIN_PUT_OFF_S = Seconds(1.0)
 class StorageController:
     """rids name the requests; those with a prefetch are waiting ones."""
 
-    def __init__(
-        self, controller: HiCacheController, config: PrefetchConfig, switches: TierSwitches | None = None
-    ) -> None:
+    def __init__(self, controller: HiCacheController, switches: TierSwitches | None = None) -> None:
         self.controller = controller
         self._switches = switches or TierSwitches()
         self.ledger = controller.ledger
         self.tree = controller.tree
         self.reads = StorageBreaker((PROBE, FETCH), WAIT_COMPLETE_LIMIT_S, lambda op: self._advice.expected_s(op))
         self.writes = StorageBreaker((STORE,), _WRITE_HANG_S, lambda op: self._advice.expected_s(op))
+        self.config = PrefetchConfig()
         # Those that have something to begin: too much is on its way, or their prefix is not on the host yet.
-        self._unfinished = FetchOrder(config.fetch_order)
-        self.set_config(config)
+        self._unfinished = FetchOrder(self.config.fetch_order)
         # What is attached.
         self.setup: StorageSetup | None = None
         # Whether something is attached, and not being emptied or detached.
