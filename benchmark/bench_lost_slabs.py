@@ -24,7 +24,7 @@ from sglang.srt.managers.slab_withdrawal import SlabWithdrawal
 from sglang.srt.managers.transfer_ledger import Pools, TransferLedger
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
-from sglang.srt.mem_cache.slab_ledger import SlabLedger
+from sglang.srt.mem_cache.slab_ledger import SlabLedger, SlabReport
 from sglang.srt.mem_cache.slab_use import SlabUse
 from sglang.srt.mem_cache.transfer import Tier
 from sglang.srt.peer.borrowed_places import BorrowedOptions, BorrowedPlaces
@@ -74,12 +74,10 @@ def lose(num_slabs: int) -> dict[str, float]:
     tree.order.next_of(Tier.HOST)
     gc.collect()
     gc.freeze()
-    withdrawal, steps = SlabWithdrawal(controller), []
+    withdrawal, steps = SlabWithdrawal(controller, slabs), []
     while not steps or withdrawal.has_more:
         start = time.process_time()
-        runs = [slabs.frames_of(slab) for slab in slabs.update(bytes(num_slabs))]
-        withdrawal.withdraw(runs, [], losing=lambda ids: None)
-        peer.reap(0)
+        withdrawal.update(SlabReport(bytes(num_slabs)), losing=lambda ids: None)
         slabs.take_drained()
         steps.append(time.process_time() - start)
         ledger.take_ops()

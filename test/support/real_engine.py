@@ -102,12 +102,12 @@ class RealEngine(LocalEngine):
         return self._opener.open(self._setup)
 
     def _wait_for_slabs(self, count: int) -> None:
-        ledger = self.scheduler.cache.borrowed
-        assert ledger is not None
+        borrowed = self.scheduler.cache.borrowed
+        assert borrowed is not None
 
         def are_mapped() -> bool:
             self._turn(0.0, [], [], lambda decision: None)
-            return sum(state.name == "MAPPED" for state in ledger.states) == count
+            return sum(state.name == "MAPPED" for state in borrowed.slabs.states) == count
 
         wait_until(are_mapped, "lent slabs are not mapped")
 

@@ -8,6 +8,7 @@ import pytest
 from sglang.srt.managers.slab_withdrawal import SlabWithdrawal
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.node import Node, Receipt, is_hole
+from sglang.srt.mem_cache.slab_ledger import SlabLedger
 from sglang.srt.mem_cache.transfer import (
     D2H,
     D2P,
@@ -499,7 +500,9 @@ class PeerRig(Rig):
         """The first four pages of the peer go; no request reads them."""
         runs = [np.arange(4, dtype=np.int32)]
         readable, unreadable = (runs, []) if is_readable else ([], runs)
-        SlabWithdrawal(self.controller).withdraw(readable, unreadable, losing=lambda ids: None)
+        assert self.peer is not None
+        slabs = SlabLedger(self.peer, [(0, self.peer.num_pages)], mapped=True)
+        SlabWithdrawal(self.controller, slabs).withdraw(readable, unreadable, losing=lambda ids: None)
 
 
 def test_what_leaves_the_device_goes_to_the_peer():

@@ -113,12 +113,12 @@ def test_slabs_that_cannot_be_read_any_more_are_dropped_and_others_are_moved(mon
     def update(report: SlabReport) -> None:
         cache.update_borrowed(report, losing=lambda ids: None)
 
-    monkeypatch.setattr(cache._withdrawal, "withdraw", note)
+    monkeypatch.setattr(cache.borrowed, "withdraw", note)
     update(SlabReport(b"\1\1\1"))
     update(SlabReport(b"\0\0\1", readable=b"\1\0\1"))
     assert dropped == [([4, 5, 6, 7], False), ([0, 1, 2, 3], True)]
     update(SlabReport(b"\0\0\0"))
-    assert dropped[2:] == [([8, 9, 10, 11], True)] and cache.counters["slabs_withdrawn"] == 3
+    assert dropped[2:] == [([8, 9, 10, 11], True)] and cache.all_counters()["slabs_withdrawn"] == 3
 
 
 @pytest.mark.parametrize(("peer_s", "order"), [(1.0, (Tier.PEER, Tier.HOST)), (2.0, (Tier.HOST, Tier.PEER))])

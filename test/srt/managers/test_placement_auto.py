@@ -12,6 +12,7 @@ from sglang.srt.mem_cache.block_names import BlockNames
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.node import Node
 from sglang.srt.mem_cache.placement import CONVENIENT, FIRST_COPYING_RATIO, LAST, MAX_COPYING_RATIO, SPARE
+from sglang.srt.mem_cache.slab_ledger import SlabLedger
 from sglang.srt.mem_cache.transfer import D2H, D2P, LINKS, P2H, Ticket, Tier
 from sglang.srt.utils.time_units import Seconds
 from support.controller_rig import Rig, ops_of
@@ -331,7 +332,8 @@ def test_what_is_being_saved_from_a_slow_peer_does_not_age():
         rig.copy(node, tier)
         rig.controller.drop(node, DEVICE)
     rig.controller.links.is_worth_copying = lambda tier, start, end: tier != PEER
-    SlabWithdrawal(rig.controller).withdraw([np.arange(4, dtype=np.int32)], [], losing=lambda ids: None)
+    slabs = SlabLedger(rig.controller.tables[PEER], [(0, 4)], mapped=True)
+    SlabWithdrawal(rig.controller, slabs).give_back([0], losing=lambda ids: None)
     assert rig.begun() == [(P2H, 4)]
     assert [rig.where(node) for node in (old, between, new)] == ["H", "", "H"]
     rig.check()

@@ -88,15 +88,15 @@ class KVCache:
         self.controller.is_over_quota = self.quotas.is_over
         self.storage = StorageController(self.controller, self.switches)
         # Slabs of the peer pool that come and go; None if it stays as it is.
-        self.borrowed = SlabLedger(pools.peer, config.slabs, mapped=False) if pools.peer and config.slabs else None
-        self._withdrawal = SlabWithdrawal(self.controller) if self.borrowed is not None else None
+        self.borrowed: SlabWithdrawal | None = None
+        if pools.peer is not None and config.slabs:
+            self.borrowed = SlabWithdrawal(self.controller, SlabLedger(pools.peer, config.slabs, mapped=False))
         self.takes = RecentTakes(pages_for(config.chunk_budget, config.page_size))
         self.lost_hits = LostHits(self.tree, config.page_size)
         self._has_unlocked = False
         # Of an engine that lends, since `take_device_use`: device pages that were filled, and that requests found.
         self._filled: list[np.ndarray] = []
         self._found: list[np.ndarray] = []
-        self.counters: Counter[str] = Counter()
         self._cursors = MatchCursors(self.tree)
         self._link_bytes = dict.fromkeys(LINKS, 0)
         self._next_hold = 0
@@ -471,8 +471,8 @@ class KVCache:
 
     def _note_end(self) -> None:
         """An operation or a request has ended: pages of slabs that go may have waited for it."""
-        if self._withdrawal is not None:
-            self._withdrawal.note_end()
+        if self.borrowed is not None:
+            self.borrowed.note_end()
 
     def take_freed(self) -> dict[int, np.ndarray]:
         """Tier -> frames that became free since the last call. Those of the swap file are not told."""
@@ -539,9 +539,9 @@ class KVCache:
                 losing(ticket)
                 with self.lost_hits.history.because("failed"):
                     self.controller.abort(ticket)
-            if self._withdrawal is not None and link == P2P:
+            if self.borrowed is not None and link == P2P:
                 assert isinstance(op, TransferOp)
-                self._withdrawal.end_move(op, is_ok)
+                self.borrowed.end_move(op, is_ok)
             self._note_end()
 
     def complete_storage_ops(
@@ -643,43 +643,28 @@ class KVCache:
     @property
     def is_withdrawing(self) -> bool:
         """Whether the next step goes on with what lost slabs had."""
-        return self._withdrawal is not None and self._withdrawal.has_more
+        return self.borrowed is not None and self.borrowed.has_more
 
     @property
     def num_borrowed_pages(self) -> int:
         """Pages of the peer pool that are there now, and stay as far as is known."""
         if self.borrowed is not None:
-            return self.borrowed.num_mapped_frames
+            return self.borrowed.slabs.num_mapped_frames
         return self.config.num_peer_pages
 
     def update_borrowed(self, report: SlabReport, losing: Callable[[set[int]], None]) -> bool:
-        """report: what all ranks have of the peer pool. Pages of other slabs go. losing: see
-        `SlabWithdrawal.withdraw`. Returns whether slabs have begun to go."""
+        """See `SlabWithdrawal.update`."""
         if self.borrowed is None:
             return False
-        assert self._withdrawal is not None
-        lost = self.borrowed.update(report.mapped)
-        self.counters["slabs_withdrawn"] += len(lost)
-        return self._withdraw(lost, report, losing)
+        with self.lost_hits.history.because("slab_lost"):
+            return self.borrowed.update(report, losing)
 
-    def withdraw_borrowed(self, slabs: list[int], losing: Callable[[set[int]], None]) -> bool:
-        """Slabs of the peer pool have begun to drain, as they are given back; as `update_borrowed`."""
+    def give_back_borrowed(self, slabs: list[int], losing: Callable[[set[int]], None]) -> bool:
+        """See `SlabWithdrawal.give_back`."""
         if self.borrowed is None or not slabs:
             return False
-        self.counters["slabs_withdrawn"] += len(slabs)
-        return self._withdraw(slabs, SlabReport(), losing)
-
-    def _withdraw(self, slabs: list[int], report: SlabReport, losing: Callable[[set[int]], None]) -> bool:
-        assert self.borrowed is not None and self._withdrawal is not None
-        readable, unreadable = (
-            [self.borrowed.frames_of(slab) for slab in slabs if report.is_readable(slab) == is_readable]
-            for is_readable in (True, False)
-        )
         with self.lost_hits.history.because("slab_lost"):
-            self._withdrawal.withdraw(readable, unreadable, losing)
-        # Perhaps nothing causes another step.
-        self.borrowed.table.reap(self.clock.done)
-        return bool(slabs)
+            return self.borrowed.give_back(slabs, losing)
 
     # -- looking ------------------------------------------------------------------------------------------------
 
@@ -722,8 +707,8 @@ class KVCache:
         return links
 
     def all_counters(self) -> Counter[str]:
-        moves = self._withdrawal.counters if self._withdrawal is not None else Counter[str]()
-        return self.counters + self.controller.counters + self.storage.counters + self.sessions.counters + moves
+        counters = self.controller.counters + self.storage.counters + self.sessions.counters
+        return counters + self.borrowed.counters if self.borrowed is not None else counters
 
     def check_invariants(self, waiting: Iterable[Req], active: list[Req], also_held: np.ndarray) -> None:
         """also_held: HELD device frames that belong to no hold."""
@@ -732,7 +717,7 @@ class KVCache:
         self.storage.check_invariants()
         self.sessions.check_invariants()
         if self.borrowed is not None:
-            self.borrowed.check_invariants()
+            self.borrowed.slabs.check_invariants()
         self._cursors.check_invariants({r.rid: (r.namespace, self.cacheable_tokens(r), r.num_known) for r in waiting})
         held = [also_held, *(r.hold.frames for r in active if r.hold is not None)]
         frames = np.concatenate(held)

@@ -625,7 +625,7 @@ class Scheduler:
             return self.lender.take_drained(), ()
         if self.borrower is not None:
             return self.borrower.take_drained()
-        return (self.cache.borrowed.take_drained() if self.cache.borrowed is not None else ()), ()
+        return (self.cache.borrowed.slabs.take_drained() if self.cache.borrowed is not None else ()), ()
 
     # -- looking ------------------------------------------------------------------------------------------------
 

@@ -99,11 +99,11 @@ class SlabBorrower:
         assert cache.borrowed is not None, "there are slabs to borrow"
         self._cache = cache
         self._page_size = config.page_size
-        use = SlabUse(config.slabs, cache.borrowed.table.num_pages)
+        slabs = cache.borrowed.slabs
         # The most pages that lenders may ever lend.
         self.most_pages = self._num_pages = config.most_borrowed_pages
         self._slab_pages = config.slabs[0][1] - config.slabs[0][0]
-        self.policy = Borrowing(borrowing, cache.borrowed, use)
+        self.policy = Borrowing(borrowing, slabs, SlabUse(config.slabs, slabs.table.num_pages))
 
     @property
     def wake_at(self) -> float | None:
@@ -122,11 +122,11 @@ class SlabBorrower:
         losing: Callable[[set[int]], None],
     ) -> bool:
         """Give up slabs that are not used, and those that lenders want. long_reqs: see `Shortage`. losing, and what
-        is returned: see `KVCache.update_borrowed`."""
+        is returned: see `SlabWithdrawal.update`."""
         shortage = Shortage(
             self._cache.controller.num_short_of_peers, _lost_tokens(self._cache), _token_seconds(costs), *long_reqs
         )
-        return self._cache.withdraw_borrowed(self.policy.adjust(now, shortage), losing)
+        return self._cache.give_back_borrowed(self.policy.adjust(now, shortage), losing)
 
     def note_streams(self, now: Seconds, streams: Iterable[StreamedPrefix], costs: CostModel) -> None:
         """streams: of a launch that the step has issued."""

@@ -1,7 +1,7 @@
 """`SlabWithdrawal`: what becomes of pages in borrowed slabs that go, because their lender wants them back or is gone.
 
-Owns which pages in them a request still reads, and the copies that are made within the peer pool. Decides nothing
-about slabs: the ledger does. Their memory stays readable until no page in them is in use any more.
+Owns the ledger of slabs, which of their pages a request still reads, and the copies that are made within the peer
+pool. Memory of slabs that go stays readable until no page in them is in use any more.
 
     a page that ...                                what becomes of it
     no request reads, and is worth it              copied to the host, and dropped at once
@@ -24,6 +24,7 @@ import numpy as np
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.node import Node, is_ready
+from sglang.srt.mem_cache.slab_ledger import SlabLedger, SlabReport
 from sglang.srt.mem_cache.transfer import P2P, Tier, TransferOp
 from sglang.srt.utils.time_units import NO_LAUNCH
 
@@ -33,9 +34,10 @@ _NODES_PER_COPY = 64
 
 
 class SlabWithdrawal:
-    """controller: of the cache that borrows."""
+    """controller: of the cache that borrows. slabs: of its peer pool."""
 
-    def __init__(self, controller: HiCacheController) -> None:
+    def __init__(self, controller: HiCacheController, slabs: SlabLedger) -> None:
+        self.slabs = slabs
         self.counters: Counter[str] = Counter()
         self._controller = controller
         self._tree = controller.tree
@@ -59,6 +61,26 @@ class SlabWithdrawal:
     def has_more(self) -> bool:
         """Whether the next call of `withdraw` has something to do, without anything else happening."""
         return bool(self._leaving) or (self._is_due and bool(self._going))
+
+    def update(self, report: SlabReport, losing: Callable[[set[int]], None]) -> bool:
+        """report: what all ranks have mapped. Pages of other slabs go. losing: see `withdraw`. Returns whether slabs
+        have begun to go."""
+        return self._withdraw_slabs(self.slabs.update(report.mapped), report, losing)
+
+    def give_back(self, slabs: list[int], losing: Callable[[set[int]], None]) -> bool:
+        """These slabs have begun to drain; as `update`."""
+        return self._withdraw_slabs(slabs, SlabReport(), losing)
+
+    def _withdraw_slabs(self, slabs: list[int], report: SlabReport, losing: Callable[[set[int]], None]) -> bool:
+        self.counters["slabs_withdrawn"] += len(slabs)
+        readable, unreadable = (
+            [self.slabs.frames_of(slab) for slab in slabs if report.is_readable(slab) == is_readable]
+            for is_readable in (True, False)
+        )
+        self.withdraw(readable, unreadable, losing)
+        # Perhaps nothing causes another step.
+        self._peer.reap(self._controller.clock.done)
+        return bool(slabs)
 
     def withdraw(
         self,

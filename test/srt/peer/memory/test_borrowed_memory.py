@@ -123,9 +123,9 @@ class BorrowingEngine:
 
     @property
     def num_mapped(self) -> int:
-        ledger = self.engine.scheduler.cache.borrowed
-        assert ledger is not None
-        return sum(state.name == "MAPPED" for state in ledger.states)
+        borrowed = self.engine.scheduler.cache.borrowed
+        assert borrowed is not None
+        return sum(state.name == "MAPPED" for state in borrowed.slabs.states)
 
     def ask(self, prompt: np.ndarray, where: str = "") -> tuple[list[int], int]:
         (answer,) = self.engine.generate([prompt], PARAMS, extra_key=where)
@@ -496,9 +496,9 @@ def test_a_borrower_asks_for_what_it_lacks_and_gives_back_what_it_does_not_use(
         return report.mapped
 
     def num_mapped() -> int:
-        ledger = engine.scheduler.cache.borrowed
-        assert ledger is not None
-        return sum(state.name == "MAPPED" for state in ledger.states)
+        borrowed = engine.scheduler.cache.borrowed
+        assert borrowed is not None
+        return sum(state.name == "MAPPED" for state in borrowed.slabs.states)
 
     def ask(text: np.ndarray) -> tuple[list[int], int]:
         (answer,) = engine.generate([text], PARAMS)

@@ -74,9 +74,9 @@ class StrictEngine:
 
     @property
     def num_mapped(self) -> int:
-        ledger = self.engine.scheduler.cache.borrowed
-        assert ledger is not None
-        return sum(state.name == "MAPPED" for state in ledger.states)
+        borrowed = self.engine.scheduler.cache.borrowed
+        assert borrowed is not None
+        return sum(state.name == "MAPPED" for state in borrowed.slabs.states)
 
     @property
     def lender_state(self) -> dict[str, Any]:
