@@ -125,13 +125,13 @@ class Relay:
             raise SessionRefusedError(f"the relay beside the engine cannot work: {error}") from error
 
     def _pass_to_proxy(self, frames: FrameConnection, message: wire.ToProxy) -> None:
-        if isinstance(message, wire.Get):
-            self._receiver.open(message.id, self._engine.get_pages(message, len(message.keys) // KEY_BYTES).pages)
-            message = msgspec.structs.replace(message, pages=b"")
-        elif isinstance(message, wire.Put):
-            pages = self._engine.origin(message, len(message.keys) // KEY_BYTES)
-            with self._lock:
-                self._puts[message.id] = pages
+        if isinstance(message, wire.Get | wire.Put):
+            pages = self._engine.pages(message, len(message.keys) // KEY_BYTES)
+            if isinstance(message, wire.Get):
+                self._receiver.open(message.id, pages.pages)
+            else:
+                with self._lock:
+                    self._puts[message.id] = pages
             message = msgspec.structs.replace(message, pages=b"")
         elif isinstance(message, wire.Cancel):
             self._give_up(message.id)

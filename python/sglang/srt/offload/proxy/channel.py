@@ -102,7 +102,7 @@ class LocalChannel:
         pass
 
     def check_get(self, message: wire.Get, num_blocks: int) -> None:
-        self.get_pages(message, num_blocks)
+        self.pages(message, num_blocks)
 
     @property
     def memory(self) -> np.ndarray:
@@ -110,12 +110,17 @@ class LocalChannel:
         assert self._pool is not None
         return self._pool.memory
 
-    def get_pages(self, message: wire.Get, num_blocks: int) -> PoolPages:
-        """The pages that a fetch fills, for a relay."""
-        return self._pages(message, num_blocks)
+    def pages(self, message: wire.Get | wire.Put, num_blocks: int) -> PoolPages:
+        """Those that the message names. Raises WireError if they are not the pool's."""
+        assert self._pool is not None
+        pages, layout = np.frombuffer(message.pages, np.int32), self._layout
+        fits = len(pages) == num_blocks * layout.num_pages
+        if not fits or not len(pages) or pages.min() < 0 or pages.max() >= self._num_pages:
+            raise wire.WireError(f"{type(message).__name__} {message.id} names pages that are not the pool's")
+        return PoolPages(self._pool.memory, layout.page.page_bytes, pages.reshape(num_blocks, -1))
 
     def origin(self, message: wire.Put, num_blocks: int) -> PoolPages:
-        return self._pages(message, num_blocks)
+        return self.pages(message, num_blocks)
 
     def shut(self) -> None:
         try:
@@ -130,14 +135,6 @@ class LocalChannel:
     def close(self) -> None:
         self._sock.close()
         self._pool = None
-
-    def _pages(self, message: wire.Get | wire.Put, num_blocks: int) -> PoolPages:
-        assert self._pool is not None
-        pages, layout = np.frombuffer(message.pages, np.int32), self._layout
-        fits = len(pages) == num_blocks * layout.num_pages
-        if not fits or not len(pages) or pages.min() < 0 or pages.max() >= self._num_pages:
-            raise wire.WireError(f"{type(message).__name__} {message.id} names pages that are not the pool's")
-        return PoolPages(self._pool.memory, layout.page.page_bytes, pages.reshape(num_blocks, -1))
 
 
 def _map(fd: int, hello: wire.Hello) -> SharedMemory | None:
