@@ -90,13 +90,13 @@ class Rig:
         writer.close()
         self.stored_bytes = sum(len(piece) for _, _, piece in self.pieces)
 
-    def damaged(self, key: bytes, why: str) -> None:
+    def note_damaged(self, key: bytes, why: str) -> None:
         raise AssertionError(why)
 
-    def incomplete(self, key: bytes) -> None:
+    def note_incomplete(self, key: bytes) -> None:
         raise AssertionError("a piece is gone: is the store too small?")
 
-    def alive(self) -> None:
+    def note_alive(self) -> None:
         pass
 
     def fetcher(self, settings: ProxySettings, stack: ExitStack) -> tuple[Plane, Callable[[], float]]:

@@ -146,13 +146,13 @@ class PieceSource:
         for engine in self._engines:
             engine.close()
 
-    def damaged(self, key: bytes, why: str) -> None:
+    def note_damaged(self, key: bytes, why: str) -> None:
         self.damages.append((key, why))
 
-    def incomplete(self, key: bytes) -> None:
+    def note_incomplete(self, key: bytes) -> None:
         self.incompletes.append(key)
 
-    def alive(self) -> None:
+    def note_alive(self) -> None:
         self.pongs.put(None)
 
     def _answer(self, connection: FakeConnection, command: list[bytes]) -> None:

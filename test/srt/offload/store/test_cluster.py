@@ -601,8 +601,8 @@ def test_a_slot_that_moved_to_a_node_that_was_not_known():
     slot_map.is_cluster, slot_map.nodes, slot_map._stale = True, (first, second), False
     slot_map.slots = array("h", [0]) * NUM_SLOTS
     assert not slot_map.has(third)
-    slot_map.moved(7, third)
-    slot_map.moved(8, second)
+    slot_map.note_moved(7, third)
+    slot_map.note_moved(8, second)
     assert slot_map.has(third) and slot_map.nodes == (first, second, third) and not slot_map.ready()
     assert [slot_map.node_of(slot) for slot in (6, 7, 8)] == [first, third, second]
     assert slot_map.table() == (True, (first, second, third), slot_map.slots)

@@ -8,7 +8,7 @@ cluster redirects.
     fetch ──► Get ──► plane: receive ─► decompress ─► dequantize ─► deliver ──► Ended ──► on_end(count)
                         │ Need: no connection to this node    │ Bad: a block is damaged, or lacks a piece
                         ▼                                     ▼
-                      PieceConnections                      Source.damaged, Source.incomplete
+                      PieceConnections                      Source.note_damaged, .note_incomplete
 """
 
 from __future__ import annotations
@@ -76,15 +76,15 @@ class Source(Protocol):
     codec: Codec
     store: ObjectStore
 
-    def damaged(self, key: bytes, why: str) -> None:
+    def note_damaged(self, key: bytes, why: str) -> None:
         """A block did not verify."""
         ...
 
-    def incomplete(self, key: bytes) -> None:
+    def note_incomplete(self, key: bytes) -> None:
         """A block lacks a piece, because the store has evicted it or never had it."""
         ...
 
-    def alive(self) -> None:
+    def note_alive(self) -> None:
         """The plane has answered a ping. On a thread that must not wait."""
         ...
 
@@ -284,7 +284,7 @@ class PlaneSession:
         self._plane.send(struct.pack("<Q", operation), _GIVE_UP, self._id)
 
     def ping(self) -> None:
-        """`Source.alive` follows if the plane does its work."""
+        """`Source.note_alive` follows if the plane does its work."""
         self._plane.send(b"", _PING, self._id)
 
     def send(self, payload: bytes) -> None:
@@ -351,13 +351,13 @@ class PlaneSession:
         elif kind == _FAILED:
             thread, node, how, error, has_answered = _FAILURE.unpack_from(body)
             text = body[_FAILURE.size :].decode("utf-8", "replace")
-            self._connections.failed(thread, node, how, error, has_answered, text)
+            self._connections.note_failed(thread, node, how, error, has_answered, text)
         elif kind == _OPENED:
             self._opened.put(body.decode())
         elif kind == _CLOSED:
             self._closed.set()
         elif kind == _PONG:
-            self._source.alive()
+            self._source.note_alive()
         elif kind == _ENDED and not self._num_later:
             self._end(body)
         elif kind in (_ENDED, _BAD, _REDIRECT):
@@ -412,17 +412,17 @@ class PlaneSession:
     def _note_bad(self, body: bytes) -> None:
         kind, key, text = body[0], body[1 : 1 + KEY_BYTES], body[1 + KEY_BYTES :].decode("utf-8", "replace")
         if kind == _REFUSED:
-            self._refused(key, ErrorReply(text))
+            self._note_refused(key, ErrorReply(text))
         elif kind == _DAMAGED:
-            self._source.damaged(key, text)
+            self._source.note_damaged(key, text)
         else:
-            self._source.incomplete(key)
+            self._source.note_incomplete(key)
 
-    def _refused(self, key: bytes, failure: StoreFailure) -> None:
+    def _note_refused(self, key: bytes, failure: StoreFailure) -> None:
         """A piece that the store does not give. It is a fault of the block only where it is no piece at all."""
-        self._source.store.failed("reading a piece", failure)
+        self._source.store.note_failure("reading a piece", failure)
         if isinstance(failure, ErrorReply) and failure.code == "WRONGTYPE":
-            self._source.damaged(key, str(failure))
+            self._source.note_damaged(key, str(failure))
 
     def _bring(self, body: bytes) -> None:
         """A piece that a node does not have any more, or not yet."""
@@ -436,11 +436,11 @@ class PlaneSession:
             size = self._connections.follow(key, index, self._buffer.data[:room])
             self._send_route()
             if size is None:
-                self._source.incomplete(key)
+                self._source.note_incomplete(key)
         except ValueTooLarge as failure:
-            self._source.damaged(key, str(failure))
+            self._source.note_damaged(key, str(failure))
         except ErrorReply as failure:
-            self._refused(key, failure)
+            self._note_refused(key, failure)
         except StoreFailure:
             pass  # counted and logged
         finally:

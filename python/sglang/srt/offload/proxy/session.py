@@ -116,21 +116,21 @@ class Session:
             writer = self._writers[thread] = self.store.writer()
         return writer
 
-    def damaged(self, key: bytes, why: str) -> None:
+    def note_damaged(self, key: bytes, why: str) -> None:
         """Forget a block that does not verify, so that it can be stored again."""
         with self._lock:
             self.damaged_blocks += 1
         self._log.warn("damaged", "block %s does not verify, and is forgotten: %s", key.hex(), why)
         self.store.forget(key)
 
-    def incomplete(self, key: bytes) -> None:
+    def note_incomplete(self, key: bytes) -> None:
         """Forget the rest of a block that lacks a piece. Otherwise its manifest would make it look stored for
         ever."""
         with self._lock:
             self.incomplete_blocks += 1
         self.store.forget(key)
 
-    def alive(self) -> None:
+    def note_alive(self) -> None:
         self._outbox.put(wire.Stats(self._stats()))
 
     # -- inside -------------------------------------------------------------------------------------------------
@@ -247,7 +247,7 @@ class Session:
         """As `ObjectStore.touch`."""
         count, incomplete = self.store.touch(keys)
         for key in incomplete:
-            self.incomplete(key)
+            self.note_incomplete(key)
         return count
 
     def _administer(self, chore: wire.Clear | wire.Erase | wire.Limit) -> bool:

@@ -142,7 +142,7 @@ class SlotMap:
         with self._lock:
             return bool(self.is_cluster), self.nodes, self.slots[:]
 
-    def moved(self, slot: int, endpoint: Endpoint) -> None:
+    def note_moved(self, slot: int, endpoint: Endpoint) -> None:
         """A node named the server of a slot. The whole map is requested soon."""
         with self._lock:
             self._stale = True
@@ -303,7 +303,7 @@ class NodeConnections:
             endpoint, slot = _target(reply, connection.endpoint)
             self.num_redirects += 1
             if reply.code == "MOVED":
-                self._map.moved(slot, endpoint)
+                self._map.note_moved(slot, endpoint)
             connection = self._redirect_connection(endpoint)
             try:
                 if reply.code == "ASK":

@@ -129,7 +129,7 @@ class ObjectStore:
         with self._lock:
             _, failures = self._control.ask_nodes(lambda connection: connection.call("PING"))
         for failure in failures:
-            self.failed("asking whether a node is up", failure)
+            self.note_failure("asking whether a node is up", failure)
 
     def leading(self, keys: Sequence[bytes]) -> int | None:
         """How many of the leading blocks have a manifest, or None if the store fails. One round trip."""
@@ -150,13 +150,13 @@ class ObjectStore:
             with self._lock:
                 replies = self._asked([*commands, *self.limits.use(keys)], len(keys))[::-1]
         except StoreFailure as failure:
-            self.failed("looking for blocks", failure)
+            self.note_failure("looking for blocks", failure)
             self.count(probed_blocks=len(keys))
             return None
         found = [reply == 1 for reply in replies]
         count = _num_leading(found)
         if count < len(replies) and isinstance(error := replies[count], StoreFailure):
-            self.failed("looking for blocks", error)
+            self.note_failure("looking for blocks", error)
         self.count(probed_blocks=len(keys), found_blocks=count)
         return found
 
@@ -192,10 +192,10 @@ class ObjectStore:
             with self._lock:
                 replies = self._asked([*commands, *self.limits.use(keys)], len(commands))[::-1]
         except StoreFailure as failure:
-            self.failed("marking blocks as used", failure)
+            self.note_failure("marking blocks as used", failure)
             return None, []
         if (lost := next((reply for reply in replies if isinstance(reply, StoreFailure)), None)) is not None:
-            self.failed("marking blocks as used", lost)
+            self.note_failure("marking blocks as used", lost)
         # Of each block: its pieces, and then its manifest.
         per_block = len(commands) // len(keys) if keys else 1
         is_whole: list[bool] = []
@@ -217,7 +217,7 @@ class ObjectStore:
                 with self._lock:
                     self.limits.count_again(given_up, self._control.pipeline)
             except StoreFailure as failure:
-                self.failed("counting tenants' blocks", failure)
+                self.note_failure("counting tenants' blocks", failure)
         return [stored or self.limits.counts_as_stored(key) for key, stored in zip(keys, are_stored)]
 
     def renew(self, keys: Sequence[bytes]) -> None:
@@ -229,7 +229,7 @@ class ObjectStore:
             with self._usage_lock:
                 self._usage_connections.pipeline([(name, (b"EXPIRE", name, self.ttl_s)) for name in names])
         except StoreFailure as failure:
-            self.failed("renewing blocks", failure)
+            self.note_failure("renewing blocks", failure)
 
     @property
     def pieces_ttl_s(self) -> int:
@@ -258,7 +258,7 @@ class ObjectStore:
             with self._lock:
                 checked(self._control.pipeline(self.unlink_commands(key)))
         except StoreFailure as failure:
-            self.failed("forgetting a block", failure)
+            self.note_failure("forgetting a block", failure)
 
     def clear(self) -> None:
         """Drop every block of this namespace, and of no other. Raises StoreFailure."""
@@ -357,10 +357,10 @@ class ObjectStore:
             with self._usage_lock:
                 answers, failures = self._usage_connections.ask_nodes(lambda connection: connection.pipeline(asked))
         except StoreFailure as failure:
-            self.failed("asking for the usage", failure)
+            self.note_failure("asking for the usage", failure)
             return {}
         for each in failures:
-            self.failed("asking for the usage", each)
+            self.note_failure("asking for the usage", each)
         return {
             "size_bytes": _sum(_info(memory, b"used_memory") for memory, _, _ in answers),
             "limit_bytes": _sum(_info(memory, b"maxmemory") for memory, _, _ in answers),
@@ -415,12 +415,12 @@ class ObjectStore:
         self.count(paused_writes=1)
         return False
 
-    def write_refused(self, failure: StoreFailure) -> None:
+    def note_refusal(self, failure: StoreFailure) -> None:
         self._no_write_before = self._clock() + WRITE_PAUSE_S
         self.count(refused_writes=1)
-        self.failed("storing a block", failure)
+        self.note_failure("storing a block", failure)
 
-    def failed(self, what: str, failure: StoreFailure) -> None:
+    def note_failure(self, what: str, failure: StoreFailure) -> None:
         with self._stats_lock:
             self._counters["failures"] += 1
             self._last_failure = f"{what}: {failure}"
@@ -524,7 +524,7 @@ class PieceReader:
             self._in_flight = deque(each for each in self._in_flight if not each.is_lost)
             self._connections.note_failed()
         if isinstance(error, StoreFailure):
-            self._store.failed("reading a piece", error)
+            self._store.note_failure("reading a piece", error)
 
 
 class BlockWriter:
@@ -553,13 +553,13 @@ class BlockWriter:
             )
         except StoreFailure as failure:
             self._connections.reset()
-            store.failed("storing a block", failure)
+            store.note_failure("storing a block", failure)
             return False
         except BaseException:
             self._connections.reset()
             raise
         if error is not None:
-            store.write_refused(error)
+            store.note_refusal(error)
             self._remove_block(key)
             return False
         if store.limits.has(tenant) and not self._count(tenant, key):
@@ -593,7 +593,7 @@ class BlockWriter:
                 store.make_index(tenant, self._connections)
             return True
         except StoreFailure as failure:
-            store.failed("counting a tenant's blocks", failure)
+            store.note_failure("counting a tenant's blocks", failure)
             return False
 
     def _remove_block(self, key: bytes) -> None:

@@ -57,10 +57,10 @@ class PieceConnections:
             return number, connection.hand_over()
         except StoreFailure as failure:
             connections.note_failed()
-            self._store.failed("reading a piece", failure)
+            self._store.note_failure("reading a piece", failure)
             raise
 
-    def failed(self, thread: int, node: int, how: int, error: int, has_answered: bool, text: str) -> None:
+    def note_failed(self, thread: int, node: int, how: int, error: int, has_answered: bool, text: str) -> None:
         """A connection that was handed over has failed. has_answered: a value had come before."""
         with self._lock:
             connections = self._by_thread[thread]
@@ -82,7 +82,7 @@ class PieceConnections:
             failure = StoreLost(f"{where} speaks another protocol: it sent {text!r}")
         connection.note_lost(failure, has_answered)
         connections.note_failed()
-        self._store.failed("reading a piece", failure)
+        self._store.note_failure("reading a piece", failure)
 
     def follow(self, key: bytes, index: int, buffer: memoryview) -> int | None:
         """Read a piece that was redirected, as `PieceReader`. For one thread."""
