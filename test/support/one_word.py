@@ -68,5 +68,9 @@ class OneWord:
 
     def abort(self, rid) -> None: ...
 
-    async def off_loop_if_many(self, num_tokens, function, *args) -> Any:
+    @property
+    def threads(self) -> OneWord:
+        return self
+
+    async def run_if_many(self, num_tokens, function, *args) -> Any:
         return function(*args)

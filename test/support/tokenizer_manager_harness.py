@@ -52,13 +52,13 @@ class Harness:
         self.tell(SchedulerReady(max_total_num_tokens=context_length, max_req_input_len=context_length - 1))
         # Every text that was tokenised.
         self.encoded: list[str] = []
-        encode_text = self.manager._encoder.encode
+        encode_text = self.manager.threads.encoder.encode
 
         def noting(text: str, **kwargs: Any) -> Any:
             self.encoded.append(text)
             return encode_text(text, **kwargs)
 
-        self.manager._encoder.encode = noting  # type: ignore[method-assign]
+        self.manager.threads.encoder.encode = noting  # type: ignore[method-assign]
 
     def tell(self, message: object) -> None:
         self._queue.put_nowait(encode(message))

@@ -217,7 +217,7 @@ def test_a_model_that_is_forced_to_call() -> None:
 
 
 def off(function: Any, *args: Any) -> Any:
-    """A manager's off_loop."""
+    """As `TokenizerThreads.run`."""
 
     async def call() -> Any:
         with ThreadPoolExecutor(1, thread_name_prefix="off") as pool:
@@ -241,7 +241,7 @@ def test_tools_and_their_grammar_are_made_off_the_event_loop(monkeypatch: pytest
     class Manager:
         chat_format = ChatFormat.of("", "hermes", None)
         token_texts = SimpleNamespace(is_special_text=lambda text: False)
-        off_loop = staticmethod(off)
+        threads = SimpleNamespace(run=off)
 
         async def render_chat(self, *_: Any) -> str:
             return "prompt"
@@ -260,7 +260,7 @@ def test_long_answers_are_parsed_off_the_event_loop(monkeypatch: pytest.MonkeyPa
     threads: list[str] = []
 
     class Manager(OneWord):
-        async def off_loop_if_many(self, num_tokens: int, function: Any, *args: Any) -> Any:
+        async def run_if_many(self, num_tokens: int, function: Any, *args: Any) -> Any:
             assert num_tokens == 1
             return await off(function, *args)
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from sglang.srt.entrypoints.streams import merge
-from sglang.srt.managers import tokenizer_manager
+from sglang.srt.managers import tokenizer_manager, tokenizer_threads
 from sglang.srt.managers.io_struct import (
     AbortReq,
     BatchStrOutput,
@@ -267,7 +267,7 @@ def test_nothing_is_sent_before_all_prompts_are_valid():
             for prompts in ([[1], "a b", bad], [bad, [1]]):
                 with pytest.raises(RequestError):
                     await answers(*prompts)
-        assert not h.sent and not h.manager._states and not h.manager._encoding
+        assert not h.sent and not h.manager._states and not h.manager.threads._shared
         both = asyncio.create_task(answers([0], [1]))
         messages = [await h.until_sent(number) for number in (1, 2)]
         assert [bytes_to_ids(message.input_ids).tolist() for message in messages] == [[0], [1]]
@@ -279,19 +279,21 @@ def test_nothing_is_sent_before_all_prompts_are_valid():
 
 
 def test_texts_of_clients_that_have_left_are_not_tokenised(monkeypatch):
-    monkeypatch.setattr(tokenizer_manager, "_LONG_TEXT", 10)
+    monkeypatch.setattr(tokenizer_threads, "_LONG_TEXT", 10)
 
     async def test(h: Harness) -> None:
         go_on = threading.Event()
-        for pool in (h.manager._pool, h.manager._pool, h.manager._long_pool):
+        for pool in (h.manager.threads._pool, h.manager.threads._pool, h.manager.threads._long_pool):
             pool.submit(go_on.wait)
         long = "a " * 10
         left = [h.start(prompt="a b"), h.start(prompt="a b"), asyncio.create_task(h.manager.tokenize(long))]
-        while not h.manager._pool._work_queue.qsize() == h.manager._long_pool._work_queue.qsize() == 1:
+        while (
+            not h.manager.threads._pool._work_queue.qsize() == h.manager.threads._long_pool._work_queue.qsize() == 1
+        ):
             await asyncio.sleep(0.001)
         left[0].cancel()
         await asyncio.wait(left[:1])
-        assert h.manager._encoding, "the other request waits for it"
+        assert h.manager.threads._shared, "the other request waits for it"
         for task in left[1:]:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
@@ -301,7 +303,7 @@ def test_texts_of_clients_that_have_left_are_not_tokenised(monkeypatch):
         go_on.set()
         assert isinstance(await h.until_sent(1), TokenizedGenerateReqInput)
         await last
-        assert h.encoded.count("a b") == 1 and long not in h.encoded and not h.manager._encoding
+        assert h.encoded.count("a b") == 1 and long not in h.encoded and not h.manager.threads._shared
         again.cancel()
 
     run(test)
@@ -361,7 +363,7 @@ def test_the_prompt_of_several_answers_is_tokenised_once():
         left.cancel()
         messages = [await h.until_sent(number) for number in range(1, 1 + len(tasks) + 1)]
         assert [m.sampling_params.sampling_seed for m in messages if m.extra_key == "k"] == list(seeds)[1:]
-        assert h.encoded == ["a b", "a b"] and not h.manager._encoding
+        assert h.encoded == ["a b", "a b"] and not h.manager.threads._shared
         for task in (*tasks, other):
             task.cancel()
 

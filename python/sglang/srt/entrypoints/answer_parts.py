@@ -200,7 +200,7 @@ class AnswerParser:
 
 async def parse(parser: AnswerParser, chunk: Chunk, manager: TokenizerManager) -> AnswerDelta:
     """push, off the event loop for many tokens: a whole answer full of calls may take a second."""
-    return await manager.off_loop_if_many(len(chunk.output_ids), parser.push, chunk)
+    return await manager.threads.run_if_many(len(chunk.output_ids), parser.push, chunk)
 
 
 class _ReasoningTokens:

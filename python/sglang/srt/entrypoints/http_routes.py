@@ -213,13 +213,13 @@ def _add_tokenization(app: FastAPI, args: ServerArgs, manager: TokenizerManager)
     async def parse_function_call_(request: Request) -> Response:
         req = await parsed(request, args, ParseFunctionCallReq)
         manager.check_answer_length(req.text)
-        return JSONResponse(await manager.off_loop(parse_function_call, req, manager.chat_format))
+        return JSONResponse(await manager.threads.run(parse_function_call, req, manager.chat_format))
 
     @app.post("/separate_reasoning")
     async def separate_reasoning_(request: Request) -> Response:
         req = await parsed(request, args, SeparateReasoningReqInput)
         manager.check_answer_length(req.text)
-        return JSONResponse(await manager.off_loop(separate_reasoning, req, manager.chat_format))
+        return JSONResponse(await manager.threads.run(separate_reasoning, req, manager.chat_format))
 
     @app.post("/detokenize")
     @app.post("/v1/detokenize")

@@ -80,7 +80,7 @@ async def serve_generate(
     try:
         async for index, chunk in chunks:
             mine = answers[index]
-            events[index] = await manager.off_loop_if_many(mine.num_logprobs(chunk), mine.take, chunk)
+            events[index] = await manager.threads.run_if_many(mine.num_logprobs(chunk), mine.take, chunk)
             if req.stream:
                 yield {**events[index], "index": index} if is_list else events[index]
         if not req.stream:

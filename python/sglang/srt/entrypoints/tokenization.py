@@ -39,7 +39,7 @@ async def tokenize(req: TokenizeRequest, manager: TokenizerManager) -> bytes:
             }
         )
 
-    return await manager.off_loop_if_many(sum(counts), encode)
+    return await manager.threads.run_if_many(sum(counts), encode)
 
 
 async def detokenize(req: DetokenizeRequest, manager: TokenizerManager) -> bytes:

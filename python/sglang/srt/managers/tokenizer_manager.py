@@ -1,8 +1,8 @@
 """The front of the engine, in the HTTP process: text in, text out. Owns every request from its arrival to its end.
 
-It tokenises off the event loop and without Python's lock, checks lengths, numbers requests, and passes pieces of text
-to the request's caller. It tells the scheduler when the caller has left. All methods belong to one event loop. It
-knows no HTTP: it raises RequestError.
+It has prompts tokenised, checks lengths, numbers requests, and passes pieces of text to the request's caller. It
+tells the scheduler when the caller has left. All methods belong to one event loop. It knows no HTTP: it raises
+RequestError.
 
     generate() --TokenizedGenerateReqInput--> scheduler -> detokenizer --BatchStrOutput--> _on_output -> generate()
     closed early, or ended by a stop string: AbortReq --> scheduler
@@ -17,9 +17,8 @@ import random
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -44,7 +43,7 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.managers.prefix_sampler import PrefixSampler
 from sglang.srt.managers.schedule_policy import PRIORITIES
 from sglang.srt.managers.scheduler_control import SchedulerControl
-from sglang.srt.managers.text_encoder import EncodedText, TextEncoder
+from sglang.srt.managers.tokenizer_threads import TokenizerThreads
 from sglang.srt.mem_cache.block_keys import BlockKeys
 from sglang.srt.observability.history import StateHistory
 from sglang.srt.observability.metrics_collector import MetricsCollector
@@ -56,7 +55,6 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.chat_template import all_chat_templates
 from sglang.srt.utils.errors import RETRY_AFTER_S, RequestError
 from sglang.srt.utils.log import REQUEST_ID
-from sglang.srt.utils.pools import run_in_pool
 from sglang.srt.utils.token_texts import TokenTexts
 
 logger = logging.getLogger(__name__)
@@ -67,17 +65,11 @@ _MAX_RETRY_AFTER_S = 60
 # The weight of the newest time in the mean of times in the queue.
 _QUEUE_TIME_WEIGHT = 0.1
 
-# Characters. Longer texts take half a second and more. They wait for each other, so that short ones need not wait.
-_LONG_TEXT = 1 << 20
-# Tokens. Python takes milliseconds for the log-probabilities of this many.
-_MANY_TOKENS = 256
 # Outputs of one step that are handed to their requests before other clients have a turn. Each takes some 40 us.
 _OUTPUTS_AT_ONCE = 128
 
 # Ids that numpy converts in a few milliseconds, in which no other thread runs.
 _IDS_AT_ONCE = 1 << 16
-
-T = TypeVar("T")
 
 
 def _as_array(ids: Sequence[int], name: str) -> np.ndarray:
@@ -234,14 +226,6 @@ class _Together:
             await asyncio.sleep(0)
 
 
-class _Encoding:
-    """A prompt that is being tokenised, and how many requests wait for it."""
-
-    def __init__(self, task: asyncio.Task[EncodedText]) -> None:
-        self.task = task
-        self.num_waiting = 0
-
-
 class TokenizerManager:
     def __init__(
         self,
@@ -259,9 +243,7 @@ class TokenizerManager:
         without blocking."""
         self._args = server_args
         self._tokenizer = tokenizer
-        self._encoder = TextEncoder(tokenizer)
-        # Prompts that are being tokenised: (text, add_special_tokens, namespace). Several requests may share one.
-        self._encoding: dict[tuple[str, bool, str], _Encoding] = {}
+        self.threads = TokenizerThreads(tokenizer, metrics.prompt_tokens_reused)
         self.token_texts = TokenTexts(tokenizer)
         self.chat_format = ChatFormat.of(
             all_chat_templates(tokenizer), server_args.tool_call_parser, server_args.reasoning_parser
@@ -280,8 +262,6 @@ class TokenizerManager:
         self._tracer = tracer
         # The mean time in the queue, of late; None before the first.
         self._queue_time_s: float | None = None
-        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
-        self._long_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize-long")
         self._random = (
             random.Random(server_args.random_seed) if server_args.random_seed is not None else random.Random()
         )
@@ -293,7 +273,7 @@ class TokenizerManager:
         self._idle = asyncio.Event()
         self._idle.set()
         # Everything that is asked of the scheduler beside requests.
-        self.control = SchedulerControl(send, self._encoder.forget)
+        self.control = SchedulerControl(send, self.threads.encoder.forget)
         self._refusal: RequestError | None = None
         self._is_leaving = False
         # Set by every token, for those who clear it and wait.
@@ -517,7 +497,7 @@ class TokenizerManager:
         names = self._names
         if names is None or len(ids) < names.block_tokens or req.cache == "bypass":
             return None
-        return await self.off_loop(PromptKeys.make, names, req.extra_key, ids.astype(np.int32, copy=False))
+        return await self.threads.run(PromptKeys.make, names, req.extra_key, ids.astype(np.int32, copy=False))
 
     def _check_vocabulary(self, name: str, tokens: Sequence[int] | np.ndarray) -> None:
         # An array at once where it is long; integers of any size where a client named them one by one.
@@ -553,7 +533,7 @@ class TokenizerManager:
 
     def check_answer_length(self, text: str) -> None:
         """Raises RequestError for a text that is too long to be an answer."""
-        if self._encoder.min_tokens(text) > self.context_length:
+        if self.threads.encoder.min_tokens(text) > self.context_length:
             raise RequestError(
                 f"the text is longer than any answer in the model's context of {self.context_length} tokens",
                 param="text",
@@ -575,52 +555,25 @@ class TokenizerManager:
 
     async def _text_ids(self, text: str, add_special_tokens: bool, namespace: str) -> np.ndarray:
         """Raises RequestError for a text that is too long: where its characters prove it, before tokenising."""
-        if (least := self._encoder.min_tokens(text)) > 0:
+        if (least := self.threads.encoder.min_tokens(text)) > 0:
             self.check_prompt_length(least, " or more")
-        key = text, add_special_tokens, namespace
-        if (encoding := self._encoding.get(key)) is None:
-            encoding = self._encoding[key] = _Encoding(asyncio.create_task(self._encode_prompt(*key)))
-        encoding.num_waiting += 1
-        try:
-            encoded = await asyncio.shield(encoding.task)
-        finally:
-            encoding.num_waiting -= 1
-            if encoding.num_waiting == 0:
-                del self._encoding[key]
-                # If it is not done, all requests have left. A text that no thread has begun is dropped.
-                encoding.task.cancel()
+        limit, _ = self._prompt_limit()
+        encoded = await self.threads.encode_shared(text, add_special_tokens, namespace, limit)
         self.check_prompt_length(encoded.num_tokens)
         assert encoded.ids is not None
         return encoded.ids
 
-    async def _encode_prompt(self, text: str, add_special_tokens: bool, namespace: str) -> EncodedText:
-        limit, _ = self._prompt_limit()
-        encoded = await self._encode(text, add_special_tokens, namespace, max_tokens=limit)
-        self.metrics.prompt_tokens_reused(encoded.reused)
-        return encoded
-
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> np.ndarray:
-        encoded = await self._encode(text, add_special_tokens)
+        encoded = await self.threads.encode(text, add_special_tokens)
         assert encoded.ids is not None
         return encoded.ids
-
-    async def _encode(
-        self, text: str, add_special_tokens: bool, namespace: str | None = None, max_tokens: int | None = None
-    ) -> EncodedText:
-        def run() -> EncodedText:
-            return self._encoder.encode(
-                text, add_special_tokens=add_special_tokens, namespace=namespace, max_tokens=max_tokens
-            )
-
-        pool = self._pool if len(text) <= _LONG_TEXT else self._long_pool
-        return await run_in_pool(pool, run)
 
     async def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         def run() -> str:
             self._check_vocabulary("tokens", _as_array(ids, "tokens"))
-            return self._encoder.decode(ids, skip_special_tokens)
+            return self.threads.encoder.decode(ids, skip_special_tokens)
 
-        return await self.off_loop(run)
+        return await self.threads.run(run)
 
     async def render_chat(
         self, messages: list[dict[str, Any]], kwargs: Mapping[str, Any], continue_final: bool
@@ -634,7 +587,7 @@ class TokenizerManager:
             "continue_final_message": continue_final,
         }
         try:
-            return await self.off_loop(
+            return await self.threads.run(
                 lambda: self._tokenizer.apply_chat_template(
                     messages, **{**self._args.chat_template_defaults, **kwargs, **fixed}
                 ),
@@ -643,13 +596,6 @@ class TokenizerManager:
             raise
         except Exception as error:  # a template may raise anything over messages that it does not support
             raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from None
-
-    async def off_loop(self, function: Callable[..., T], *args: Any) -> T:
-        return await run_in_pool(self._pool, function, *args)
-
-    async def off_loop_if_many(self, num_tokens: int, function: Callable[..., T], *args: Any) -> T:
-        """Python's work for each of num_tokens tokens: here if they are few, off the event loop if they are many."""
-        return await self.off_loop(function, *args) if num_tokens > _MANY_TOKENS else function(*args)
 
     # Answers
 
@@ -807,5 +753,4 @@ class TokenizerManager:
     def close(self) -> None:
         if self._grammars is not None:
             self._grammars.close()
-        for pool in (self._pool, self._long_pool):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self.threads.close()

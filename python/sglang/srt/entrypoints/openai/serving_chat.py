@@ -57,7 +57,7 @@ async def chat_request(req: ChatCompletionRequest, manager: TokenizerManager) ->
             raise RequestError(f"chat_template_kwargs may not hold {name}", param="chat_template_kwargs")
     # Tools and their grammar may be a megabyte of JSON, which takes tens of milliseconds.
     asked = req.tools, req.tool_choice, req.parallel_tool_calls
-    tools = await manager.off_loop(tool_request, *asked) if req.tools else tool_request(*asked)
+    tools = await manager.threads.run(tool_request, *asked) if req.tools else tool_request(*asked)
     server = manager.chat_format
     if tools.choice == "auto" and server.detector is None:
         raise RequestError(
@@ -78,7 +78,7 @@ async def chat_request(req: ChatCompletionRequest, manager: TokenizerManager) ->
         stream_reasoning=req.stream_reasoning is not False,
     )
     if form.detector is not None or params.grammar is not None:
-        params = await manager.off_loop(form.sampling_params, params, manager.token_texts)
+        params = await manager.threads.run(form.sampling_params, params, manager.token_texts)
     else:
         params = form.sampling_params(params, manager.token_texts)
     request = GenerateRequest(

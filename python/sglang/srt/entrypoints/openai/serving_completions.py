@@ -93,7 +93,7 @@ class _ChoiceBuilder:
         logprobs = None
         if self._spec is not None:
             entries = [*chunk.prompt_logprobs, *chunk.logprobs]
-            logprobs = await self._manager.off_loop_if_many(
+            logprobs = await self._manager.threads.run_if_many(
                 len(entries), self._logprob_fields, self._spec, entries, text, final
             )
         if not (text or final):

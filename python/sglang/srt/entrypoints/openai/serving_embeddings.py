@@ -66,7 +66,7 @@ async def serve_embeddings(req: EmbeddingRequest, manager: TokenizerManager, mod
         await close(chunks)
     in_order = [found[index] for index in sorted(found)]
     num_values = sum(len(chunk.embedding) for chunk in in_order) // 4
-    data = await manager.off_loop_if_many(num_values, _data, in_order, encoding, req.dimensions)
+    data = await manager.threads.run_if_many(num_values, _data, in_order, encoding, req.dimensions)
     num_tokens = sum(chunk.prompt_tokens for chunk in in_order)
     cached = sum(chunk.cached_tokens for chunk in in_order)
     yield {
