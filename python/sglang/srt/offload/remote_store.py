@@ -148,9 +148,9 @@ class RemoteStore:
 
     def erase(self, tenant: bytes, tier: Tier = Tier.REMOTE) -> bool:
         """See TenantStore."""
-        if is_erased := bool(self._wait(partial(wire.Erase, tenant=tenant))):
-            return True
-        logger.warning("nothing, or not all, was erased from the remote store: it does not answer, or refuses")
+        is_erased = bool(self._wait(partial(wire.Erase, tenant=tenant)))
+        if not is_erased:
+            logger.warning("nothing, or not all, was erased from the remote store: it does not answer, or refuses")
         return is_erased
 
     def limit(self, tenant: bytes, num_blocks: int, tier: Tier) -> bool:

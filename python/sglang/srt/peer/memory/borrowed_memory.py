@@ -43,6 +43,7 @@ class BorrowedMemory(BorrowedPlaces):
         leads: bool = True,
     ) -> None:
         options = options or BorrowedOptions()
+        self._notify = notify
         self.slabs = reserve_slabs(config, layout.page_bytes)
         self.pool = BorrowedPool(self.slabs, layout, notify)
         self.coordinator = BorrowerCoordinator(
@@ -53,7 +54,6 @@ class BorrowedMemory(BorrowedPlaces):
             self.coordinator, endpoints, config.num_slabs, self.slabs.slab_bytes, options, maps_only, leads
         )
         self._released_at_once = max(1, _UNMAPPED_BYTES // self.slab_bytes)
-        self._call_again = notify  # type: ignore[method-assign]
 
     def state(self) -> dict[str, Any]:
         return {**super().state(), "slab_padding_bytes": self.pool.slab_padding_bytes}
@@ -85,6 +85,9 @@ class BorrowedMemory(BorrowedPlaces):
             self.pool.forget(place)
         else:
             self.slabs.unmap(place)
+
+    def _call_again(self) -> None:
+        self._notify()
 
     def _is_strict(self, place: int) -> bool:
         return self.pool.is_strict(place)
