@@ -140,7 +140,9 @@ def test_a_tier_that_is_off_is_turned_on_while_it_is_detached(model_config: Mode
     cache.storage.close()
     cache.storage.detach_storage()
     assert cache.shown_switches() == "no reads of disk"
+    assert engine.scheduler.state()["switches"]["disk"] == {"reads": False, "writes": True}
     assert engine.switch("disk", reads=True) == "" and cache.shown_switches() == "all reads and writes are on"
+    assert "disk" not in engine.scheduler.state()["switches"]
     assert engine.switch("disk", reads=False) == "this server has no tier 'disk'; it has device, host"
     cache.storage.attach_storage(setup)
     assert not cache.storage.is_unread

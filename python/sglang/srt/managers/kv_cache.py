@@ -459,11 +459,15 @@ class KVCache:
         """For the log."""
         off = [
             f"no {what} of {tier}"
-            for tier, on in self.switches.state(self._switched_tiers()).items()
+            for tier, on in self.switch_state().items()
             for what, is_on in on.items()
             if not is_on
         ]
         return ", ".join(off) or "all reads and writes are on"
+
+    def switch_state(self) -> dict[str, dict[str, bool]]:
+        """By the tier's name: whether reads and writes are on."""
+        return self.switches.state(self._switched_tiers())
 
     def _switched_tiers(self) -> list[Tier]:
         """What was turned off before it was detached is still off when it is attached again."""

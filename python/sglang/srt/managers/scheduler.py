@@ -652,7 +652,7 @@ class Scheduler:
                 "running": len(self.queues.active()),
             },
             "storage": storage,
-            "switches": self.cache.switches.state(self.cache.tiers),
+            "switches": self.cache.switch_state(),
             "launches": {"issued": self.clock.next, "done": self.clock.done},
             "tree": self.cache.tree_state(),
             "sessions": self.cache.sessions.state(),
