@@ -16,8 +16,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import psutil
@@ -285,40 +286,54 @@ def small_file_system(folder: Path) -> Iterator[Path | None]:
             subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
+# Of the remote store, beside the names of the server: the proxy is a part of the server.
+IN_PROCESS = "in_process"
+
+
+@dataclass(frozen=True)
+class Parts:
+    # The lender copies for the server.
+    strict: bool = False
+    # Of each rank's lender.
+    num_slabs: int = 1
+    # Of the remote store; with `remote` the server starts the proxy itself.
+    backend: str = "bluefield"
+    # A proxy that the server does not start is reached as one on another machine.
+    is_elsewhere: bool = False
+    # The disk tier is a plugin, which erases no tenant's blocks, and keeps to no quota. v1: see `interface_v1`.
+    plugin: Literal["", "generic", "v1"] = ""
+    # The disk tier has a file system of its own, where one can be mounted.
+    small_disk: bool = False
+    # Of the server.
+    num_ranks: int = 1
+
+
 class AllTiers:
     """The parts, and a server on top of them once `start_server` was called."""
 
-    def __init__(
-        self,
-        folder: Path,
-        strict: bool = False,
-        backend: str = "bluefield",
-        small_disk: bool = False,
-        num_ranks: int = 1,
-        is_elsewhere: bool = False,
-    ) -> None:
-        """strict: the lender copies for the server. backend: of the remote store; with `remote` the server starts
-        the proxy itself, else is_elsewhere: the proxy is reached as one on another machine. small_disk: the disk tier
-        has a file system of its own, where one can be mounted. num_ranks: of the server."""
+    def __init__(self, folder: Path, parts: Parts) -> None:
         folder.chmod(0o700)
-        self.num_ranks = num_ranks
+        self.num_ranks = parts.num_ranks
         self.block_tokens = BLOCK
-        self._backend = backend
+        # Storage tiers that erase a tenant's blocks, and keep to its quota.
+        self.forgetful = ("remote",) if parts.plugin else ("disk", "remote")
+        self._parts = parts
         self._stack = contextlib.ExitStack()
-        self.lender = Lender(folder / "lender", 1, strict, num_ranks)
+        self.lender = Lender(folder / "lender", parts.num_slabs, parts.strict, parts.num_ranks)
         self._stack.callback(self.lender.kill)
         self.store = RedisServer(folder)
         self._stack.callback(self.store.kill)
         self.relay = Relay(self.store.port)
         self._stack.callback(self.relay.close)
         self._url = f"redis://127.0.0.1:{self.relay.port}"
-        self.proxy: OffloadProxy | StartedProxy
-        if backend == "remote":
+        # None: it is a part of the server.
+        self.proxy: OffloadProxy | StartedProxy | None = None
+        if parts.backend == "remote":
             self.proxy = StartedProxy()
-        else:
-            self.proxy = OffloadProxy(folder / "proxy", self._url, is_elsewhere)
+        elif parts.backend == "bluefield":
+            self.proxy = OffloadProxy(folder / "proxy", self._url, parts.is_elsewhere)
             self._stack.callback(self.proxy.close)
-        mounted = self._stack.enter_context(small_file_system(folder / "disk")) if small_disk else None
+        mounted = self._stack.enter_context(small_file_system(folder / "disk")) if parts.small_disk else None
         self.disk = Disk(folder, mounted)
         self.server: Server
         self.last_output = self.last_state = ""
@@ -330,52 +345,71 @@ class AllTiers:
         codec: str | dict[str, Any] = "lossless",
         storage: dict[str, Any] | None = None,
         disk: dict[str, Any] | None = None,
+        own: tuple[str, ...] = (),
     ) -> Server:
         """It is not ready yet. disk_tokens: what the disk holds. codec: of the remote store. storage, disk: options
-        of all storage, and of the disk tier."""
+        of all storage, and of the disk tier. own: flags that a neighbour has not."""
         proxy = self.proxy
         remote: dict[str, object]
         if isinstance(proxy, OffloadProxy):
             proxy.wait_ready()
             remote = {"proxy": proxy.address, "token_file": str(proxy.token_file)}
         else:
-            remote = {"url": self._url, "hang_timeout_s": 3}
+            remote = {"url": self._url, "hang_timeout_s": 3, "in_process": proxy is None}
+        backend = "bluefield" if isinstance(proxy, OffloadProxy) else "remote"
         remote["codec"] = codec
+        local, limit_bytes = "file", disk_tokens * _TOKEN_BYTES
+        of_disk = {
+            "path": str(self.disk.folder),
+            "limit_gb": limit_bytes / 1e9,
+            "segment_mb": 8 * BLOCK * _TOKEN_BYTES / 1e6,
+            **(disk or {}),
+        }
+        if self._parts.plugin:
+            local = "dynamic"
+            of_disk = {
+                "backend_name": "folder",
+                "module_path": "support.folder_plugin",
+                "class_name": "FolderStorage",
+                "interface_v1": int(self._parts.plugin == "v1"),
+                "staging_mb": 1.0,
+                "folder": str(self.disk.folder),
+                "folder_limit_bytes": limit_bytes,
+            }
         config: dict[str, Any] = {
             "block_tokens": BLOCK,
             "prefetch_threshold": BLOCK,
             # Else it is in a file of the disk's folder, which faults delete.
             "secret": SECRET,
-            "file": {
-                "path": str(self.disk.folder),
-                "limit_gb": disk_tokens * _TOKEN_BYTES / 1e9,
-                "segment_mb": 8 * BLOCK * _TOKEN_BYTES / 1e6,
-                **(disk or {}),
-            },
-            self._backend: remote,
+            local: of_disk,
+            backend: remote,
             **(storage or {}),
         }
         self.block_tokens = config["block_tokens"]
         self._storage = {
-            "hicache_storage_backend": f"file,{self._backend}",
+            "hicache_storage_backend": f"{local},{backend}",
             "hicache_storage_backend_extra_config_json": json.dumps(config),
         }
         self._flags = [
-            *("--hicache", "--hicache-storage-backend", f"file,{self._backend}"),
+            *("--hicache", "--hicache-storage-backend", f"{local},{backend}"),
             *("--hicache-storage-backend-extra-config", json.dumps(config)),
             *("--admin-api-key", ADMIN_KEY),
             *flags,
         ]
-        master = ("--peer-role", "master", "--peer-endpoint", self.lender.endpoint)
-        slabs = ("--peer-slab-size", str(SLAB_MIB), "--peer-size", "0.05")
-        self.server = self._start(*master, *slabs)
+        self.server = self._start(*self._borrowing, *own)
         if isinstance(proxy, StartedProxy):
             proxy.server = self.server
         return self.server
 
-    def start_neighbour(self) -> Server:
-        """Another server with the same storage, and more room on the host in place of peers. It is not ready yet."""
-        return self._start("--hicache-ratio", "2")
+    @property
+    def _borrowing(self) -> tuple[str, ...]:
+        master = ("--peer-role", "master", "--peer-endpoint", self.lender.endpoint)
+        return (*master, "--peer-slab-size", str(SLAB_MIB), "--peer-size", "0.05")
+
+    def start_neighbour(self, borrows: bool = False) -> Server:
+        """Another server with the same storage, and more room on the host. borrows: of the same lender. It is not
+        ready yet."""
+        return self._start("--hicache-ratio", "2", *(self._borrowing if borrows else ()))
 
     def _start(self, *flags: str) -> Server:
         server = Server(*self._flags, *flags, wait=False, environment=self.disk.environment)
@@ -545,7 +579,10 @@ def small_files(server: Server, size_bytes: int) -> Iterator[None]:
 def faults(tiers: AllTiers) -> dict[str, Callable[[], contextlib.AbstractContextManager[None]]]:
     """What may happen to the parts, by name; it is undone at the end of the context."""
     lender, store, relay, proxy, disk = tiers.lender, tiers.store, tiers.relay, tiers.proxy, tiers.disk
-    return {
+    of_proxy: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {}
+    if proxy is not None:
+        of_proxy = {"proxy killed": lambda: killed(proxy), "proxy stopped": lambda: stopped(proxy)}
+    return of_proxy | {
         "lender killed": lambda: killed(lender),
         "lender stopped": lambda: stopped(lender),
         "store killed": lambda: killed(store),
@@ -554,8 +591,6 @@ def faults(tiers: AllTiers) -> dict[str, Callable[[], contextlib.AbstractContext
         "store silent": lambda: relayed_at(relay, 0),
         "store cut off": lambda: done(relay.cut),
         "store damaged": lambda: done(tiers.damage_store),
-        "proxy killed": lambda: killed(proxy),
-        "proxy stopped": lambda: stopped(proxy),
         "disk slow": lambda: disk_at(disk, "0.1"),
         "disk hangs": lambda: disk_at(disk, "hang"),
         "disk filled": lambda: filled(disk),

@@ -28,9 +28,9 @@ from pathlib import Path
 
 import httpx
 
-from support.all_tiers import SOURCES, AllTiers, faults
+from support.all_tiers import IN_PROCESS, SOURCES, AllTiers, Parts, faults
 from support.chaos_admin import Administrator
-from support.chaos_ends import assert_nothing_is_left, held_by, unexpected_lines, with_staging
+from support.chaos_ends import assert_nothing_is_left, assert_replays, held_by, unexpected_lines, with_slabs
 from support.chaos_mixes import Mix, drawn_mix
 from support.chaos_requests import Clients, hold_all
 from support.server_fixture import NO_TLS, PATIENCE_S, Server, free_port, wait_until
@@ -175,9 +175,19 @@ def everything(folder: Path, config: Config) -> Iterator[Chaos]:
     tenants are erased, and the server stops with nothing left."""
     with contextlib.ExitStack() as stack:
         mix = config.mix
-        tiers = stack.enter_context(
-            AllTiers(folder, mix.strict, mix.backend, config.small_disk, mix.num_ranks, mix.is_elsewhere)
+        shares_lender = mix.has_neighbour and mix.neighbour_borrows
+        num_slabs = 2 if shares_lender else 1
+        parts = Parts(
+            strict=mix.strict,
+            num_slabs=num_slabs,
+            backend=mix.backend,
+            is_elsewhere=mix.is_elsewhere,
+            plugin=mix.plugin,
+            small_disk=config.small_disk,
+            num_ranks=mix.num_ranks,
         )
+        tiers = stack.enter_context(AllTiers(folder, parts))
+        record = folder / "steps"
         server = tiers.start_server(
             *FLAGS.split(),
             *mix.flags,
@@ -185,8 +195,9 @@ def everything(folder: Path, config: Config) -> Iterator[Chaos]:
             codec=mix.codec,
             storage=mix.storage,
             disk=mix.disk,
+            own=("--record-steps", str(record)) if mix.records else (),
         )
-        servers = [server, tiers.start_neighbour()] if mix.has_neighbour else [server]
+        servers = [server, tiers.start_neighbour(mix.neighbour_borrows)] if mix.has_neighbour else [server]
         for each in servers:
             each.wait_ready()
         references = hold_all(server, mix)
@@ -201,8 +212,8 @@ def everything(folder: Path, config: Config) -> Iterator[Chaos]:
                 lambda: len(clients.seen.most) >= config.mixed and all(clients.seen.tokens[s] for s in SOURCES)
             )
             before = held_by(server, tiers.disk.folder)
-            if mix.strict:
-                before = with_staging(before, mix.num_ranks)
+            if mix.strict or shares_lender:
+                before = with_slabs(before, num_slabs, mix.strict, mix.num_ranks)
             with Administrator(tiers, clients, references, config.seed) as administrator:
                 yield Chaos(tiers, clients, administrator, router, servers)
         kinds = clients.seen.kinds
@@ -226,6 +237,8 @@ def everything(folder: Path, config: Config) -> Iterator[Chaos]:
         print(f"requests and acts: {dict(kinds + clients.seen.kinds)}", flush=True)
         assert_nothing_is_left(server)
         assert not unexpected_lines(server.output()), unexpected_lines(server.output())
+        if mix.records:
+            assert_replays(record)
 
 
 def take_step(chaos: Chaos, step: Step) -> None:
@@ -285,7 +298,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1e9)
     parser.add_argument("--steps", type=int, default=1_000_000, help="of the plan, if it is to end before")
     parser.add_argument("--router", choices=ROUTERS, default=found_router())
-    parser.add_argument("--backend", choices=("bluefield", "remote"), help="not by the seed")
+    parser.add_argument("--backend", choices=("bluefield", "remote", IN_PROCESS), help="not by the seed")
     strict = argparse.BooleanOptionalAction
     parser.add_argument("--strict", action=strict, help="whether the lender copies for the server, not by the seed")
     parser.add_argument("--plain", action="store_true", help="nothing of the server and its parts is by the seed")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import psutil
 
 from support.all_tiers import ADMIN
 from support.chaos_requests import PARAMS, random_ids
-from support.server_fixture import Server, wait_until
+from support.server_fixture import PATIENCE_S, Server, wait_until
 
 
 def what_is_left(state: dict[str, Any]) -> list[str]:
@@ -78,11 +80,20 @@ def unexpected_lines(log: str) -> list[str]:
 _NUM_COPYING = 5
 
 
-def with_staging(held: Counter[str], num_ranks: int) -> Counter[str]:
-    """What may be held later, with a strict lender: each stream takes staging memory when it first copies."""
+def with_slabs(held: Counter[str], num_slabs: int, strict: bool, num_ranks: int) -> Counter[str]:
+    """What may be held later, of each rank: all slabs of the lender, which another master may have now; with a strict
+    lender, each stream takes staging memory when it first copies."""
     name = "memfd:peer-slab (deleted)"
-    later = max(0, _NUM_COPYING * num_ranks - held[name])
+    later = max(0, (_NUM_COPYING if strict else num_slabs) * num_ranks - held[name])
     return held + Counter({name: later, "shared memory": later})
+
+
+def assert_replays(record: Path) -> None:
+    """The scheduler decides again as it did in its steps."""
+    command = [sys.executable, "-m", "sglang.srt.managers.replay", str(record)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=10 * PATIENCE_S)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    print(done.stdout.strip(), flush=True)
 
 
 def held_by(server: Server, disk: Path) -> Counter[str]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+from support.all_tiers import IN_PROCESS
 
 # Each is as likely as any other of its line.
 _DRAWN = (
@@ -13,7 +15,23 @@ _DRAWN = (
     ("", "", "", "", *(f"--kv-cache-dtype {name}" for name in ("bfloat16", "fp8_e4m3", "fp8_e5m2"))),
     ("", "--layer-stream 2 --layer-stream-tokens 128"),
     # Requests that wait for older ones have no priority.
-    ("", "--enable-priority-scheduling", "--enable-priority-scheduling", "--hicache-publish-at completion"),
+    (
+        "",
+        *(
+            "--enable-priority-scheduling" + more
+            for more in ("", "", " --priority-scheduling-preemption-threshold 0")
+        ),
+        "--enable-priority-scheduling --disable-priority-preemption",
+        "--enable-priority-scheduling --schedule-low-priority-values-first --default-priority-value 5",
+        "--hicache-publish-at completion",
+    ),
+    ("", "", "--max-prefill-tokens 100"),
+    ("", "", "--stream-interval 4"),
+    ("", "", "--hicache-deferral-threshold 0"),
+    ("", "", "--hicache-rate-limit h2d=0.02,d2h=0.02,store=0.02"),
+    ("", "", '--kv-events-config {"publisher":"zmq","endpoint":"inproc://events"}'),
+    # A master waits for a lender that stands still no longer than that.
+    ("", "", "--peer-timing heartbeat=0.2,silence=1,recall=1,grace=1,demand=2,idle=2,patience=2"),
     ("", "", "--max-running-requests 2"),
     ("", "--schedule-policy lpm"),
     ("", "--radix-eviction-policy lfu", "--radix-eviction-policy priority"),
@@ -43,12 +61,18 @@ class Mix:
     flags: tuple[str, ...] = ()
     # Another server has the same storage, and clients ask both.
     has_neighbour: bool = False
+    # It borrows from the same lender.
+    neighbour_borrows: bool = False
+    # Its steps are recorded, and replayed at the end.
+    records: bool = False
     # The lender copies for the server.
     strict: bool = False
     # Of the remote store.
     backend: str = "bluefield"
     # A proxy that the server does not start is reached as one on another machine.
     is_elsewhere: bool = False
+    # In place of the disk tier, see `Parts`.
+    plugin: Literal["", "generic", "v1"] = ""
     codec: Any = "raw"
     # Options of all storage, and of the disk tier.
     storage: dict[str, Any] = field(default_factory=dict)
@@ -80,9 +104,12 @@ def drawn_mix(seed: int) -> Mix:
     blocks = {"block_tokens": 64, "prefetch_threshold": 64} if "--page-size 64" in flags else {}
     return Mix(
         tuple(flags.split()),
-        has_neighbour=rng.random() < 0.3,
+        has_neighbour=rng.random() < 0.4,
+        neighbour_borrows=rng.random() < 0.6,
+        records=rng.random() < 0.3,
+        plugin=rng.choice(("", "", "", "", "generic", "v1")),
         strict=rng.random() < 0.3,
-        backend=rng.choice(("bluefield", "bluefield", "remote")),
+        backend=rng.choice(("bluefield", "bluefield", "remote", IN_PROCESS)),
         codec=rng.choice(_CODECS),
         storage={**blocks, **rng.choice(_STORAGE)},
         disk=rng.choice(_DISK),

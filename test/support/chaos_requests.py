@@ -21,6 +21,7 @@ import httpx
 from support.all_tiers import SOURCES
 from support.chaos_bodies import WRONG, bodies, difference, drawn_fields
 from support.chaos_mixes import Mix
+from support.chaos_streams import can_stream, joined, parts_of
 from support.gate import Gate
 from support.server_fixture import NO_TLS, PATIENCE_S, Server, wait_until
 
@@ -206,6 +207,7 @@ class Clients:
             self._abort: 2,
             self._chat: 4,
             self._ask_another_way: 4,
+            self._ask_another_way_in_a_stream: 4,
             self._ask_with_fields: 4,
             self._ask_without_answer: 1,
             self._ask_for_many: 1,
@@ -351,6 +353,13 @@ class Clients:
         assert reply.status_code == 200, f"{path}: {reply.text}"
         return difference(reply.json(), wanted, self._references.tolerance, path)
 
+    def _ask_another_way_in_a_stream(self, client: httpx.Client, _: Turn, rng: random.Random) -> str:
+        path, body, wanted = rng.choice([each for each in self._references.others if can_stream(each[0])])
+        with client.stream("POST", path, json=body | {"stream": True} | drawn_fields(rng)) as response:
+            assert response.status_code == 200, f"{path}: {response.read()!r}"
+            found = joined(path, list(response.iter_lines()))
+        return difference(found, parts_of(path, wanted), self._references.tolerance, f"{path} in a stream")
+
     def _ask_with_fields(self, client: httpx.Client, turn: Turn, rng: random.Random) -> str:
         return self.check(turn, self.post(client, turn, drawn_fields(rng)))
 
@@ -366,7 +375,7 @@ class Clients:
 
     def _vanish(self, client: httpx.Client, _: Turn, rng: random.Random) -> str:
         """In the middle of a stream."""
-        path, body, _wanted = rng.choice([each for each in self._references.others if "embeddings" not in each[0]])
+        path, body, _wanted = rng.choice([each for each in self._references.others if can_stream(each[0])])
         with client.stream("POST", path, json=body | {"stream": True} | drawn_fields(rng)) as response:
             assert response.status_code == 200, f"{path}: {response.read()!r}"
             for _chunk in itertools.islice(response.iter_raw(), rng.choice((0, 1, 3))):
