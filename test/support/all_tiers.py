@@ -288,6 +288,10 @@ def small_file_system(folder: Path) -> Iterator[Path | None]:
 
 # Of the remote store, beside the names of the server: the proxy is a part of the server.
 IN_PROCESS = "in_process"
+# What another server does beside asking the same storage.
+Neighbour = Literal["alone", "borrows", "lends"]
+# Of its device, where it lends.
+LENDING_SLABS = 4
 
 
 @dataclass(frozen=True)
@@ -296,6 +300,8 @@ class Parts:
     strict: bool = False
     # Of each rank's lender.
     num_slabs: int = 1
+    # A neighbour lends, too.
+    has_worker: bool = False
     # Of the remote store; with `remote` the server starts the proxy itself.
     backend: str = "bluefield"
     # A proxy that the server does not start is reached as one on another machine.
@@ -321,6 +327,8 @@ class AllTiers:
         self._stack = contextlib.ExitStack()
         self.lender = Lender(folder / "lender", parts.num_slabs, parts.strict, parts.num_ranks)
         self._stack.callback(self.lender.kill)
+        (folder / "worker").mkdir(mode=0o700)
+        self._worker = f"ipc://{folder}/worker/peers"
         self.store = RedisServer(folder)
         self._stack.callback(self.store.kill)
         self.relay = Relay(self.store.port)
@@ -396,20 +404,28 @@ class AllTiers:
             *("--admin-api-key", ADMIN_KEY),
             *flags,
         ]
-        self.server = self._start(*self._borrowing, *own)
+        endpoints = [self.lender.endpoint, *([self._worker] if self._parts.has_worker else ())]
+        self.server = self._start(*self._borrowing(*endpoints), *own)
         if isinstance(proxy, StartedProxy):
             proxy.server = self.server
         return self.server
 
-    @property
-    def _borrowing(self) -> tuple[str, ...]:
-        master = ("--peer-role", "master", "--peer-endpoint", self.lender.endpoint)
-        return (*master, "--peer-slab-size", str(SLAB_MIB), "--peer-size", "0.05")
+    def start_neighbour(self, kind: Neighbour, kv_bytes: int) -> Server:
+        """Another server with the same storage, and more room on the host. It is not ready yet. kv_bytes: of a
+        number."""
+        flags = ["--hicache-ratio", "2"]
+        if kind == "borrows":
+            flags += self._borrowing(self.lender.endpoint)
+        if kind == "lends":
+            num_tokens = (LENDING_SLABS * SLAB_MIB << 20) // (_TOKEN_BYTES * kv_bytes // 4)
+            flags += ["--max-total-tokens", str(num_tokens), "--context-length", "1024"]
+            flags += ["--peer-role", "worker", "--peer-endpoint", self._worker, "--peer-slab-size", str(SLAB_MIB)]
+            flags += ["--peer-window", "2", *(["--peer-strict"] if self._parts.strict else ())]
+        return self._start(*flags)
 
-    def start_neighbour(self, borrows: bool = False) -> Server:
-        """Another server with the same storage, and more room on the host. borrows: of the same lender. It is not
-        ready yet."""
-        return self._start("--hicache-ratio", "2", *(self._borrowing if borrows else ()))
+    def _borrowing(self, *endpoints: str) -> list[str]:
+        flags = ["--peer-role", "master", "--peer-endpoint", ",".join(endpoints)]
+        return [*flags, "--peer-slab-size", str(SLAB_MIB), "--peer-size", "0.05"]
 
     def _start(self, *flags: str) -> Server:
         server = Server(*self._flags, *flags, wait=False, environment=self.disk.environment)

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import httpx
 
-from support.all_tiers import IN_PROCESS, SOURCES, AllTiers, Parts, faults
+from support.all_tiers import IN_PROCESS, LENDING_SLABS, SOURCES, AllTiers, Parts, faults
 from support.chaos_admin import Administrator
 from support.chaos_ends import assert_nothing_is_left, assert_replays, held_by, unexpected_lines, with_slabs
 from support.chaos_mixes import Mix, drawn_mix
@@ -175,11 +175,13 @@ def everything(folder: Path, config: Config) -> Iterator[Chaos]:
     tenants are erased, and the server stops with nothing left."""
     with contextlib.ExitStack() as stack:
         mix = config.mix
-        shares_lender = mix.has_neighbour and mix.neighbour_borrows
-        num_slabs = 2 if shares_lender else 1
+        has_worker = mix.neighbour == "lends"
+        num_slabs = 2 if mix.neighbour == "borrows" else 1
+        num_offered = num_slabs + (LENDING_SLABS if has_worker else 0)
         parts = Parts(
             strict=mix.strict,
             num_slabs=num_slabs,
+            has_worker=has_worker,
             backend=mix.backend,
             is_elsewhere=mix.is_elsewhere,
             plugin=mix.plugin,
@@ -197,7 +199,9 @@ def everything(folder: Path, config: Config) -> Iterator[Chaos]:
             disk=mix.disk,
             own=("--record-steps", str(record)) if mix.records else (),
         )
-        servers = [server, tiers.start_neighbour(mix.neighbour_borrows)] if mix.has_neighbour else [server]
+        servers = [server]
+        if mix.neighbour:
+            servers.append(tiers.start_neighbour(mix.neighbour, mix.kv_bytes))
         for each in servers:
             each.wait_ready()
         references = hold_all(server, mix)
@@ -212,8 +216,8 @@ def everything(folder: Path, config: Config) -> Iterator[Chaos]:
                 lambda: len(clients.seen.most) >= config.mixed and all(clients.seen.tokens[s] for s in SOURCES)
             )
             before = held_by(server, tiers.disk.folder)
-            if mix.strict or shares_lender:
-                before = with_slabs(before, num_slabs, mix.strict, mix.num_ranks)
+            if mix.strict or mix.neighbour in ("borrows", "lends"):
+                before = with_slabs(before, num_offered, mix.strict, mix.num_ranks)
             with Administrator(tiers, clients, references, config.seed) as administrator:
                 yield Chaos(tiers, clients, administrator, router, servers)
         kinds = clients.seen.kinds
@@ -230,15 +234,23 @@ def everything(folder: Path, config: Config) -> Iterator[Chaos]:
         assert not more, f"more is held than before: {more}, {before}"
         if router is not None:
             router.end()
-        for neighbour in servers[1:]:
-            assert_nothing_is_left(neighbour)
-            assert not unexpected_lines(neighbour.output()), unexpected_lines(neighbour.output())
+        neighbours = servers[1:]
+        # What borrows from another one ends before it.
+        if not has_worker:
+            _end(neighbours)
         administrator.assert_all_is_well()
         print(f"requests and acts: {dict(kinds + clients.seen.kinds)}", flush=True)
-        assert_nothing_is_left(server)
-        assert not unexpected_lines(server.output()), unexpected_lines(server.output())
+        _end([server])
+        if has_worker:
+            _end(neighbours)
         if mix.records:
             assert_replays(record)
+
+
+def _end(servers: list[Server]) -> None:
+    for server in servers:
+        assert_nothing_is_left(server)
+        assert not unexpected_lines(server.output()), unexpected_lines(server.output())
 
 
 def take_step(chaos: Chaos, step: Step) -> None:

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from support.all_tiers import IN_PROCESS
+from support.all_tiers import IN_PROCESS, Neighbour
 
 # Each is as likely as any other of its line.
 _DRAWN = (
@@ -59,10 +59,8 @@ class Mix:
     """Without arguments the server has its defaults."""
 
     flags: tuple[str, ...] = ()
-    # Another server has the same storage, and clients ask both.
-    has_neighbour: bool = False
-    # It borrows from the same lender.
-    neighbour_borrows: bool = False
+    # Another server has the same storage, and clients ask both. It may borrow from the same lender, or lend, too.
+    neighbour: Neighbour | Literal[""] = ""
     # Its steps are recorded, and replayed at the end.
     records: bool = False
     # The lender copies for the server.
@@ -104,8 +102,7 @@ def drawn_mix(seed: int) -> Mix:
     blocks = {"block_tokens": 64, "prefetch_threshold": 64} if "--page-size 64" in flags else {}
     return Mix(
         tuple(flags.split()),
-        has_neighbour=rng.random() < 0.4,
-        neighbour_borrows=rng.random() < 0.6,
+        neighbour=rng.choice(("", "", "", "alone", "borrows", "borrows" if "--layer-stream" in flags else "lends")),
         records=rng.random() < 0.3,
         plugin=rng.choice(("", "", "", "", "generic", "v1")),
         strict=rng.random() < 0.3,
