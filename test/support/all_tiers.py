@@ -290,8 +290,6 @@ def small_file_system(folder: Path) -> Iterator[Path | None]:
 IN_PROCESS = "in_process"
 # What another server does beside asking the same storage.
 Neighbour = Literal["alone", "borrows", "lends"]
-# Of its device, where it lends.
-LENDING_SLABS = 4
 
 
 @dataclass(frozen=True)
@@ -312,6 +310,12 @@ class Parts:
     small_disk: bool = False
     # Of the server.
     num_ranks: int = 1
+
+
+def slabs_of_worker(kv_bytes: int) -> int:
+    """Of the device of a neighbour that lends. It keeps what its longest request needs; more than that would serve
+    what the host is to serve. kv_bytes: of a number."""
+    return max(2, kv_bytes)
 
 
 class AllTiers:
@@ -417,7 +421,7 @@ class AllTiers:
         if kind == "borrows":
             flags += self._borrowing(self.lender.endpoint)
         if kind == "lends":
-            num_tokens = (LENDING_SLABS * SLAB_MIB << 20) // (_TOKEN_BYTES * kv_bytes // 4)
+            num_tokens = (slabs_of_worker(kv_bytes) * SLAB_MIB << 20) // (_TOKEN_BYTES * kv_bytes // 4)
             flags += ["--max-total-tokens", str(num_tokens), "--context-length", "1024"]
             flags += ["--peer-role", "worker", "--peer-endpoint", self._worker, "--peer-slab-size", str(SLAB_MIB)]
             flags += ["--peer-window", "2", *(["--peer-strict"] if self._parts.strict else ())]

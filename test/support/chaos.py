@@ -28,7 +28,7 @@ from pathlib import Path
 
 import httpx
 
-from support.all_tiers import IN_PROCESS, LENDING_SLABS, SOURCES, AllTiers, Parts, faults
+from support.all_tiers import IN_PROCESS, SOURCES, AllTiers, Parts, faults, slabs_of_worker
 from support.chaos_admin import Administrator
 from support.chaos_ends import assert_nothing_is_left, assert_replays, held_by, unexpected_lines, with_slabs
 from support.chaos_mixes import Mix, drawn_mix
@@ -177,7 +177,7 @@ def everything(folder: Path, config: Config) -> Iterator[Chaos]:
         mix = config.mix
         has_worker = mix.neighbour == "lends"
         num_slabs = 2 if mix.neighbour == "borrows" else 1
-        num_offered = num_slabs + (LENDING_SLABS if has_worker else 0)
+        num_offered = num_slabs + (slabs_of_worker(mix.kv_bytes) if has_worker else 0)
         parts = Parts(
             strict=mix.strict,
             num_slabs=num_slabs,
@@ -193,6 +193,7 @@ def everything(folder: Path, config: Config) -> Iterator[Chaos]:
         server = tiers.start_server(
             *FLAGS.split(),
             *mix.flags,
+            *(("--layer-stream-disk-size", "0.02", "--layer-stream-disk-path", str(folder)) if mix.swaps else ()),
             disk_tokens=DISK_TOKENS * mix.kv_bytes // 4,
             codec=mix.codec,
             storage=mix.storage,

@@ -61,6 +61,8 @@ class Mix:
     flags: tuple[str, ...] = ()
     # Another server has the same storage, and clients ask both. It may borrow from the same lender, or lend, too.
     neighbour: Neighbour | Literal[""] = ""
+    # Prompts may be longer than device, peers and host together.
+    swaps: bool = False
     # Its steps are recorded, and replayed at the end.
     records: bool = False
     # The lender copies for the server.
@@ -103,6 +105,7 @@ def drawn_mix(seed: int) -> Mix:
     return Mix(
         tuple(flags.split()),
         neighbour=rng.choice(("", "", "", "alone", "borrows", "borrows" if "--layer-stream" in flags else "lends")),
+        swaps="--layer-stream" in flags and rng.random() < 0.5,
         records=rng.random() < 0.3,
         plugin=rng.choice(("", "", "", "", "generic", "v1")),
         strict=rng.random() < 0.3,

@@ -31,6 +31,8 @@ SYSTEM_TOKENS, QUESTION_TOKENS, ANSWER_TOKENS = 128, 90, 6
 NUM_LONG, LONG_TOKENS = 2, 600
 # Where they may be longer than the device.
 STREAMED_TOKENS = 1000
+# The same, and where they may be longer than device, peers and host.
+SWAPPED_TOKENS = 2200
 NUM_CLIENTS = 3
 TENANTS = ("one", "two")
 SCHEMA = {
@@ -139,7 +141,7 @@ def hold_others(
 
 
 def hold_all(server: Server, mix: Mix) -> References:
-    long_tokens = STREAMED_TOKENS if mix.streams else LONG_TOKENS
+    long_tokens = SWAPPED_TOKENS if mix.swaps else STREAMED_TOKENS if mix.streams else LONG_TOKENS
     long = uncached_turns(server, [random_ids(1000 + i, long_tokens) for i in range(NUM_LONG)])
     conversations = hold_conversations(server)
     prompts = [conversation[i].prompt for i, conversation in enumerate(conversations[:3])]
