@@ -154,6 +154,23 @@ def test_it_waits_for_a_prefix_that_is_on_its_way_to_a_peer():
     rig.assert_nothing_left()
 
 
+@pytest.mark.parametrize("is_copied", [True, False])
+def test_it_does_not_wait_for_a_prefix_on_a_peer_that_is_not_read(is_copied: bool):
+    """Nothing else brings it: the request computes it. is_copied: before the request comes."""
+    rig = Rig(TEXT, peer=16)
+    rig.insert(TEXT[:10])
+    rig.controller.evict(DEVICE, 10)
+    rig.tree.set_load_order(rig.tree.order.load_order, frozenset({PEER}))
+    (copy,) = rig.collect()
+    if is_copied:
+        rig.finish(copy)
+    (probe,) = rig.begin("r", TEXT)
+    assert rig.finish(probe) == [] and rig.over("r") == [True]
+    rig.detach("r")
+    rig.finish_all()
+    rig.assert_nothing_left()
+
+
 def test_a_hole_is_filled_by_an_operation_of_its_own():
     """aaaab | bbbc | cccdddd: the blocks around the hole begin before it and end behind it."""
     rig = Rig(TEXT, host=32, blocks_per_op=8)

@@ -644,7 +644,8 @@ class StorageController:
         if not self._cut(rid, prefetch, first, 0):
             return Attempt.OVER
         if (hole := self.tree.next_unmatched(match, prefetch.tokens)) is not None and not is_hole(hole):
-            return Attempt.STALLED
+            # What only tiers have that are not read is computed: nothing brings it to one that is.
+            return Attempt.STALLED if self.tree.is_coming(hole) else Attempt.OVER
         # A hole is filled by operations of its own.
         most = hole.end if hole is not None else prefetch.end
         last = min(-(-min(most, prefetch.end) // size), first + limits.blocks_per_op)

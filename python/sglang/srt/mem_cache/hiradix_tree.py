@@ -139,9 +139,14 @@ class HiRadixTree:
                 return tier
         return None
 
+    def is_coming(self, node: Node) -> bool:
+        """Whether a tier that is read will have a node that is under way to it."""
+        return any(node.tickets[tier] is not None for tier in self.order.load_order if tier not in self._unread)
+
     def next_unmatched(self, match: MatchResult, tokens: np.ndarray) -> Node | None:
-        """The node at which the match ended though it continues the tokens: a hole, or one that has left the device
-        while its backup is on the way. tokens: what was matched, and at least a page more."""
+        """The node at which the match ended though it continues the tokens: a hole, one that has left the device
+        while its backup is on the way, or one that only tiers have that are not read. tokens: what was matched, and
+        at least a page more."""
         node = match.path[-1] if match.path else self.roots.get(match.namespace)
         if node is None or (match.path and match.last_len < len(node.key)):
             return None
