@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import resource
 import select
@@ -46,6 +47,8 @@ SMALL_DISK_MIB = 16
 LONG_S = 1e6
 # Bytes of a token, K and V of all layers, of the embedded model on a CPU.
 _TOKEN_BYTES = 2048
+# The longest request of a neighbour that lends.
+_WORKER_TOKENS = 1024
 DISK_HOOK = Path(__file__).parent / "disk_hook"
 
 
@@ -312,10 +315,15 @@ class Parts:
     num_ranks: int = 1
 
 
-def slabs_of_worker(kv_bytes: int) -> int:
-    """Of the device of a neighbour that lends. It keeps what its longest request needs; more than that would serve
-    what the host is to serve. kv_bytes: of a number."""
-    return max(2, kv_bytes)
+def slabs_of_worker(kv_bytes: int, num_ranks: int) -> int:
+    """Of a rank's device of a neighbour that lends. It keeps what its longest request needs; more than a slab beside
+    that would serve what the host is to serve. kv_bytes: of a number."""
+    return 1 + math.ceil((_WORKER_TOKENS + BLOCK) * _token_bytes(kv_bytes, num_ranks) / (SLAB_MIB << 20))
+
+
+def _token_bytes(kv_bytes: int, num_ranks: int) -> int:
+    """On a rank."""
+    return _TOKEN_BYTES * kv_bytes // 4 // num_ranks
 
 
 class AllTiers:
@@ -421,8 +429,9 @@ class AllTiers:
         if kind == "borrows":
             flags += self._borrowing(self.lender.endpoint)
         if kind == "lends":
-            num_tokens = (slabs_of_worker(kv_bytes) * SLAB_MIB << 20) // (_TOKEN_BYTES * kv_bytes // 4)
-            flags += ["--max-total-tokens", str(num_tokens), "--context-length", "1024"]
+            size_bytes = slabs_of_worker(kv_bytes, self.num_ranks) * SLAB_MIB << 20
+            num_tokens = size_bytes // _token_bytes(kv_bytes, self.num_ranks)
+            flags += ["--max-total-tokens", str(num_tokens), "--context-length", str(_WORKER_TOKENS)]
             flags += ["--peer-role", "worker", "--peer-endpoint", self._worker, "--peer-slab-size", str(SLAB_MIB)]
             flags += ["--peer-window", "2", *(["--peer-strict"] if self._parts.strict else ())]
         return self._start(*flags)

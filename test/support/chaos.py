@@ -177,7 +177,7 @@ def everything(folder: Path, config: Config) -> Iterator[Chaos]:
         mix = config.mix
         has_worker = mix.neighbour == "lends"
         num_slabs = 2 if mix.neighbour == "borrows" else 1
-        num_offered = num_slabs + (slabs_of_worker(mix.kv_bytes) if has_worker else 0)
+        num_offered = num_slabs + (slabs_of_worker(mix.kv_bytes, mix.num_ranks) if has_worker else 0)
         parts = Parts(
             strict=mix.strict,
             num_slabs=num_slabs,
