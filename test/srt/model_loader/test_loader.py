@@ -229,6 +229,19 @@ def test_an_index_of_shards_that_became_a_single_file_is_left_aside(tmp_path):
     assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
 
 
+def test_an_index_that_names_the_single_file_and_another_is_read(tmp_path):
+    """Tools write what they add, as heads for several tokens, into a file of its own."""
+    save(tmp_path)
+    expected = load(tmp_path).state_dict()
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({"lm_head.weight": tensors.pop("lm_head.weight")}, tmp_path / "extra.safetensors")
+    save_file(tensors, tmp_path / "model.safetensors")
+    weight_map = dict.fromkeys(tensors, "model.safetensors") | {"lm_head.weight": "extra.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    loaded = load(tmp_path).state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
+
+
 def test_refuses_other_formats(tmp_path):
     save(tmp_path)
     (tmp_path / "model.safetensors").unlink()

@@ -294,19 +294,22 @@ def unsupported_dtype(stored: object) -> ModelConfigError:
 
 def weight_file_names(path: Path) -> dict[str, str] | list[str]:
     """Tensor name -> file, of an index, else the files with weights. Raises ModelConfigError."""
-    if (path / _SINGLE_FILE).is_file():
-        # Beside it are at most an index of what it was made of, and a copy in the format of a trainer.
-        return [_SINGLE_FILE]
-    index = path / INDEX
+    index, has_single_file = path / INDEX, (path / _SINGLE_FILE).is_file()
     if index.is_file():
         try:
             weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-            absent = sorted({name for name in weight_map.values() if not (path / name).is_file()})
+            named = set(weight_map.values())
+            absent = sorted(name for name in named if not (path / name).is_file())
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelConfigError(f"{str(index)!r} is no index of weights: {error!r}.") from error
-        if absent:
-            raise ModelConfigError(f"{INDEX} names files that are not there: {some(absent)}.")
-        return weight_map
+        if not has_single_file or _SINGLE_FILE in named:
+            if absent:
+                raise ModelConfigError(f"{INDEX} names files that are not there: {some(absent)}.")
+            return weight_map
+    if has_single_file:
+        # It has all: an index that does not name it is of the shards it was made of. Other files are a copy in the
+        # format of a trainer.
+        return [_SINGLE_FILE]
     files = sorted(file.name for file in path.glob("*.safetensors"))
     if not files:
         raise ModelConfigError(
