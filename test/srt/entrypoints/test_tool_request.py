@@ -124,3 +124,9 @@ def test_calls_without_a_function_are_refused(calls: Any) -> None:
     with pytest.raises(RequestError, match=r"messages\[0\]\.tool_calls") as error:
         template_messages([{"role": "assistant", "tool_calls": calls}], "")
     assert error.value.param == "messages"
+
+
+@pytest.mark.parametrize("called", ["f", {"arguments": "{}"}])
+def test_a_call_of_an_older_client_without_a_function_is_refused_by_its_own_name(called: Any) -> None:
+    with pytest.raises(RequestError, match=r"messages\[0\]\.function_call has no function with a name"):
+        template_messages([{"role": "assistant", "function_call": called}], "")

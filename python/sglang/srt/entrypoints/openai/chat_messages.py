@@ -53,24 +53,25 @@ def _message(message: Mapping[str, Any], at: int) -> dict[str, Any]:
     made = {**message, "content": content if content is not None else ""}
     if role == "function":
         made["role"] = "tool"
-    calls = made.pop("tool_calls", None)
-    if (called := made.pop("function_call", None)) and not calls:
-        calls = [{"type": "function", "function": called}]
+    calls, called = made.pop("tool_calls", None), made.pop("function_call", None)
     if calls:  # a template may take an empty list for calls
         made["tool_calls"] = _calls(calls, f"messages[{at}].tool_calls")
+    elif called:
+        made["tool_calls"] = [_call({"type": "function", "function": called}, f"messages[{at}].function_call")]
     return made
 
 
 def _calls(calls: Any, place: str) -> list[dict[str, Any]]:
     if not isinstance(calls, list):
         raise RequestError(f"{place} must be a list", param="messages")
-    made = []
-    for at, call in enumerate(calls):
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise RequestError(f"{place}[{at}] has no function with a name", param="messages")
-        made.append({**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}})
-    return made
+    return [_call(call, f"{place}[{at}]") for at, call in enumerate(calls)]
+
+
+def _call(call: Any, place: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RequestError(f"{place} has no function with a name", param="messages")
+    return {**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}}
 
 
 def _arguments(arguments: Any) -> Any:
