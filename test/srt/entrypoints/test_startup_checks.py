@@ -257,10 +257,10 @@ def test_a_limit_above_what_the_disk_has_left(tmp_path: Path, caplog: pytest.Log
     assert not caplog.records
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "00000001.kv").write_bytes(bytes(1 << 20))
-    check_before_start(ServerArgs(model_path="embedded", **storage("file", path=str(tmp_path), limit_gb=9e8)))
+    check_before_start(ServerArgs(model_path="embedded", **storage("file", path=str(tmp_path), limit_gb=123456)))
     (record,) = caplog.records
     assert re.fullmatch(
-        rf"limit_gb is 9e\+08, but the file system of {tmp_path} has \d+\.\d\d GB left "
+        rf"limit_gb is 123456, but the file system of {tmp_path} has \d+\.\d\d GB left "
         r"beside 1\.05 MB of stored KV: .*",
         record.getMessage(),
     )

@@ -133,7 +133,7 @@ def _warn_of_little_space(root: Path, limit_bytes: int) -> None:
     stored = sum(file.stat().st_size for file in root.glob(f"*/*{SEGMENT_SUFFIX}") if file.exists())
     if limit_bytes > free + stored:
         logger.warning(
-            "limit_gb is %.3g, but the file system of %s has %s left beside %s of stored KV: less than the "
+            "limit_gb is %g, but the file system of %s has %s left beside %s of stored KV: less than the "
             "limit will be kept",
             limit_bytes / 1e9,
             root,
