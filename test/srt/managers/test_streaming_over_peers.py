@@ -344,7 +344,9 @@ def test_a_prompt_that_is_retracted_for_another_has_no_chunk_in_that_step(
 
     def note_asking(batch: ExtendBatch, req: Req, budget: int) -> int:
         asking[:] = [req.slot]
-        return next_chunk(batch, req, budget)
+        chunk = next_chunk(batch, req, budget)
+        asking.clear()
+        return chunk
 
     monkeypatch.setattr(scheduler, "retract", note_retracted)
     monkeypatch.setattr(scheduler.chooser, "_next_chunk", note_asking)
