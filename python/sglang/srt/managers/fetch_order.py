@@ -22,7 +22,7 @@ class Attempt(Enum):
 
     # There is more to begin.
     BEGUN = auto()
-    # Its prefix is on its way to the host.
+    # Its prefix is on its way to a tier that is read.
     STALLED = auto()
     # Too much is on its way.
     FULL = auto()

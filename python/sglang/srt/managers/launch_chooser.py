@@ -5,7 +5,7 @@ launches are made in batch_builder.py; the scheduler ends holds.
 
     prefill first           a prompt that streams and the others' prompts take turns, see `StreamingTurns`
     then a decode step      also between two chunks of one prompt
-    where memory lacks      preloads are cancelled, streams shrink, then a running request is retracted
+    where memory is short   preloads are cancelled, streams shrink, then a running request is retracted
 """
 
 from __future__ import annotations

@@ -643,11 +643,12 @@ class StorageController:
         first, size = start // names.block_tokens, names.block_tokens
         if not self._cut(rid, prefetch, first, 0):
             return Attempt.OVER
-        if (hole := self.tree.next_unmatched(match, prefetch.tokens)) is not None and not is_hole(hole):
+        following = self.tree.next_unmatched(match, prefetch.tokens)
+        if following is not None and not is_hole(following):
             # What only tiers have that are not read is computed: nothing brings it to one that is.
-            return Attempt.STALLED if self.tree.is_coming(hole) else Attempt.OVER
+            return Attempt.STALLED if self.tree.is_coming(following) else Attempt.OVER
         # A hole is filled by operations of its own.
-        most = hole.end if hole is not None else prefetch.end
+        most = following.end if following is not None else prefetch.end
         last = min(-(-min(most, prefetch.end) // size), first + limits.blocks_per_op)
         assert last > first, f"{rid} has nothing to begin"
         num_pages = (last - first) * size // self.tree.page_size
