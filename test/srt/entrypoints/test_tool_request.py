@@ -114,9 +114,14 @@ def test_a_call_and_its_answer_of_an_older_client_take_the_form_that_templates_k
         {"role": "assistant", "content": "a", "function_call": None},
     ]
     call_made, answer, plain = template_messages(given, "")
-    assert call_made["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]
-    assert answer == {"role": "tool", "name": "f", "content": "12"}
+    function = {"name": "f", "arguments": {"a": 1}}
+    assert call_made["tool_calls"] == [{"id": "call00000", "type": "function", "function": function}]
+    assert answer == {"role": "tool", "name": "f", "content": "12", "tool_call_id": "call00000"}
     assert "function_call" not in call_made and plain == {"role": "assistant", "content": "a"}
+    both = {"role": "assistant", "tool_calls": [call("{}"), call("{}")], "function_call": called}
+    assert [each["id"] for each in template_messages([both], "")[0]["tool_calls"]] == ["1", "1"]
+    (alone,) = template_messages([{"role": "function", "name": "f", "content": "12"}], "")
+    assert alone == {"role": "tool", "name": "f", "content": "12"}
 
 
 @pytest.mark.parametrize("calls", ["f", [{"id": "1"}], [{"function": {"arguments": "{}"}}], [3]])

@@ -15,16 +15,24 @@ def template_messages(messages: Sequence[Mapping[str, Any]], template: str) -> l
     """Each content is one text, which every template takes. The arguments of calls are objects, as the templates
     expect. A tool's message gets the name of its function. What most templates would leave out takes the form that
     they know: a developer's message becomes one of the system, unless the template has that role, and the
-    `function_call` and role `function` of older clients become a call and a tool's message. Other fields stay as they
-    are."""
+    `function_call` and role `function` of older clients become a call and a tool's message with an id, which some
+    templates demand. Other fields stay as they are."""
     made = []
     names: dict[str, str] = {}
+    # By function, of the last call that came without one.
+    ids: dict[str, str] = {}
     for at, message in enumerate(messages):
         made.append(_message(message, at))
         if message["role"] == "developer" and "developer" not in template:
             made[-1]["role"] = "system"
         for call in made[-1].get("tool_calls", ()):
             names[str(call.get("id"))] = call["function"]["name"]
+        if message.get("function_call") and not message.get("tool_calls"):
+            (call,) = made[-1]["tool_calls"]
+            # Mistral's templates take nine letters and digits.
+            call["id"] = ids[call["function"]["name"]] = f"call{at:05}"
+        if message.get("role") == "function" and (call_id := ids.get(str(message.get("name")))) is not None:
+            made[-1].setdefault("tool_call_id", call_id)
         if message.get("role") == "tool" and (name := names.get(str(message.get("tool_call_id")))) is not None:
             made[-1].setdefault("name", name)
     return made
