@@ -26,6 +26,7 @@ from sglang.cli.server import Server as Asked
 from sglang.srt.mem_cache.block_keys import BlockKeys
 from sglang.srt.mem_cache.storage.file.folder import SEGMENT_SUFFIX
 from sglang.srt.mem_cache.storage.file.tenant_log import TenantLog
+from sglang.srt.offload.store.failures import StoreFailure
 from sglang.srt.offload.store.object_store import Manifest
 from support.all_tiers import ADMIN_KEY, SECRET, SOURCES, AllTiers
 from support.chaos_requests import NUM_TURNS, PARAMS, TENANTS, Clients, References, Turn
@@ -375,11 +376,18 @@ class Administrator:
         left = []
         if "disk" in tiers and (n := self._blocks_on_disk(keys | self._keys_on_disk(salt))):
             left.append(f"{n} blocks on the disk")
-        with self._lock:
-            is_up = not any(name.startswith("store") for name in self._disturbed_by)
-        if "remote" in tiers and is_up and (n := self._blocks_in_store(salt)):
-            left.append(f"{n} blocks in the store")
+        try:
+            if "remote" in tiers and self._is_store_up and (n := self._blocks_in_store(salt)):
+                left.append(f"{n} blocks in the store")
+        except StoreFailure:
+            if self._is_store_up:
+                raise
         return f"{salt} was erased, and has left {' and '.join(left)}" if left else ""
+
+    @property
+    def _is_store_up(self) -> bool:
+        with self._lock:
+            return not any(name.startswith("store") for name in self._disturbed_by)
 
     # -- the end ----------------------------------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ from support.clocks import LaterClock
 from support.network import Elsewhere, elsewhere
 from support.proxy_rig import KINDS, ProxyRig
 from support.remote_fixture import BLOCK, NUM, Remote, connection
+from support.server_fixture import PATIENCE_S
 
 SOME = range(4)
 MEGABITS = 1000
@@ -230,7 +231,8 @@ def test_a_proxy_that_is_killed_in_the_middle(rig: ProxyRig):
 
 
 @pytest.mark.sampled(1)
-def test_a_proxy_that_is_restarted_is_asked_again(rig: ProxyRig):
+def test_a_proxy_that_is_restarted_is_asked_again(rig: ProxyRig, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(remote_store, "ASK_AGAIN_S", PATIENCE_S)
     slow_store(rig)
     one = rig.engine()
     assert one.put(range(8)) == 8
