@@ -1,4 +1,4 @@
-"""What a stream of events says, joined and compared with the reply to the same body that is no stream."""
+"""A stream of events joined, to be compared with the reply to the same body that is no stream."""
 
 from __future__ import annotations
 

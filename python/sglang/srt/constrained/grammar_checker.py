@@ -9,7 +9,6 @@ take long do not hold up all others.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import select
@@ -29,6 +28,7 @@ from sglang.srt.sampling.sampling_params import GrammarSpec
 from sglang.srt.setting_sources import environment_without_keys
 from sglang.srt.utils.errors import RequestError
 from sglang.srt.utils.pools import run_in_pool
+from sglang.srt.utils.shared_tasks import SharedTasks
 
 CHECK_COMMAND = (sys.executable, "-m", "sglang.srt.constrained.check_process")
 # Characters of a grammar's text.
@@ -55,14 +55,6 @@ class _Found(NamedTuple):
     lane: int
 
 
-class _Check:
-    """A grammar that is being checked, and how many requests wait for it."""
-
-    def __init__(self, task: asyncio.Task[_Found]) -> None:
-        self.task = task
-        self.num_waiting = 0
-
-
 class GrammarChecker:
     def __init__(self, settings: CheckSettings, command: Sequence[str] = CHECK_COMMAND) -> None:
         """command: of a process that behaves as check_process.py does; it gets the settings as JSON."""
@@ -70,7 +62,7 @@ class GrammarChecker:
         self._lanes = [_Lane(command, cpu_s, max_waiting) for cpu_s, max_waiting in LANES]
         self._known: OrderedDict[GrammarSpec, _Found] = OrderedDict()
         self._num_known_chars = 0
-        self._checking: dict[GrammarSpec, _Check] = {}
+        self._checking = SharedTasks[GrammarSpec, _Found]()
 
     async def check(self, spec: GrammarSpec) -> int:
         """Return if the grammar can be used, and the lane in which it was compiled. Raises RequestError: 400 if it
@@ -85,27 +77,13 @@ class GrammarChecker:
             )
         found = self._known.get(spec)
         if found is None:
-            found = await self._find_out(spec)
+            # Where no process has begun it, it is dropped once all requests have left.
+            found = await self._checking.get(spec, lambda: self._check(spec))
         else:
             self._known.move_to_end(spec)
         if found.message:
             raise RequestError(found.message, param=spec.kind)
         return found.lane
-
-    async def _find_out(self, spec: GrammarSpec) -> _Found:
-        check = self._checking.get(spec)
-        if check is None:
-            check = self._checking[spec] = _Check(asyncio.create_task(self._check(spec)))
-        check.num_waiting += 1
-        try:
-            return await asyncio.shield(check.task)
-        finally:
-            check.num_waiting -= 1
-            if check.num_waiting == 0:
-                # If it is not done, all requests have left. One that no process has begun is dropped.
-                if self._checking.get(spec) is check:
-                    del self._checking[spec]
-                check.task.cancel()
 
     async def _check(self, spec: GrammarSpec) -> _Found:
         lane = 0

@@ -7,13 +7,13 @@ limits of length and no vocabulary.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from sglang.srt.managers.text_encoder import EncodedText, TextEncoder
 from sglang.srt.utils.pools import run_in_pool
+from sglang.srt.utils.shared_tasks import SharedTasks
 
 # Characters. Longer texts take half a second and more. They wait for each other, so that short ones need not wait.
 _LONG_TEXT = 1 << 20
@@ -21,14 +21,6 @@ _LONG_TEXT = 1 << 20
 _MANY_TOKENS = 256
 
 T = TypeVar("T")
-
-
-class _Encoding:
-    """A text that is being tokenised, and how many requests wait for it."""
-
-    def __init__(self, task: asyncio.Task[EncodedText]) -> None:
-        self.task = task
-        self.num_waiting = 0
 
 
 class TokenizerThreads:
@@ -39,7 +31,7 @@ class TokenizerThreads:
         self.encoder = TextEncoder(tokenizer)
         self._reused = reused
         # By text, add_special_tokens and namespace.
-        self._shared: dict[tuple[str, bool, str], _Encoding] = {}
+        self._shared = SharedTasks[tuple[str, bool, str], EncodedText]()
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
         self._long_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize-long")
 
@@ -61,17 +53,7 @@ class TokenizerThreads:
     ) -> EncodedText:
         """The same, once for all that ask at the same time."""
         key = text, add_special_tokens, namespace
-        if (encoding := self._shared.get(key)) is None:
-            encoding = self._shared[key] = _Encoding(asyncio.create_task(self._encode_counted(*key, max_tokens)))
-        encoding.num_waiting += 1
-        try:
-            return await asyncio.shield(encoding.task)
-        finally:
-            encoding.num_waiting -= 1
-            if encoding.num_waiting == 0:
-                del self._shared[key]
-                # If it is not done, all requests have left. A text that no thread has begun is dropped.
-                encoding.task.cancel()
+        return await self._shared.get(key, lambda: self._encode_counted(*key, max_tokens))
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
         return await run_in_pool(self._pool, function, *args)
