@@ -337,6 +337,9 @@ class Admission:
         for req in ended:
             assert req.preload is not None
             self._cache.end_preload(req.preload)
+            begin, end = req.loaded if req.loaded[1] else (req.preload.start, 0)
+            req.loaded = (min(begin, req.preload.start), max(end, req.preload.end))
+            req.loaded_from_peers += req.preload.from_peers
             req.preload = None
         return len(ended)
 
@@ -411,10 +414,7 @@ class Admission:
         req.fetched = self._storage.found_by_tier(req.rid) or req.fetched
         # Before the path is looked at: cancelling a fetch may merge nodes.
         self._storage.detach(req.rid)
-        if req.preload is not None:
-            req.loaded = (req.preload.start, req.preload.end)
-            req.loaded_from_peers = req.preload.from_peers
-            self.end_preloads([req])
+        self.end_preloads([req])
 
     def _count_found(self, req: Req, path: list[Node], lookup: Lookup) -> None:
         """Count what the cache saves a request that has its plan, and why not more, once per request."""

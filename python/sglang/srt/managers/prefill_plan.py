@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from sglang.srt.managers.schedule_batch import Req, Span, SpanSource
 from sglang.srt.mem_cache.node import Node
@@ -31,31 +32,34 @@ def plan_spans(path: Sequence[Node], num_tokens: int, recomputed: tuple[int, int
 
 
 def hits_by_tier(req: Req, streamed_from_peers: int, storage_tiers: Sequence[Tier]) -> dict[str, int]:
-    """Tokens that the cache saves a request that has its plan, by the name of the tier that had them."""
+    """Tokens that the cache saves a request that has its plan, by the name of the tier that had them when it came:
+    what storage has brought for it may lie anywhere by now, and what was loaded ahead lies on the device."""
     found = dict.fromkeys(TIER_NAMES, 0)
+    borders = {border for run in (*req.fetched, req.loaded, *req.loaded_from_peers) for border in run}
     for span in req.plan[:-1]:
         if span.source == SpanSource.COMPUTE:
             continue
-        size = span.end - span.start
-        loaded = size if span.source != SpanSource.DEVICE else _common(span, req.loaded)
-        found["device"] += size - loaded
-        if span.source == SpanSource.STREAM:
-            from_peers = min(size, streamed_from_peers)
-            streamed_from_peers -= from_peers
-        elif span.source == SpanSource.LOAD:
-            from_peers = size if span.ticket is not None and span.ticket.link == P2D else 0
-        else:
-            from_peers = sum(_common(span, run) for run in req.loaded_from_peers)
-        found["peer"] += from_peers
-        loaded -= from_peers
-        for tier, fetched in zip(storage_tiers, req.fetched):
-            brought = min(loaded, _common(span, fetched))
-            found[TIER_NAMES[tier]] += brought
-            loaded -= brought
-        found["host"] += loaded
+        cuts = sorted({span.start, span.end, *(border for border in borders if span.start < border < span.end)})
+        for start, end in pairwise(cuts):
+            size = end - start
+            fetched_by = [tier for tier, run in zip(storage_tiers, req.fetched) if _has(run, start)]
+            if fetched_by:
+                found[TIER_NAMES[fetched_by[0]]] += size
+                continue
+            if span.source == SpanSource.STREAM:
+                from_peers = min(size, streamed_from_peers)
+                streamed_from_peers -= from_peers
+            elif span.source == SpanSource.LOAD:
+                from_peers = size if span.ticket is not None and span.ticket.link == P2D else 0
+            elif _has(req.loaded, start):
+                from_peers = size if any(_has(run, start) for run in req.loaded_from_peers) else 0
+            else:
+                found["device"] += size
+                continue
+            found["peer"] += from_peers
+            found["host"] += size - from_peers
     return found
 
 
-def _common(span: Span, tokens: tuple[int, int]) -> int:
-    """How many tokens of the span lie in [start, end)."""
-    return max(0, min(span.end, tokens[1]) - max(span.start, tokens[0]))
+def _has(run: tuple[int, int], token: int) -> bool:
+    return run[0] <= token < run[1]
