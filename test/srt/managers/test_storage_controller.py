@@ -694,6 +694,22 @@ def test_what_came_is_told_apart_by_storage_tier():
     rig.assert_nothing_left()
 
 
+def test_who_has_ceased_to_wait_is_told_once():
+    rig = Rig(TEXT)
+    (probe,) = rig.begin("first", TEXT)
+    rig.begin("second", "x" + TEXT)
+    assert rig.storage.take_let_start() == []
+    rig.finish(probe, 0)
+    assert rig.storage.take_let_start() == ["first"] and rig.storage.take_let_start() == []
+    rig.begin("third", "y" + TEXT)
+    rig.detach("third")
+    rig.storage.set_prefetch_policy("best_effort")
+    assert rig.storage.take_let_start() == ["third", "second"]
+    for rid in ("first", "second"):
+        rig.detach(rid)
+    rig.assert_nothing_left()
+
+
 def test_a_request_that_joins_a_fetch_is_told_the_storage_tier_too():
     """It has asked storage itself for nothing."""
     rig = Rig(TEXT)

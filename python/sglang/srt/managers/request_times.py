@@ -54,9 +54,9 @@ class RequestTimes:
         if waits_for_storage:
             self._in_storage[rid] = None
 
-    def note_storage(self, may_start: Callable[[str], bool]) -> None:
-        """may_start: whether a request waits for storage no more."""
-        for rid in [rid for rid in self._in_storage if may_start(rid)]:
+    def note_storage(self, rids: Iterable[str]) -> None:
+        """rids: of requests that wait for storage no more."""
+        for rid in rids:
             self._end_storage(rid)
 
     def started(self, rid: str) -> None:
@@ -114,7 +114,8 @@ class RequestTimes:
             del self._in_storage[rid]
             self._accounts[rid].storage_over = self._now
 
-    def check_invariants(self, rids: Iterable[str]) -> None:
-        """rids: of the requests that are there."""
+    def check_invariants(self, rids: Iterable[str], is_held_up: Callable[[str], bool]) -> None:
+        """rids: of the requests that are there. is_held_up: whether one waits for storage, as far as is told here."""
         assert self._accounts.keys() <= set(rids), "an account of a request that has ended"
         assert self._in_storage.keys() <= self._accounts.keys()
+        assert all(map(is_held_up, self._in_storage)), "a request that waits for storage in its account alone"

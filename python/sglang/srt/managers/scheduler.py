@@ -263,7 +263,7 @@ class Scheduler:
             self.storage.note_room(inputs.storage_has_room)
         self.storage.watch()
         self.storage.expire(inputs.now)
-        self.times.note_storage(self.storage.may_start)
+        self.times.note_storage(self.storage.take_let_start())
         if self.storage.fetches_due or [cache.num_done(link) for link in STALLING_LINKS] != ended:
             self.storage.begin_fetches()
 
@@ -676,7 +676,8 @@ class Scheduler:
         self.streaming.check_invariants()
         self.queues.check_invariants()
         self.cache_admin.check_invariants()
-        self.times.check_invariants(req.rid for req in [*active, *waiting])
+        storage, rids = self.storage, [req.rid for req in [*active, *waiting]]
+        self.times.check_invariants(rids, lambda rid: not storage.may_start(rid) or rid in storage.let_start)
         for each in (self.lender, self.borrower):
             if each is not None:
                 each.policy.check_invariants()

@@ -106,6 +106,8 @@ class StorageController:
         self._prefetches: dict[str, Prefetch] = {}
         # Those of them that are not over.
         self._waiting: dict[str, None] = {}
+        # Those that have ceased to be among them; see `take_let_start`.
+        self.let_start: list[str] = []
         self._waiters: dict[Ticket, dict[str, None]] = {}
         # Blocks that were ever begun, and fetches that have ended.
         self._num_begun = self._num_ended = 0
@@ -218,6 +220,7 @@ class StorageController:
         """Of `PREFETCH_POLICIES`; requests that wait already go on as they began."""
         assert self.setup is not None
         self.config = replace(self.config, policy=policy)
+        self.let_start += self._waiting
         self.setup = replace(self.setup, prefetch=self.config)
         self._set_patience()
 
@@ -270,6 +273,11 @@ class StorageController:
     def may_start(self, rid: str) -> bool:
         """Whether storage does not hold the request up."""
         return rid not in self._waiting or self.config.policy == "best_effort"
+
+    def take_let_start(self) -> list[str]:
+        """Requests that storage has ceased to hold up since the last call. Some may be gone."""
+        ceased, self.let_start = self.let_start, []
+        return [rid for rid in ceased if self.may_start(rid)]
 
     def startable(self, waiting: Collection[Req]) -> list[Req]:
         """Those that storage does not hold up, in their order. waiting: all that wait."""
@@ -544,9 +552,14 @@ class StorageController:
     def _note_waiting(self, rid: str, prefetch: Prefetch) -> None:
         """After its operations have changed."""
         if prefetch.is_over:
-            self._waiting.pop(rid, None)
+            self._end_wait(rid)
         else:
             self._waiting[rid] = None
+
+    def _end_wait(self, rid: str) -> None:
+        if rid in self._waiting:
+            del self._waiting[rid]
+            self.let_start.append(rid)
 
     def _set_deadline(self, rid: str, prefetch: Prefetch, now: Seconds, limit_s: float) -> None:
         prefetch.deadline, prefetch.num_ended_before = now + limit_s, self._num_ended
@@ -726,4 +739,4 @@ class StorageController:
                     self.ledger.cancel(ticket)
                     self._probe_value.add_wait(self.reads.now - self._probes.pop(ticket))
         prefetch.probe, prefetch.end, prefetch.tickets = None, 0, {}
-        self._waiting.pop(rid, None)
+        self._end_wait(rid)
