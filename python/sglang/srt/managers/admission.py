@@ -68,6 +68,8 @@ class Admission:
         self._times = times
         self._policies = planner.policies
         self._priorities = config.priorities
+        # Of all waiting requests.
+        self.num_preloads = 0
 
     # -- the next prefill ---------------------------------------------------------------------------------------
 
@@ -225,7 +227,7 @@ class Admission:
         if self._queues.prefilling is not None or self._fills_too_much(match):
             return False
         # What others have loaded ahead may be what it lacks.
-        if self.cancel_preloads([r for r in self._queues.waiting if r is not first]) and self.may_start(first, match):
+        if self.cancel_preloads(r for r in self._queues.waiting if r is not first) and self.may_start(first, match):
             return True
         if self._streaming.reqs:
             self._streaming.shrink_stream_for(self._lacking_pages(first, match), others)
@@ -324,6 +326,7 @@ class Admission:
         self._planner.begin_load(self._cache.lacking_nodes(receipt))
         self._note_loads(req, self._cache.path_of(receipt))
         req.preload = Preload(receipt, match.device_len, match.total_len, match.peer_runs)
+        self.num_preloads += 1
         return True
 
     @property
@@ -333,7 +336,7 @@ class Admission:
 
     def end_preloads(self, reqs: Iterable[Req]) -> int:
         """What these have loaded ahead is not kept for them any more. Returns how many had."""
-        ended = [r for r in reqs if r.preload is not None]
+        ended = self._with_preload(reqs)
         for req in ended:
             assert req.preload is not None
             self._cache.end_preload(req.preload)
@@ -341,13 +344,19 @@ class Admission:
             req.loaded = (min(begin, req.preload.start), max(end, req.preload.end))
             req.loaded_from_peers += req.preload.from_peers
             req.preload = None
+        self.num_preloads -= len(ended)
         return len(ended)
 
     def cancel_preloads(self, reqs: Iterable[Req]) -> int:
         """As `end_preloads`, since others need the memory."""
-        for req in reqs:
-            req.preload_cancelled |= req.preload is not None
-        return self.end_preloads(reqs)
+        cancelled = self._with_preload(reqs)
+        for req in cancelled:
+            req.preload_cancelled = True
+        return self.end_preloads(cancelled)
+
+    def _with_preload(self, reqs: Iterable[Req]) -> list[Req]:
+        """The queue is looked through only where it has some."""
+        return [req for req in reqs if req.preload is not None] if self.num_preloads else []
 
     # -- starting -----------------------------------------------------------------------------------------------
 

@@ -685,7 +685,9 @@ class Scheduler:
             assert req.last_launch < self.clock.next
             req.check_invariants()
         receipts = [r.hold.receipt for r in active if r.hold is not None]
-        receipts += [r.preload.receipt for r in waiting if r.preload is not None]
+        preloads = [r.preload.receipt for r in waiting if r.preload is not None]
+        assert len(preloads) == self.admission.num_preloads
+        receipts += preloads
         check_locks(self.cache.tree, receipts)
         if self.config.bypass_local:
             self._check_private_namespaces()
