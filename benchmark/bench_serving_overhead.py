@@ -108,14 +108,14 @@ async def first_step() -> list[dict[str, object]]:
 
 
 def recorded_inputs(path: Path) -> list[StepInputs]:
-    """Frames of a record: the configuration, then inputs and digests in turn."""
+    """Frames of a record: its format, the configuration, then inputs and digests in turn."""
     data, frames, at = path.read_bytes(), [], 0
     while at + 4 <= len(data):
         size = int.from_bytes(data[at : at + 4], "little")
         frames.append(data[at + 4 : at + 4 + size])
         at += 4 + size
     decoder = msgspec.msgpack.Decoder(StepInputs)
-    return [decoder.decode(frame) for frame in frames[1::2]]
+    return [decoder.decode(frame) for frame in frames[2::2]]
 
 
 def sampling(rounds: int) -> list[dict[str, object]]:
