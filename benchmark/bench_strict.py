@@ -54,6 +54,7 @@ class Master:
             assert time.monotonic() < deadline, "no worker lends"
             time.sleep(0.01)
         pool = self.memory.pool
+        self._mover = pool.mover()
         self.device = MHATokenToKVPool(pool.slab_pages, LAYOUT)
         places = {("mapped", "strict")[pool.is_strict(place)]: place for place in (0, 1)}
         self.frames = {kind: torch.from_numpy(pool.frames_of(places[kind])).long() for kind in KINDS}
@@ -62,13 +63,13 @@ class Master:
         frames = self.frames[kind][there]
         start = time.perf_counter()
         for layer in range(LAYOUT.num_layers):
-            self.memory.pool.load_layer(layer, self.device.kv_pages.layer(layer), frames, pages, "auto")
+            self._mover.load_layer(layer, self.device.kv_pages.layer(layer), frames, pages, "auto")
         return time.perf_counter() - start
 
     def back_up(self, kind: str, pages: torch.Tensor, there: torch.Tensor) -> float:
         frames = self.frames[kind][there]
         start = time.perf_counter()
-        self.memory.pool.back_up(self.device.kv_pages, pages, frames, "auto")
+        self._mover.back_up(self.device.kv_pages, pages, frames, "auto")
         return time.perf_counter() - start
 
 

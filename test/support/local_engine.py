@@ -259,7 +259,7 @@ class LocalEngine:
         below = {Tier.PEER: self.peer_pool, Tier.HOST: self.host_pool}
         sources |= {tier: each for tier, each in below.items() if each is not None}
         if isinstance(self.peer_pool, BorrowedPool):
-            sources[Tier.PEER] = self.peer_pool.mover()
+            sources[Tier.PEER] = self.peer_pool.seen_by_stream()
         poison: dict[Tier, Callable[[np.ndarray], None]] = {Tier.DEVICE: partial(_poison, pool)}
         # Each with what is added to the seed.
         linked: list[tuple[str, HasPages, int]] = []
@@ -269,9 +269,11 @@ class LocalEngine:
             poison[tier] = partial(_poison, each)
             linked += [(LOAD_LINKS[tier], each, 0), (BACKUP_LINKS[tier], each, 1)]
         if self.peer_pool is not None and self.host_pool is not None:
-            borrowed = self.peer_pool if isinstance(self.peer_pool, BorrowedPool) else None
-            linked.append((P2H, borrowed.mover() if borrowed else self.peer_pool, 2))
-            linked.append((P2P, borrowed.mover(is_within=True) if borrowed else self.peer_pool, 3))
+            linked += [(P2H, self.peer_pool, 2), (P2P, self.peer_pool, 3)]
+        linked = [
+            (name, each.seen_by_stream(is_within=name == P2P) if isinstance(each, BorrowedPool) else each, more)
+            for name, each, more in linked
+        ]
         if config.num_swap_pages:
             swap = SwapFile(tempfile.gettempdir(), config.num_swap_pages, layout)
             sources[Tier.DISK] = swap

@@ -54,7 +54,7 @@ def borrow(say: Callable[..., None], endpoint: str) -> None:
     memory = borrowed_memory([endpoint], "child")
     device = MHATokenToKVPool(memory.pool.slab_pages, LAYOUT)
     device.kv.fill_(FOREIGN)
-    pages = torch.arange(memory.pool.slab_pages)
+    pages, mover = torch.arange(memory.pool.slab_pages), memory.pool.mover()
     said: list[object] = []
     while True:
         is_mapped = np.frombuffer(memory.poll_mapped().mapped, np.uint8)
@@ -63,9 +63,9 @@ def borrow(say: Callable[..., None], endpoint: str) -> None:
         try:
             for place in mapped.tolist():
                 frames = torch.from_numpy(memory.pool.frames_of(place)).long()
-                memory.pool.back_up(device.kv_pages, pages, frames, "auto")
+                mover.back_up(device.kv_pages, pages, frames, "auto")
                 for layer in range(LAYOUT.num_layers):
-                    memory.pool.load_layer(layer, device.kv_pages.layer(layer), frames, pages, "auto")
+                    mover.load_layer(layer, device.kv_pages.layer(layer), frames, pages, "auto")
                 assert (device.kv == FOREIGN).all(), "what comes back is not what was written"
             found: list[object] = ["has", len(mapped)]
         except LoadFailedError:

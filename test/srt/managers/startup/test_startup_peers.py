@@ -76,6 +76,7 @@ def test_a_worker_lends_and_a_master_borrows_the_devices_memory(driver: FakeCuda
         assert lent.pool.kv.is_cuda and lent.slabs.num_slabs * lent.pool.slab_pages >= 2000
         assert borrowed.pool.kv.is_cuda and borrowed.slabs.num_slabs == 4
         assert lent.pool.scratch_slot == lent.pool.num_pages * 2 and borrowed.pool.scratch_slot is None
+        assert borrowed.pool.seen_by_stream() is borrowed.pool, "its layers are loaded by groups, as the host's are"
     finally:
         lent.close()
         borrowed.close()

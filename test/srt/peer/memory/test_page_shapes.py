@@ -52,9 +52,10 @@ def test_slabs_hold_whole_pages_of_either_side(lender: str, borrower: str, stric
     pages, back = np.split(rng.permutation(2 * len(frames)), 2)
     wanted = contents(SHAPES[borrower], device, pages)
     to_slab, index = torch.from_numpy(frames).long(), [torch.from_numpy(each) for each in (pages, back)]
-    borrowed.pool.back_up(device.kv_pages, index[0], to_slab, "auto")
+    mover = borrowed.pool.mover()
+    mover.back_up(device.kv_pages, index[0], to_slab, "auto")
     for layer in range(SHAPES[borrower].num_layers):
-        borrowed.pool.load_layer(layer, device.kv_pages.layer(layer), to_slab, index[1], "auto")
+        mover.load_layer(layer, device.kv_pages.layer(layer), to_slab, index[1], "auto")
     assert are_equal(contents(SHAPES[borrower], device, back), wanted)
     assert (lent.slabs.slab(0) == 1).all() and (lent.slabs.slab(2) == 3).all()
     padding = borrowed.pool.slab_padding_bytes

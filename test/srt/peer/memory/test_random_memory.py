@@ -33,6 +33,7 @@ class BorrowerSide:
     def __init__(self, endpoint: str, number: int) -> None:
         self.memory = borrowed_memory([endpoint], f"m{number}")
         self.pool = self.memory.pool
+        self.mover = self.pool.mover()
         self.device = MHATokenToKVPool(self.pool.slab_pages, self.pool.page_layout)
         self.own = float(number)
         self.held: set[int] = set()
@@ -48,7 +49,7 @@ class BorrowerSide:
                     self.read(place)
                     assert not self.device.kv.any(), "a slab came with what another process had there"
                     self.device.kv.fill_(self.own)
-                    self.pool.back_up(self.device.kv_pages, self.pages, self.frames(place), "auto")
+                    self.mover.back_up(self.device.kv_pages, self.pages, self.frames(place), "auto")
                     self.held.add(place)
                     seen["lent"] += 1
                 self.read(place)
@@ -75,7 +76,7 @@ class BorrowerSide:
     def read(self, place: int) -> None:
         self.device.kv.fill_(float("nan"))
         for layer in range(self.device.page_layout.num_layers):
-            self.pool.load_layer(layer, self.device.kv_pages.layer(layer), self.frames(place), self.pages, "auto")
+            self.mover.load_layer(layer, self.device.kv_pages.layer(layer), self.frames(place), self.pages, "auto")
 
 
 class World:

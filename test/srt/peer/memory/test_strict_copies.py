@@ -66,7 +66,7 @@ class Rig:
         self.device = MHATokenToKVPool(DEVICE_PAGES, layout)
         self.streams = {name: ThreadStream(name) for name in (P2D, D2P)}
         self.links = {
-            name: CopyLink(name, self.device, self.memory.pool, stream, lambda launch: None)
+            name: CopyLink(name, self.device, self.memory.pool.mover(), stream, lambda launch: None)
             for name, stream in self.streams.items()
         }
         self._seqs = dict.fromkeys(self.links, 0)
@@ -411,6 +411,7 @@ def test_when_a_lease_has_ended_nothing_is_copied_for_it_any_more(make_rig: Call
     (lender,) = rig.lenders.values()
     (place,) = rig.mapped()
     pool, device = rig.memory.pool, rig.device
+    mover = pool.mover()
     device.kv.fill_(FOREIGN)
     frames = torch.from_numpy(pool.frames_of(place)).long()[:DEVICE_PAGES]
     done, refused, is_over = [0], [0], threading.Event()
@@ -418,7 +419,7 @@ def test_when_a_lease_has_ended_nothing_is_copied_for_it_any_more(make_rig: Call
     def write() -> None:
         while not is_over.is_set():
             try:
-                pool.back_up(device.kv_pages, torch.arange(len(frames)), frames.clone(), "auto")
+                mover.back_up(device.kv_pages, torch.arange(len(frames)), frames.clone(), "auto")
                 done[0] += 1
             except LoadFailedError:
                 refused[0] += 1
@@ -459,7 +460,7 @@ def borrow_from_child(private: Path, start: Callable[..., Child], name: str = "p
     rig.memory.close()
     rig.memory = borrowed_memory([endpoint], "here")
     for link in rig.links.values():
-        link.host_pool = link._copier = rig.memory.pool
+        link.host_pool = link._copier = rig.memory.pool.mover()
     wait_until(lambda: len(rig.mapped()) == NUM_SLABS, "slabs")
     return rig, child
 
@@ -474,7 +475,7 @@ def test_a_lender_that_is_killed_fails_what_waits_for_it_at_once(
     child.stop()
     results: list[OpResult] = []
     waiting = threading.Thread(target=lambda: results.append(rig.copy(P2D, arange(5), frames)))
-    (session,) = rig.memory.pool._loads._sessions.values()
+    (session,) = rig.memory.pool._directions[0]._sessions.values()
     asked = session._next_sequence
     waiting.start()
     wait_until(lambda: session._next_sequence > asked, "a request to be under way")
@@ -498,7 +499,7 @@ def test_a_lender_that_stands_still_does_not_do_later_what_was_given_up(
     frames = rig.frames()[:5]
     rig.device.kv.fill_(1.0)
     assert rig.copy(D2P, arange(5), frames).ok
-    (session,) = rig.memory.pool._backups._sessions.values()
+    (session,) = rig.memory.pool._directions[1]._sessions.values()
     child.stop()
     session._timeout_s = 0.1
     rig.device.kv.fill_(2.0)

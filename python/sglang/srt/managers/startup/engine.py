@@ -286,9 +286,9 @@ class EngineBuilder:
         if config.num_swap_pages:
             below[D2S] = self._streamed_from[Tier.DISK] = self._open_swap_file()
         if self.borrowed is not None:
-            below |= {P2D: self.borrowed.pool, D2P: self.borrowed.pool}
-            below |= {P2H: self.borrowed.pool.mover(), P2P: self.borrowed.pool.mover(is_within=True)}
-            self._streamed_from[Tier.PEER], upper[P2P] = self.borrowed.pool.mover(), self.borrowed.pool
+            pool = self.borrowed.pool
+            below |= {name: pool.seen_by_stream(is_within=name == P2P) for name in (P2D, D2P, P2H, P2P)}
+            self._streamed_from[Tier.PEER], upper[P2P] = pool.seen_by_stream(), pool
         for name, other in below.items():
             stream = make_stream(name, rank.device, rank.notify, urgent=name in LOAD_LINKS.values())
             self._links[name] = CopyLink(

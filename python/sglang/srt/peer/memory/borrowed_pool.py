@@ -1,7 +1,7 @@
 """`BorrowedPool`: the pages of borrowed slabs. Pages of mapped slabs are copied like a host's. Pages of slabs that
 must not be mapped (strict mode) are copied by their lender, to and from staging memory of this process.
 
-Owns the sessions with lenders, one per lender's life and direction, each used by its link's thread only. Owns, too,
+Owns the sessions with lenders, one per lender's life and mover, each used by that stream's thread only. Owns, too,
 what is known of lenders that do not answer (`LenderBreakers`). Decides nothing: `BorrowedMemory` tells which lender
 lent which slab.
 """
@@ -21,6 +21,7 @@ from sgl_kernel.kvcacheio import (
     transfer_kv_all_layer_lf_pf,
     transfer_kv_per_layer_pf_lf,
 )
+from sglang.srt.mem_cache.link import HasPages
 from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.page_memory import PageMemory
 from sglang.srt.mem_cache.transfer import LoadFailedError
@@ -60,11 +61,8 @@ class _Plan:
 
 
 class BorrowedPool(ElasticPool):
-    """As `ElasticPool`, but kv must not be touched where a slab is strict. On a GPU no slab is. notify: see
-    `LenderBreakers`."""
-
-    # They are anyway where a slab may be strict, which none is on a GPU.
-    page_numbers_on_host = False
+    """As `ElasticPool`, but kv must not be touched where a slab is strict: each stream copies by a mover of its own.
+    On a GPU no slab is strict. notify: see `LenderBreakers`."""
 
     def __init__(self, slabs: Slabs, layout: PageLayout, notify: Callable[[], None] = lambda: None) -> None:
         super().__init__(slabs, layout)
@@ -75,7 +73,6 @@ class BorrowedPool(ElasticPool):
         self._staging_bytes = -(-max(STAGING_BYTES, self.page_bytes) // GRANULARITY) * GRANULARITY
         self.breakers = LenderBreakers(self._strict, notify)
         self._directions: list[_Direction] = []
-        self._loads, self._backups = self._new_direction(), self._new_direction()
 
     # -- from `BorrowedMemory` ----------------------------------------------------------------------------------
 
@@ -117,25 +114,22 @@ class BorrowedPool(ElasticPool):
         for direction in self._directions:
             direction.close()
 
+    def seen_by_stream(self, is_within: bool = False) -> HasPages:
+        """What one stream copies to or from: a mover of its own, but on a GPU the pool itself."""
+        return self.mover(is_within) if self.kv_pages.device.type == "cpu" else self
+
     def mover(self, is_within: bool = False) -> PoolMover:
-        """The pool as another stream sees it, which copies from it at the same time as others do. is_within: to pages
-        of this pool, which must be mapped."""
-        return PoolMover(self, self._new_direction(), is_within)
+        """What copies to or from the pool at the same time as others do. is_within: to pages of this pool, which must
+        be mapped."""
+        self._directions.append(_Direction(self._strict, self._staging_bytes, self.breakers))
+        return PoolMover(self, self._directions[-1], is_within)
 
     def has_strict(self, frames: torch.Tensor) -> bool:
         """Whether any of the pages is not mapped."""
         strict = torch.from_numpy(self._is_strict)
         return bool(strict.any()) and bool(strict[frames // self._stride_pages].any())
 
-    def _new_direction(self) -> _Direction:
-        self._directions.append(_Direction(self._strict, self._staging_bytes, self.breakers))
-        return self._directions[-1]
-
-    # -- from links, on their streams ---------------------------------------------------------------------------
-
-    def load_layer(self, layer: int, pages: KVPages, src: torch.Tensor, dst: torch.Tensor, backend: str) -> None:
-        """See `CopiesPages`."""
-        self.read_layer(self._loads, layer, pages, (src, dst), backend)
+    # -- from movers, on their streams --------------------------------------------------------------------------
 
     def read_layer(
         self,
@@ -163,9 +157,12 @@ class BorrowedPool(ElasticPool):
             staged = self._staged(direction.copy(part, requests), part.num_pages, self._one_layer, order)
             copy_pages(staged, pages, torch.arange(part.num_pages), dst[positions], backend=backend)
 
-    def back_up(self, pages: KVPages, src: torch.Tensor, dst: torch.Tensor, backend: str) -> None:
-        """See `CopiesPages`."""
-        plan = self._plan(self._backups, dst, self._staging_bytes // self.page_bytes)
+    def write(
+        self, direction: _Direction, pages: KVPages, frames: tuple[torch.Tensor, torch.Tensor], backend: str
+    ) -> None:
+        """Copy all layers of other memory to borrowed pages."""
+        src, dst = frames
+        plan = self._plan(direction, dst, self._staging_bytes // self.page_bytes)
         if plan.mapped is None:
             transfer_kv_all_layer_lf_pf(pages, self.kv_pages, src, dst, backend=backend)
             return
@@ -173,10 +170,10 @@ class BorrowedPool(ElasticPool):
         transfer_kv_all_layer_lf_pf(pages, self.kv_pages, src[near], dst[near], backend=backend)
         whole = Span(1, 0, self.page_bytes)
         for part, positions in plan.rounds:
-            session = self._backups.session(part)
+            session = direction.session(part)
             staged = self._staged(session, part.num_pages, self.page_layout, "page_first")
             copy_pages(pages, staged, src[positions], torch.arange(part.num_pages), backend=backend)
-            self._backups.copy(part, self._requests(part, whole, 0, to_slab=True))
+            direction.copy(part, self._requests(part, whole, 0, to_slab=True))
 
     def poison(self, frames: torch.Tensor) -> None:
         """Poison those of the pages that are mapped."""
@@ -192,7 +189,6 @@ class BorrowedPool(ElasticPool):
 
     def _new_plan(self, frames: torch.Tensor, round_pages: int) -> _Plan:
         if not self._is_strict.any():
-            # Page numbers may be on a GPU, and are not read from there: that would wait for it.
             return _Plan(frames, None, [])
         places = (frames // self._stride_pages).numpy()
         strict = self._is_strict[places]
@@ -250,8 +246,9 @@ def layer_spans(layout: PageLayout, layer: int) -> list[Span]:
 
 
 class PoolMover:
-    """A `BorrowedPool` that is read by a stream of its own."""
+    """See `BorrowedPool.mover` and `CopiesPages`."""
 
+    # They do: no mover is on a GPU.
     page_numbers_on_host = False
 
     def __init__(self, pool: BorrowedPool, direction: _Direction, is_within: bool) -> None:
@@ -261,19 +258,16 @@ class PoolMover:
         self._is_within = is_within
 
     def load_layer(self, layer: int, pages: KVPages, src: torch.Tensor, dst: torch.Tensor, backend: str) -> None:
-        """See `CopiesPages`."""
         if self._is_within and self._pool.has_strict(dst):
             raise LoadFailedError("a slab that its worker copies takes pages of the device alone")
         self._pool.read_layer(self._direction, layer, pages, (src, dst), backend)
 
     def back_up(self, pages: KVPages, src: torch.Tensor, dst: torch.Tensor, backend: str) -> None:
-        """See `CopiesPages`; this stream copies one way only."""
-        raise AssertionError("nothing is written to peers by this stream")
+        self._pool.write(self._direction, pages, (src, dst), backend)
 
 
 class _Direction:
-    """Loads, backups, or what another stream reads. plan: of the present operation. strict: the pool's slabs, by
-    place."""
+    """What a mover needs to itself. plan: of the present operation. strict: the pool's slabs, by place."""
 
     def __init__(self, strict: list[StrictSlab | None], staging_bytes: int, breakers: LenderBreakers) -> None:
         self.plan: _Plan | None = None
