@@ -3,11 +3,13 @@ installed; and on a GPU, if there is one."""
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import inspect
 import math
 import random
+import weakref
 
 import pytest
 import torch
@@ -100,18 +102,28 @@ def test_a_graph_is_planned_again_into_the_buffers_it_reads(page_size):
     assert places == [buffer.data_ptr() for buffer in wrapper.buffers]
 
 
-def test_graphs_of_one_table_share_the_buffer_of_pages():
+def test_graphs_of_one_table_share_the_buffer_of_pages_as_long_as_one_is_there():
     backend, fake = make_backend()
+    graphs = []
     case = PagedCase(2, 1, "layer_first", torch.float16, DECODES, **SHAPE)
     backend.capturing = True
     for num_reqs in (5, 3):
         s = case.segments
         columns = (x[:num_reqs] for x in (s.starts, s.kv_lens, s.q_lens, s.device_starts, s.device_kv_lens))
-        segments = type(s)(s.table, 1, *columns)
+        graphs.append(segments := type(s)(s.table, 1, *columns))
         got = backend.forward(case.q[:num_reqs], case.view, segments, AttentionMetadata((1,) * num_reqs, case.scale))
         assert (got.double() - torch.cat(case.want)[:num_reqs]).abs().max() < case.tolerance()
     first, second = (wrapper.buffers for wrapper in fake.wrappers)
     assert first[1] is second[1] and first[0] is not second[0]
+    buffer = weakref.ref(first[1])
+    fake.wrappers.clear()
+    fake.calls.clear()
+    del first, second, segments
+    graphs.pop()
+    assert len(backend._graphs) == 1 and buffer() is not None
+    graphs.pop()
+    gc.collect()  # the stand-in's wrappers know themselves
+    assert len(backend._graphs) == 0 and buffer() is None
 
 
 def test_the_plan_of_a_partial_serves_every_piece_of_a_length():

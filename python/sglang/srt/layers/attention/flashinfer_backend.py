@@ -23,6 +23,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -134,11 +135,12 @@ class _Batch:
 
 @dataclass(frozen=True)
 class _Graph:
-    """A decode that was captured; its wrapper plans into buffers that the graph reads."""
+    """A decode that was captured; its wrapper plans into buffers that the graph reads. indices: of these, that of the
+    pages."""
 
-    batch: _Batch
     planned: _Planned
     shape: _Shape
+    indices: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -176,10 +178,8 @@ class FlashInferAttnBackend:
         self._decode: _Planned | None = None
         self._extend: _Planned | None = None
         self._batch: _Batch | None = None
-        # By id() of the segments, which their batch keeps. Graphs with the same table share the pages' buffer,
-        # because one of them runs at a time.
-        self._graphs: dict[int, _Graph] = {}
-        self._graph_indices: dict[int, torch.Tensor] = {}
+        # As long as a graph's owner keeps its segments.
+        self._graphs: WeakKeyDictionary[PagedSegments, _Graph] = WeakKeyDictionary()
         self._partials: OrderedDict[tuple[Any, ...], _Partial] = OrderedDict()
 
     def forward(
@@ -188,10 +188,11 @@ class FlashInferAttnBackend:
         """q: (num_tokens, num_q_heads, head_dim). Returns the same shape and dtype, contiguous."""
         assert sum(meta.q_lens) == q.shape[0], f"{q.shape[0]} rows of q for q_lens {meta.q_lens}"
         _check(q, view)
-        batch = self._batch
         if self.capturing and isinstance(segments, PagedSegments) and set(meta.q_lens) == {1}:
-            batch = self._captured(segments, meta, _Shape.of(q, view, meta.scale))
-        elif batch is None or not batch.matches(segments, view.page_size, meta):
+            planned = self._captured(segments, _Shape.of(q, view, meta.scale))
+            return planned.run(q, (view.k, view.v), out=q.new_empty(q.shape))
+        batch = self._batch
+        if batch is None or not batch.matches(segments, view.page_size, meta):
             batch = self._batch = self._make_batch(segments, meta, q, view)
         if batch.planned is None:
             return q.new_zeros(q.shape)
@@ -203,7 +204,7 @@ class FlashInferAttnBackend:
         """Plans the graph's decode again, on the current stream, which the replay has to be on too."""
         if self._batch is not None and self._batch.source is segments:
             self._batch = None
-        graph = self._graphs[id(segments)]
+        graph = self._graphs[segments]
         graph.planned.plan_decode(_pages_of(segments), graph.shape)
 
     def partial(
@@ -255,15 +256,13 @@ class FlashInferAttnBackend:
                 planned.plan_extend(q_lens, pages, shape, causal=True)
         return _Batch(source, meta.q_lens, meta.scale, planned, not isinstance(segments, PagedSegments))
 
-    def _captured(self, segments: PagedSegments, meta: AttentionMetadata, shape: _Shape) -> _Batch:
-        graph = self._graphs.get(id(segments))
+    def _captured(self, segments: PagedSegments, shape: _Shape) -> _Planned:
+        graph = self._graphs.get(segments)
         if graph is None:
             table = segments.table
             if table.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError("a forward pass with these segments has to come before the capture, to plan it")
-            indices = self._graph_indices.get(table.data_ptr())
-            if indices is None or len(indices) < table.numel():
-                indices = self._graph_indices[table.data_ptr()] = table.new_zeros(table.numel(), dtype=torch.int32)
+            indices = self._shared_indices(table)
             planned = self._decode_wrapper(
                 table.device,
                 use_cuda_graph=True,
@@ -271,10 +270,16 @@ class FlashInferAttnBackend:
                 paged_kv_indices_buffer=indices,
                 paged_kv_last_page_len_buffer=table.new_zeros(len(segments), dtype=torch.int32),
             )
-            batch = _Batch(segments, meta.q_lens, meta.scale, planned, by_token=False)
-            graph = self._graphs[id(segments)] = _Graph(batch, planned, shape)
+            graph = self._graphs[segments] = _Graph(planned, shape, indices)
             planned.plan_decode(_pages_of(segments), shape)
-        return graph.batch
+        return graph.planned
+
+    def _shared_indices(self, table: torch.Tensor) -> torch.Tensor:
+        """Graphs with the same table share the pages' buffer, because one of them runs at a time."""
+        for segments, graph in self._graphs.items():
+            if segments.table.data_ptr() == table.data_ptr() and len(graph.indices) >= table.numel():
+                return graph.indices
+        return table.new_zeros(table.numel(), dtype=torch.int32)
 
     def _plan_partial(self, q: torch.Tensor, segment: KVSegment, page_size: int, shape: _Shape) -> _Partial:
         if len(self._partials) < _KEPT_PARTIALS:
