@@ -27,7 +27,17 @@ from sgl_kernel.kvcacheio import (
     transfer_kv_all_layer_pf_lf,
 )
 from sglang.srt.mem_cache.rate_limit import RateLimit
-from sglang.srt.mem_cache.transfer import H2D, P2D, GateError, LoadFailedError, OpResult, Ticket, Tier, TransferOp
+from sglang.srt.mem_cache.transfer import (
+    H2D,
+    LOAD_LINKS,
+    P2D,
+    GateError,
+    LoadFailedError,
+    OpResult,
+    Ticket,
+    Tier,
+    TransferOp,
+)
 from sglang.srt.utils.cuda_stream import KernelLaunch
 from sglang.srt.utils.device import CPU, to_device
 from sglang.srt.utils.stream import Event, Stream
@@ -161,7 +171,8 @@ class CopyLink:
         self._groups = layer_groups(above.num_layers, LAYERS_AT_ONCE if in_groups else 1)
         # For loads that are one kernel each, which cannot be held back between layers.
         self._flags: LayerFlags | None = None
-        if in_groups and self._load_backend == "persistent" and self.rate_limit is None:
+        is_persistent = in_groups and self._load_backend == "persistent" and self.rate_limit is None
+        if is_persistent and name in LOAD_LINKS.values():
             self._flags = LayerFlags([layers.stop for layers in self._groups], self._device)
         self._operations: dict[int, _Operation] = {}
         self._next_seq = 0
