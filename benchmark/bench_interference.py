@@ -113,7 +113,7 @@ def cases_on(device: str) -> list[Case]:
     cases += [Case(by_name[f"{kernel} 64"], page, "scattered", urgent=True) for page in (16, 64)]
     cases += [Case(by_name[f"{kernel} 64"], 1, "scattered")]
     if "dma" in by_name:
-        cases += [Case(by_name["direct"], 16, "scattered"), Case(by_name["staged"], 1, "scattered")]
+        cases += [Case(by_name["direct"], 16, "scattered")]
     if kernel == "cuda" and "triton 64" in by_name:
         cases += [Case(by_name["triton 64"], 1, "scattered", urgent=True)]
     return cases
@@ -282,7 +282,7 @@ def operation_of(bench: Bench, case: Case, direction: str, sizes: Sizes) -> Call
     variant = case.variant
     pools, pages = bench.pools(case.page_size, "page_first"), bench.indices(case.page_size, case.order)
     few = min(len(pages[0]), max(1, sizes.backup_tokens // case.page_size))
-    units: int | None = variant.layers_at_once if direction == "load" and not variant.staged else few
+    units: int | None = variant.layers_at_once if direction == "load" else few
     if variant.backend == "persistent":
         units = None
     return lambda: bench.transfer(variant, direction, pools, pages, units)
@@ -325,7 +325,7 @@ def rows_of(
     """Ends early at the deadline. A case that fails is a row with its error."""
     for case in cases_on(bench.device):
         for direction in DIRECTIONS:
-            if case.variant is not None and not case.variant.can(direction, "page_first"):
+            if case.variant is not None and not case.variant.can(direction):
                 continue
             if time.monotonic() > deadline:
                 return

@@ -51,19 +51,17 @@ LAYOUTS = ("page_first", "layer_first")
 ORDERS = ("in runs", "random", "scattered")
 # On a GPU a round that would take longer takes a part of the layers or pages.
 ROUND_S = 0.15
-STAGING_BYTES = 64 << 20
 
 Indices = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Variant:
-    """backend: None for the former reference. staged: `dma.copy_pages_staged`, whole pages of a page-first pool."""
+    """backend: None for the former reference."""
 
     name: str
     backend: str | None = None
     num_warps: int = 64
-    staged: bool = False
     # Of a load, by one launch or plan.
     layers_at_once: int = 1
 
@@ -71,33 +69,29 @@ class Variant:
     def is_kernel(self) -> bool:
         return self.backend in GPU_QUOTAS
 
-    def can(self, direction: str, host_layout: str) -> bool:
-        if direction != "load":
-            return not self.staged and self.layers_at_once == 1 and self.backend != "persistent"
-        return not self.staged or host_layout == "page_first"
+    def can(self, direction: str) -> bool:
+        return direction == "load" or (self.layers_at_once == 1 and self.backend != "persistent")
 
 
 def variants_on(device: str) -> list[Variant]:
-    staged = Variant("staged", "dma", staged=True)
     if device == "cpu":
         plain = [Variant(name, name) for name in ("cpu", "reference", "dma", "direct")]
-        return [plain[0], Variant("copied twice"), *plain[1:], staged]
+        return [plain[0], Variant("copied twice"), *plain[1:]]
     found = []
     for name, quotas in GPU_QUOTAS.items():
         if why_not(name, "cuda") is None:
             found += [Variant(f"{name} {quota}", name, quota) for quota in quotas]
     if importlib.util.find_spec("cupy") is not None:
-        found += [Variant("dma", "dma"), Variant("direct", "direct"), staged]
+        found += [Variant("dma", "dma"), Variant("direct", "direct")]
     return found
 
 
 @dataclass(frozen=True)
 class Pools:
-    """The same memory, seen as pages of one size. page_first: the host pool's tensor, if that is its layout."""
+    """The same memory, seen as pages of one size."""
 
     host: KVPages
     device: KVPages
-    page_first: torch.Tensor | None = None
 
     @property
     def page_bytes(self) -> int:
@@ -137,7 +131,7 @@ class Bench:
         if host_layout == "layer_first":
             return Pools(KVPages.layer_first(self.host_memory.view(layer_first)), device)
         page_first = self.host_memory.view(n, 2, self.num_layers, page_size, *self.inner)
-        return Pools(KVPages.page_first(page_first), device, page_first)
+        return Pools(KVPages.page_first(page_first), device)
 
     def indices(self, page_size: int, order: str) -> Indices:
         """Of the host and of the device; pinned where that is one."""
@@ -169,8 +163,8 @@ class Bench:
         self, variant: Variant, direction: str, pools: Pools, pages: Indices, units: int | None = None
     ) -> int:
         """Move `units` layers of all pages, as a forward pass needs them, or all layers of `units` pages where that
-        is one operation (a backup, a staged load). None: all of them. Returns the bytes."""
-        by_layer = direction == "load" and not variant.staged
+        is one operation (a backup). None: all of them. Returns the bytes."""
+        by_layer = direction == "load"
         total = self.num_layers if by_layer else len(pages[0])
         units = total if units is None else units
         self._turn += 1
@@ -182,10 +176,7 @@ class Bench:
         src, dst, of = pools.host, pools.device, pages
         if direction != "load":
             src, dst, of = dst, src, (pages[1], pages[0])
-        if variant.staged:
-            assert pools.page_first is not None
-            dma.copy_pages_staged(pools.page_first, pools.device, *pages, self._staging(pools))
-        elif variant.backend == "persistent":
+        if variant.backend == "persistent":
             layers, flags = range(first, first + units), self._flags(units)
             kvcacheio.load_layers(src.part(layers), dst.part(layers), *of, flags, num_warps=variant.num_warps)
         elif variant.backend is None:
@@ -209,7 +200,7 @@ class Bench:
         self, variant: Variant, direction: str, pools: Pools, pages: Indices, rounds: int
     ) -> tuple[float, float]:
         """GB/s, and the share of the time in which the host's thread was issuing."""
-        total = self.num_layers if direction == "load" and not variant.staged else len(pages[0])
+        total = self.num_layers if direction == "load" else len(pages[0])
         units = total
         if self.device == "cuda":
             units = max(1, total // 16)
@@ -248,11 +239,6 @@ class Bench:
             for a, b in ((src.k, dst.k), (src.v, dst.v))
             for layer in ends
         )
-
-    def _staging(self, pools: Pools) -> torch.Tensor:
-        assert pools.page_first is not None
-        n = min(pools.host.num_pages, max(1, STAGING_BYTES // pools.page_bytes))
-        return torch.empty((n, *pools.page_first.shape[1:]), dtype=DTYPE, device=self.device)
 
 
 def _bits(t: torch.Tensor) -> torch.Tensor:
@@ -310,7 +296,7 @@ class Run:
                     }
                     self.rows.append(row)
                     for variant in variants_on(bench.device):
-                        if variant.name not in self.wrong and variant.can(direction, host_layout):
+                        if variant.name not in self.wrong and variant.can(direction):
                             self._one(bench, variant, direction, pools, pages, row)
                     self.save()
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sgl_kernel import kvcacheio
-from sgl_kernel.kvcacheio import KVLayoutError, KVPages, dma, reference
+from sgl_kernel.kvcacheio import KVLayoutError, KVPages, reference
 from support.kv_model import DTYPES, PAGE_SIZES, ROUTES, Pool, expected, index_patterns, random_bytes
 
 LAYERS = 3
@@ -128,19 +128,6 @@ def test_the_named_functions_are_copy_pages():
     for i in range(LAYERS):
         kvcacheio.transfer_kv_per_layer(peer.pages.layer(i), device.pages.layer(i), ids([6]), ids([1]))
     assert np.array_equal(device.raw(), result)
-
-
-@pytest.mark.parametrize("staging_pages", [1, 2, 5, 50])
-def test_whole_pages_through_a_staging_buffer(staging_pages: int):
-    rng = np.random.default_rng(staging_pages)
-    for _, src_pages, dst_pages in index_patterns(rng, 9, 12, 7):
-        src = Pool("page_first", 9, LAYERS, 2, torch.bfloat16, 1)
-        dst = Pool("layer_first", 12, LAYERS, 2, torch.bfloat16, 2)
-        result = expected(src, dst, src_pages, dst_pages)
-        host = src.buffer.view(9, 2, LAYERS, 2, 2, 4)
-        staging = torch.empty(staging_pages, 2, LAYERS, 2, 2, 4, dtype=torch.bfloat16)
-        dma.copy_pages_staged(host, dst.pages, ids(src_pages), ids(dst_pages), staging)
-        assert np.array_equal(dst.raw(), result)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sgl_kernel import kvcacheio
-from sgl_kernel.kvcacheio import KVLayoutError, KVPages, dma
+from sgl_kernel.kvcacheio import KVLayoutError, KVPages
 from support.kv_model import DTYPES, Pool, expected, index_patterns
 
 pytestmark = [
@@ -145,18 +145,6 @@ def test_hundreds_of_scattered_copies(copy_engines: str, src_layout: str, on_def
     zeros.buffer.zero_()
     back = expected(zeros, src, dst_pages.tolist(), src_pages.tolist())
     assert np.array_equal(host.view(torch.uint8).numpy(), back)
-
-
-def test_whole_pages_through_a_staging_buffer():
-    pytest.importorskip("cupy")
-    src, dst = Pool("page_first", 90, 3, 2, torch.bfloat16, 1), Pool("layer_first", 80, 3, 2, torch.bfloat16, 2)
-    src_pages, dst_pages = list(range(5, 60)), np.random.default_rng(1).permutation(80)[:55].tolist()
-    result = expected(src, dst, src_pages, dst_pages)
-    host = src.buffer.pin_memory().view(90, 2, 3, 2, 2, 4)
-    buffer, target = place(dst, True)
-    staging = torch.empty(16, *host.shape[1:], dtype=host.dtype, device="cuda")
-    dma.copy_pages_staged(host, target, torch.tensor(src_pages), torch.tensor(dst_pages), staging)
-    assert np.array_equal(buffer.cpu().view(torch.uint8).numpy(), result)
 
 
 def test_unpinned_memory_is_refused():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sgl_kernel.kvcacheio.plan import COPY, PoolPair, Side, plan_copies, plan_staged
+from sgl_kernel.kvcacheio.plan import COPY, PoolPair, Side, plan_copies
 
 RUN, LAYERS, PAGES = 64, 4, 100
 LAYER_FIRST = Side((PAGES * RUN,) * 2, (RUN,) * 2, (0, LAYERS * PAGES * RUN))
@@ -106,12 +106,3 @@ def test_every_byte_is_written_once_whatever_the_limits(seed: int):
 
 def test_nothing_to_copy_is_no_copy():
     assert copies([], [], PAGE_FIRST, LAYER_FIRST) == []
-
-
-def test_staging_needs_only_the_source_in_order():
-    rounds = plan_staged(np.arange(10, 16), np.array([5, 0, 9, 2, 7, 1]), PAGE, PAGE, 4)
-    assert [len(r.copies) for r in rounds] == [1, 1]
-    assert rounds[0].copies.tolist() == [(0, 10 * PAGE, 0, 4 * PAGE, 1, 4 * PAGE, 4 * PAGE)]
-    assert [r.dst_pages.tolist() for r in rounds] == [[5, 0, 9, 2], [7, 1]]
-    with pytest.raises(ValueError, match="one page at least"):
-        plan_staged(np.arange(2), np.arange(2), PAGE, PAGE, 0)

@@ -19,7 +19,6 @@ Who takes which layouts:
     file store, plugins (opaque records in two halves), the remote tier      any
     codecs raw and lossless                                                  any
     codec binned                  K and V with heads; refuses others with ValueError, at start-up with StoreError
-    kvcacheio.dma.copy_pages_staged    K and V of one shape; refuses others with KVLayoutError
     attention backends            K and V with heads, as `KVView.k` and `KVView.v`
 """
 

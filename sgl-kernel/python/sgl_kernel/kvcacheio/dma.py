@@ -1,6 +1,6 @@
 """`dma` and `direct`: plans of `plan.py`, executed by the copy engines on a GPU and by numpy without one.
 
-Owns the plans that were used last, and no other memory; the staging buffer is the caller's.
+Owns the plans that were used last, and no other memory.
 
 On a GPU all linear copies of a plan are one batch (`memcpy_batch.py`). 2-D copies are issued one by one, through
 CuPy. So are all copies where they are one or two, on the default stream, and with a driver before CUDA 13.0. One by
@@ -17,9 +17,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from sgl_kernel.kvcacheio.layout import KVLayoutError, KVPages, addresses, check_fit, check_indices
+from sgl_kernel.kvcacheio.layout import KVLayoutError, KVPages, addresses
 from sgl_kernel.kvcacheio.memcpy_batch import memcpy_batch
-from sgl_kernel.kvcacheio.plan import CopyPlan, PlanCache, PoolPair, Side, execute, plan_copies, plan_staged
+from sgl_kernel.kvcacheio.plan import CopyPlan, PlanCache, PoolPair, Side, execute, plan_copies
 
 _MEMCPY_DEFAULT = 4  # cudaMemcpyDefault: the direction follows from the addresses
 # So few linear copies are no batch, which has calls of its own around it.
@@ -42,52 +42,6 @@ def copy_pages(
         execute(copies.copies, host_bytes(src), host_bytes(dst))
         return
     issue(copies, bases(src), bases(dst), _cuda_stream(stream, dst.device if dst.is_cuda else src.device))
-
-
-def copy_pages_staged(
-    host: torch.Tensor,
-    dst: KVPages,
-    src_pages: torch.Tensor,
-    dst_pages: torch.Tensor,
-    staging: torch.Tensor,
-    *,
-    stream: Any = None,
-) -> None:
-    """Load all layers of page-first pages through a device buffer: large copies of whole pages, then a scatter there.
-
-    host: (num_pages, 2, num_layers, page_size, num_kv_heads, head_dim), pages without gaps. staging: the same shape
-    except for num_pages, on dst's device, without gaps. It is overwritten, and must not be used elsewhere until the
-    stream has passed the load.
-    """
-    from sgl_kernel import kvcacheio
-
-    if staging.shape[1:] != host.shape[1:] or staging.dtype != host.dtype or not staging.is_contiguous():
-        raise KVLayoutError(
-            f"staging must be (n, {', '.join(map(str, host.shape[1:]))}) {host.dtype} without gaps, "
-            f"not {tuple(staging.shape)} {staging.dtype}"
-        )
-    page_bytes = host[0].numel() * host.dtype.itemsize
-    if not host[0].is_contiguous():
-        raise KVLayoutError("pages of the page-first pool must be without gaps")
-    landing = KVPages.page_first(staging)
-    check_fit(landing, dst)
-    check_indices(KVPages.page_first(host), dst, src_pages, dst_pages)
-    rounds = plan_staged(
-        host_indices(src_pages),
-        host_indices(dst_pages),
-        host.stride(0) * host.dtype.itemsize,
-        page_bytes,
-        staging.shape[0],
-    )
-    for one in rounds:
-        if dst.is_cuda:
-            on = _cuda_stream(stream, dst.device)
-            issue(CopyPlan.of(one.copies), [host.data_ptr()], [staging.data_ptr()], on)
-        else:
-            execute(one.copies, [_bytes_from(host)], [_bytes_from(staging)])
-        n = len(one.dst_pages)
-        to = torch.from_numpy(one.dst_pages)
-        kvcacheio.copy_pages(landing, dst, torch.arange(n), to, backend="kernel", stream=stream)
 
 
 def plan(

@@ -254,33 +254,6 @@ class PlanCache:
             assert self._num_bytes == sum(size for _, size in self._plans.values()) <= self._max_bytes
 
 
-@dataclass(frozen=True)
-class StagedRound:
-    """Copy `copies` into the staging buffer, then scatter its pages [0, len(dst_pages)) to dst_pages."""
-
-    copies: np.ndarray
-    dst_pages: np.ndarray
-
-
-def plan_staged(
-    src_pages: np.ndarray, dst_pages: np.ndarray, page_stride: int, page_bytes: int, staging_pages: int
-) -> list[StagedRound]:
-    """Rounds that bring whole page-first pages through a buffer of staging_pages pages (page-first, without gaps).
-
-    Only the source pages have to be adjacent for a large copy. The scatter brings them to their destinations.
-    page_stride: the source pool's, in bytes; page_bytes: of one page.
-    """
-    if staging_pages < 1:
-        raise ValueError("the staging buffer must hold one page at least")
-    pools = PoolPair(Side((0,), (page_stride,)), Side((0,), (page_bytes,)), (page_bytes,), 1)
-    rounds = []
-    for first in range(0, len(src_pages), staging_pages):
-        part = src_pages[first : first + staging_pages]
-        copies = plan_copies(part, np.arange(len(part)), pools)
-        rounds.append(StagedRound(copies, dst_pages[first : first + staging_pages]))
-    return rounds
-
-
 def execute(copies: np.ndarray, src: Sequence[np.ndarray], dst: Sequence[np.ndarray]) -> None:
     """Carry out a plan in host memory. src, dst: bytes of each component, (size,) uint8, from its base address on."""
     strided = np.lib.stride_tricks.as_strided
