@@ -38,7 +38,7 @@ def measure(page_size: int, length: int, rounds: int, folder: str) -> dict[str, 
         open_store=lambda pool: opener.open(setup.setup),
     )
     assert engine.host_pool is not None
-    opener = StorageOpener(f"bench {page_size} {length}", "embedded", engine.host_pool, 0, 1)
+    opener = StorageOpener(lambda: f"bench {page_size} {length}", "embedded", engine.host_pool, 0, 1)
     setup = opener.setup("file", json.dumps({"path": folder}), "wait_complete", "write_through")
     engine.administer(StorageAction.ATTACH, setup)
     rng = np.random.default_rng(0)

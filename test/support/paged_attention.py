@@ -17,6 +17,8 @@ class PagedAttention:
     """Attention that a graph can hold: it reads everything on the device, when it runs. replayed: graphs of
     decodes, and with captures_extends of prefills."""
 
+    computes_masked = False
+
     def __init__(self, captures_extends: bool = False) -> None:
         self.capturing = False
         self.captures_extends = captures_extends

@@ -33,6 +33,9 @@ from transformers import (
 )
 
 from sglang.srt.configs.model_config import ModelConfig, ModelConfigError
+from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
+from sglang.srt.layers.attention.masked_attention import masked_attention
+from sglang.srt.mem_cache.kv_view import KVView
 from sglang.srt.model_loader.loader import ModelLoadError
 from support.tiny_runner import TinyRunner
 
@@ -159,6 +162,30 @@ def test_nothing_is_read_or_written_before_the_gate_of_the_last_layer(pair: Simp
     state = model.forward_layer(model.num_layers - 1, state, batch, pool)
     assert not pool.kv.isnan().flatten(3).all(-1)[:, :, seq.pages[:37]].any(), "K and V of every layer and token"
     assert_close(model.logits(state, batch), logits_of(pair.theirs, pair.prompts[0])[-1:], "in one piece")
+
+
+class Masking:
+    """A backend that computes windows, capped scores and sinks. asked: the windows of its layers."""
+
+    computes_masked = True
+
+    def __init__(self) -> None:
+        self.asked: list[int | None] = []
+
+    def forward(self, q: torch.Tensor, view: KVView, segments: Any, meta: AttentionMetadata) -> torch.Tensor:
+        self.asked.append(meta.window)
+        return masked_attention(q, view, segments, meta)
+
+
+def test_a_backend_that_computes_masks_gets_them(pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same ones for all batches, as for others it would compile other kernels while it serves."""
+    backend, model = Masking(), pair.ours.model
+    monkeypatch.setattr(model, "backend", backend)
+    for tokens in (pair.prompts[2], pair.prompts[3]):
+        (seq,) = pair.ours.start([tokens], page_size=4)
+        got = pair.ours.forward([(seq, len(tokens))], all_rows=True)
+        assert_close(got, logits_of(pair.theirs, tokens), f"{len(tokens)} tokens")
+    assert backend.asked == 2 * model.windows
 
 
 @pytest.mark.sampled(2)

@@ -25,7 +25,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.model_files import ModelConfigError
 from sglang.srt.distributed.parallel_state import TensorParallelGroup
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.attention.masked_attention import MaskedAttention
+from sglang.srt.layers.attention.masked_attention import masked_attention
 from sglang.srt.layers.kv_scale import KVScale, kv_scale_of
 from sglang.srt.mem_cache.kv_view import KVPool, KVSegment, KVView
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -223,23 +223,17 @@ class _Serving:
         scale = kwargs.get("scaling")
         meta = replace(batch.attn, scale=head_dim**-0.5 if scale is None else float(scale))
         q, meta = kv_scale.scored(q, meta)
-        layer_attention = MaskedAttention(
-            meta.scale,
-            self._window(layer),
-            kwargs.get("softcap"),
-            kwargs.get("s_aux"),
-        )
-        view = self.pool.view(layer)
-        if layer_attention.is_ordinary:
-            out = self.model.backend.forward(q, view, batch.segments, meta)
-        else:
-            out = layer_attention.forward(q, view, batch.segments, batch.attn.q_lens)
+        meta = replace(meta, window=self._window(layer), softcap=kwargs.get("softcap"), sinks=kwargs.get("s_aux"))
+        backend = self.model.backend
+        attend = backend.forward if meta.is_ordinary or backend.computes_masked else masked_attention
+        out = attend(q, self.pool.view(layer), batch.segments, meta)
         return kv_scale.loaded(out)[None, ..., :value_dim].to(query.dtype)
 
     def _window(self, layer: int) -> int | None:
-        """None where no request is longer than the window."""
+        """None where no request is longer than the window, unless a backend would compile one more kernel for it."""
         window = self.model.windows[layer]
-        return window if window is not None and self._longest > window else None
+        is_needed = window is not None and (self.model.backend.computes_masked or self._longest > window)
+        return window if is_needed else None
 
     @cached_property
     def _longest(self) -> int:

@@ -7,6 +7,7 @@ import itertools
 import math
 import random
 import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
+from sglang.srt.layers.attention.masked_attention import masked_attention
 from sglang.srt.mem_cache.kv_view import KVSegment
 from support.attention_cases import (
     CAPTURED_EXTENDS,
@@ -44,7 +46,8 @@ INT_TYPES = (torch.int32, torch.int64)
 
 @needs_triton
 @pytest.mark.parametrize(
-    "what", ["paged,capture", "captured_extends,batches,partials", "heads,splits,edges,small_types", "engine"]
+    "what",
+    ["paged,capture", "captured_extends,batches,partials", "heads,splits,edges,small_types", "masked", "engine"],
 )
 def test_under_the_interpreter(what: str):
     assert run_interpreted(__file__, what).count("are right") == what.count(",") + 1
@@ -118,6 +121,41 @@ def test_it_compiles_for_sm_90(dtype: str, head_dim: int, page_size: int, table:
 
 
 @needs_triton
+@pytest.mark.parametrize("masked", [("window",), ("cap",), ("window", "cap", "sinks_ptr")], ids=", ".join)
+def test_masks_compile_for_sm_90(masked: tuple[str, ...]):
+    """With the same products and copies as without."""
+    from sglang.srt.layers.attention.triton_backend import HOPPER_SHARED_BYTES, Tiles
+    from sglang.srt.layers.attention.triton_kernels import (
+        decode_kernel,
+        extend_kernel,
+        merge_decodes_kernel,
+        merge_extends_kernel,
+    )
+
+    tiles = Tiles.of(128, torch.bfloat16, 64, HOPPER_SHARED_BYTES)
+    merged = {"HEAD_DIM": 128, "BLOCK_D": 128, "lse_ptr": None}
+    paged = merged | {"PAGE_SIZE": 64, "BY_SLOT": False, "GROUP": 4, "IN_TOKENS": True, "TILE_IN_PAGE": True}
+    of_extend = paged | {"BLOCK_M": tiles.extend.queries, "BLOCK_N": tiles.extend.keys_of_pages}
+    decodes = {"LEAST": 256, "AT_ONCE": 128, "reqs_ptr": None, "row_starts_ptr": None}
+    of_decode = paged | decodes | {"BLOCK_H": 16, "BLOCK_N": tiles.decode_keys}
+    warps = tiles.decode_warps(16, 128, torch.bfloat16)
+    for kernel, given, num_warps in (
+        (extend_kernel, of_extend, tiles.extend.warps),
+        (decode_kernel, of_decode, warps),
+    ):
+        result = compiled(kernel, "bf16", given, num_warps, tiles.num_stages, "i32", masked=masked)
+        assert result.metadata.shared <= HOPPER_SHARED_BYTES
+        assert "mma" in result.asm["ptx"] and "cp.async.cg.shared.global" in result.asm["ptx"]
+    if "sinks_ptr" in masked:
+        of_extends = merged | {"GROUP": 4, "BLOCK_M": tiles.extend.queries, "ROWS": 16}
+        for kernel, given in (
+            (merge_extends_kernel, of_extends),
+            (merge_decodes_kernel, merged | decodes | {"ROWS": 16}),
+        ):
+            assert "ex2" in compiled(kernel, "bf16", given, 4, 3, "i32", masked=masked).asm["ptx"]
+
+
+@needs_triton
 @pytest.mark.parametrize("pages", ["i64", "i32"])
 def test_partials_compile_for_sm_90(pages: str):
     """float32 out, and lse; of the pages of a buffer, and of the executor's table."""
@@ -149,10 +187,11 @@ def compiled(
     starts: str | None = None,
     kv: str | None = None,
     capability: int = 90,
+    masked: tuple[str, ...] = (),
 ) -> Any:
     """As `compile_kernel`, of arguments that are aligned as torch's are. pages: type of the table. starts: of
     starts and kv_lens; by default int64 where pages is int32, as in a `PagedSegments`, and else int32. out,
-    kv: dtypes, where they are not q's."""
+    kv: dtypes, where they are not q's. masked: what of window, cap and sinks there is."""
     names = kernel.arg_names
     of_dtype = {"q_ptr": dtype, "out_ptr": out or dtype, "table_ptr": pages}
     of_dtype["k_ptr"] = of_dtype["v_ptr"] = kv or dtype
@@ -164,10 +203,12 @@ def compiled(
         if name in of_dtype:
             return f"*{of_dtype[name]}"
         if name.endswith("_ptr"):
-            return "*fp32" if name in ("parts_ptr", "part_lses_ptr", "lse_ptr") else "*i32"
-        return "fp32" if name == "scale" else "i64" if name.endswith("stride") else "i32"
+            return "*fp32" if name in ("parts_ptr", "part_lses_ptr", "lse_ptr", "sinks_ptr") else "*i32"
+        return "fp32" if name in ("scale", "cap") else "i64" if name.endswith("stride") else "i32"
 
     types = {name: type_of(name) for name in names}
+    unmasked = {"window", "cap", "sinks_ptr"}.intersection(names).difference(masked)
+    constants = dict.fromkeys(unmasked) | constants
     return compile_kernel(kernel, types, constants, aligned, num_warps, num_stages, capability)
 
 
@@ -345,6 +386,19 @@ def test_on_a_gpu(page_size: int, dtype: torch.dtype, kv_dtype: torch.dtype | No
 @needs_triton
 @needs_gpu
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_masks_on_a_gpu(page_size: int, dtype: torch.dtype):
+    from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+
+    reqs = ((3000, 1), (3, 1), (3000, 20), (0, 1), (200, 200))
+    options: dict[str, Any] = {"kv_heads": 8, "group": 4, "head_dim": 128}
+    check_masks(TritonAttnBackend(), on_gpu(PagedCase(1, page_size, "layer_first", dtype, reqs, **options)))
+
+
+@needs_triton
+@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 def test_pages_and_graphs_on_a_gpu(page_size: int):
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
@@ -509,6 +563,49 @@ def splits(backend: Any) -> int:
         assert grids["decode_kernel"] == (9 + 48, 1), grids
     triton_backend._LENS_AT_ONCE = original
     return 4
+
+
+def masks_of(num_heads: int) -> list[dict[str, Any]]:
+    sinks = torch.linspace(-2, 2, num_heads)
+    return [
+        {"window": 1},
+        {"window": 13, "sinks": sinks},
+        {"window": 13, "sinks": sinks.flip(0)},
+        {"softcap": 0.7},
+        {"window": 600, "softcap": 1.5, "sinks": sinks.bfloat16()},
+    ]
+
+
+def masked(backend: Any) -> int:
+    """Windows, capped scores and sinks, as `masked_attention` has them; also of requests whose keys are divided."""
+    long = ((700, 1), (3, 1), (700, 20), (0, 1), (2, 2))
+    groups: dict[str, Any] = {"kv_heads": 2, "group": 3, "head_dim": 16}
+    cases = [PagedCase(1, 64, "layer_first", torch.float32, long, **SMALL)]
+    cases += [PagedCase(2, 3, "odd_stride", torch.float32, reqs, **SMALL) for reqs in (DECODES, EXTENDS)]
+    cases += [Case(3, 16, "block_major", torch.float32, q_lens=(1, 20, 1), max_prefix=90, **groups)]
+    for case in cases:
+        check_masks(backend, case)
+    # Blocks that no query sees any more are not read.
+    case = PagedCase(1, 64, "layer_first", torch.float32, ((700, 1), (700, 20)), **SMALL)
+    want = [masked_attention(case.q, case.view, case.segments, replace(case.meta, window=each)) for each in (9, 90)]
+    for start in case.segments.starts:
+        gone = case.segments.table[start : start + 5].long()
+        case.view.k[gone] = case.view.v[gone] = math.nan
+    for window, right in zip((9, 90), want):
+        got = backend.forward(case.q, case.view, case.segments, replace(case.meta, window=window))
+        assert (got - right).abs().max() < case.tolerance(), window
+    return len(cases)
+
+
+def check_masks(backend: Any, case: Case) -> None:
+    """One layer after the other of the same batch."""
+    masks = masks_of(case.q.shape[1])
+    for mask in (*masks, *masks, {}):
+        on_device = {name: x.to(case.q.device) if name == "sinks" else x for name, x in mask.items()}
+        meta = replace(case.meta, **on_device)
+        want = masked_attention(case.q, case.view, case.segments, meta)
+        error = (backend.forward(case.q, case.view, case.segments, meta) - want).abs().max()
+        assert error < case.tolerance(), f"{case.name}, {mask}: off by {error}"
 
 
 def edges(backend: Any) -> int:

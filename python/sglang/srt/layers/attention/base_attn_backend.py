@@ -13,12 +13,23 @@ from sglang.srt.mem_cache.kv_view import KVSegment, KVView, PagedSegments
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """Parameters of a forward pass beside the segments, the same for every layer."""
+    """Parameters beside the segments: of a forward pass q_lens, and of its layers, all or one of them, the others."""
 
     # Number of query tokens per request, in the order of their rows in q.
     q_lens: tuple[int, ...]
     # Factor on q.k, normally head_dim ** -0.5.
     scale: float
+    # Tokens that a query sees, itself included; None for all.
+    window: int | None = None
+    # Scores are softcap * tanh(score / softcap).
+    softcap: float | None = None
+    # (num_q_heads,): a score that takes part in the softmax and has no value.
+    sinks: torch.Tensor | None = None
+
+    @property
+    def is_ordinary(self) -> bool:
+        """Any backend computes it."""
+        return self.window is None and self.softcap is None and self.sinks is None
 
 
 @dataclass(frozen=True)
@@ -54,10 +65,12 @@ class AttentionBackend(Protocol):
     only. It may be captured if it has run once before with the same object: then memory is allocated, kernels are
     compiled and plans are made. captures_extends: whether that holds for any numbers of queries, too, with as many
     rows as q has; the last request then has none. long_extend_len: known behind a batch with extends, the fewest
-    queries of a request for which other kernels are compiled than for a few; None where there are no others."""
+    queries of a request for which other kernels are compiled than for a few; None where there are no others.
+    computes_masked: whether `forward` takes windows, capped scores and sinks."""
 
     capturing: bool
     captures_extends: bool
+    computes_masked: bool
 
     @property
     def long_extend_len(self) -> int | None: ...

@@ -38,6 +38,7 @@ class CpuAttnBackend:
     while its layers are computed."""
 
     captures_extends = False
+    computes_masked = False
     long_extend_len = None
 
     def __init__(self) -> None:

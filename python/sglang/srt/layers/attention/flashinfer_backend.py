@@ -135,8 +135,7 @@ class _Batch:
 
 @dataclass(frozen=True)
 class _Graph:
-    """A decode that was captured; its wrapper plans into buffers that the graph reads. indices: of these, that of the
-    pages."""
+    """A decode that was captured; its wrapper plans into buffers that the graph reads, with pages in indices."""
 
     planned: _Planned
     shape: _Shape
@@ -165,6 +164,7 @@ class FlashInferAttnBackend:
     """
 
     captures_extends = False
+    computes_masked = False
     long_extend_len = None
 
     def __init__(

@@ -130,6 +130,7 @@ class TorchNativeAttnBackend:
     """
 
     captures_extends = False
+    computes_masked = False
     long_extend_len = None
 
     def __init__(self) -> None:

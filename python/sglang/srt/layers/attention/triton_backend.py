@@ -181,6 +181,21 @@ class _CapturedExtends:
 
 
 @dataclass(frozen=True)
+class _Mask:
+    """What becomes of scores, as triton_kernels.py names it. factor: its scale."""
+
+    factor: float
+    window: int | None = None
+    cap: float | None = None
+    sinks: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, meta: AttentionMetadata) -> _Mask:
+        cap = None if meta.softcap is None else meta.softcap * _LOG2_E
+        return cls(meta.scale * _LOG2_E, meta.window, cap, meta.sinks)
+
+
+@dataclass(frozen=True)
 class _Table:
     """The places of a batch's keys, as triton_kernels.py reads them. pages: slots if by_slot, on the queries'
     device. skip: 0 in a batch's table; other kernels are compiled for tables that may have one."""
@@ -225,6 +240,7 @@ class TritonAttnBackend:
     """
 
     captures_extends = True
+    computes_masked = True
 
     def __init__(self, tiles: Tiles | None = None, num_sms: int | None = None) -> None:
         self.capturing = False
@@ -255,17 +271,19 @@ class TritonAttnBackend:
             batch = self._batch = self._make_batch(segments, view, meta.q_lens, q)
         assert sum(meta.q_lens) == q.shape[0], f"{q.shape[0]} rows of q for q_lens {meta.q_lens}"
         out = q.new_empty(q.shape)
-        factor = meta.scale * _LOG2_E
+        mask = _Mask.of(meta)
         if self.capturing:
             # A graph uses memory of its own.
-            self._attend(q, view, batch.table, batch.plan, factor, out, None, launch)
+            self._attend(q, view, batch.table, batch.plan, mask, out, None, launch)
             return out
-        given = (q, view.k, view.v, out, factor)
-        key = (q.shape, *(x for each in given[:3] for x in (each.dtype, each.stride(), each.data_ptr() % ALIGNMENT)))
+        tensors = (q, view.k, view.v, *(() if mask.sinks is None else (mask.sinks,)))
+        given = (*tensors, out, mask.factor)
+        of_tensors = (x for each in tensors for x in (each.dtype, each.stride(), each.data_ptr() % ALIGNMENT))
+        key = (q.shape, mask.window, mask.cap, *of_tensors)
         recorded = batch.recorded.get(key)
         if recorded is None:
             recorded = Recording(*given)
-            self._attend(q, view, batch.table, batch.plan, factor, out, None, recorded.launch)
+            self._attend(q, view, batch.table, batch.plan, mask, out, None, recorded.launch)
             recorded.end()
             batch.recorded[key] = recorded
         else:
@@ -304,7 +322,7 @@ class TritonAttnBackend:
         out = q.new_empty(q.shape, dtype=torch.float32)
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         table = _Table(segment.pages, may_skip=True, skip=segment.skip)
-        self._attend(q, view, table, plan, scale * _LOG2_E, out, lse, launch)
+        self._attend(q, view, table, plan, _Mask(scale * _LOG2_E), out, lse, launch)
         return out, lse
 
     # -- inside -------------------------------------------------------------------------------------------------
@@ -379,15 +397,15 @@ class TritonAttnBackend:
         view: KVView,
         table: _Table,
         plan: _Plan,
-        factor: float,
+        mask: _Mask,
         out: torch.Tensor,
         lse: torch.Tensor | None,
         launch: Callable[..., object],
     ) -> None:
-        """Fills out, and lse unless it is None. factor: the kernels' scale. launch: see `triton_launch`."""
+        """Fills out, and lse unless it is None. launch: see `triton_launch`."""
         num_heads, head_dim = q.shape[1:]
         heads, extends = _heads_of(q, view), plan.extends
-        assert factor > 0, f"a scale of {factor}"
+        assert mask.factor > 0, f"a scale of {mask.factor}"
         assert q.stride(2) == 1, "the values of a head lie side by side"
         assert table.pages.is_contiguous(), "pages lie side by side in their table"
         tiles = self._tiles_for(q, view)
@@ -396,10 +414,10 @@ class TritonAttnBackend:
         paged = {**shape, "PAGE_SIZE": view.page_size, "BY_SLOT": table.by_slot, "GROUP": heads.group}
         paged["IN_TOKENS"] = page_tokens is not None
         from_page_start = not (table.by_slot or table.may_skip)
-        tensors = (q, view.k, view.v, out, lse)
+        tensors = (q, view.k, view.v, out, lse, mask.sinks)
         keys = (table.pages, plan.starts, plan.kv_lens)
         strides = (*q.stride()[:2], *view.k.stride()[:3], *view.v.stride()[:3])
-        numbers = (*strides, page_tokens or 0, factor, table.skip)
+        numbers = (*strides, page_tokens or 0, mask.factor, table.skip, mask.window, mask.cap)
         if extends is not None and (num_blocks := len(extends.blocks[0])):
             in_pages = lse is None and not table.by_slot
             tile = extends.tile
@@ -433,6 +451,7 @@ class TritonAttnBackend:
                     part_lses,
                     out,
                     lse,
+                    mask.sinks,
                     *extends.merges,
                     extends.rows,
                     extends.q_lens,
@@ -479,6 +498,7 @@ class TritonAttnBackend:
                     part_lses,
                     out,
                     lse,
+                    mask.sinks,
                     plan.kv_lens,
                     *of_decodes,
                     num_decodes,

@@ -14,8 +14,10 @@ Pointers are to: q, out (num_tokens, num_heads, HEAD_DIM), lse (num_tokens, num_
 table, of pages, or with BY_SLOT of slots (page * PAGE_SIZE + offset), one per key; and per request starts, its first
 entry in the table, and kv_lens. int32, per request: row_starts (its first token in q), q_lens, num_before (keys in
 front of its first query's own; kv_lens where every query sees all). scale, above 0, is the factor on q.k times
-log2(e). out and lse are contiguous. parts, part_lses: float32, what splits leave, part_lses of base 2; where a split
-has no keys, 0 and -inf.
+log2(e). window: tokens that a query sees, its own included; None for all. cap: scores become cap * tanh(score / cap),
+times log2(e), too; None for no cap. sinks (num_heads,), of any dtype: see `_beside_sinks`; None for none. They change
+out alone. out and lse are contiguous. parts, part_lses: float32, what splits leave, part_lses of base 2; where a
+split has no keys, 0 and -inf.
 
 With IN_TOKENS, K and V have the same strides of pages and tokens, and a page's is page_tokens times a token's. With
 TILE_IN_PAGE, the table has pages, skip is 0, and PAGE_SIZE is a multiple of BLOCK_N, so that a block of keys, which
@@ -29,9 +31,10 @@ import triton.language as tl
 
 # ln(2), because the returned lse is of base e.
 _LN_2 = tl.constexpr(0.6931471805599453)
+_LOG2_E = tl.constexpr(1.4426950408889634)
 # Arguments that differ from batch to batch, and for which no kernel may be compiled again: numbers, and the alignment
 # of the arrays.
-_NUMBERS = ["skip", "num_decodes", "num_more"]
+_NUMBERS = ["skip", "window", "num_decodes", "num_more"]
 _ARRAYS = ["table_ptr", "starts_ptr", "kv_lens_ptr", "block_reqs_ptr", "block_firsts_ptr", "block_keys_ptr"]
 _ARRAYS += ["block_ends_ptr", "block_slots_ptr", "row_starts_ptr", "q_lens_ptr", "num_before_ptr", "reqs_ptr"]
 _ARRAYS += ["merge_reqs_ptr", "merge_firsts_ptr", "merge_slots_ptr", "merge_counts_ptr"]
@@ -86,6 +89,8 @@ def _attend(
     first,
     end,
     scale,
+    window,
+    cap,
     PAGE_SIZE: tl.constexpr,
     BY_SLOT: tl.constexpr,
     IN_TOKENS: tl.constexpr,
@@ -133,13 +138,21 @@ def _attend(
             k = tl.load(k_ptrs)
             v = tl.load(v_ptrs)
         scores = tl.dot(q, k.to(q.dtype), input_precision="ieee")
+        factor = scale
+        if cap is not None:
+            # cap * tanh(scores * scale / cap)
+            scores = cap * (2.0 * tl.sigmoid(scores * (2.0 * scale / cap)) - 1.0)
+            factor = 1.0
         if MASKED:
-            scores = tl.where(n_mask[None, :] & (n[None, :] < visible[:, None]), scores, -float("inf"))
-        new_highest = tl.maximum(highest, tl.max(scores, 1) * scale)
+            is_seen = n_mask[None, :] & (n[None, :] < visible[:, None])
+            if window is not None:
+                is_seen &= n[None, :] >= visible[:, None] - window
+            scores = tl.where(is_seen, scores, -float("inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, 1) * factor)
         # For a query that has seen no keys yet: -inf - -inf would be NaN. Without a mask each sees some.
         base = tl.where(new_highest == -float("inf"), 0.0, new_highest) if MASKED else new_highest
         # Scaled and shifted by one instruction.
-        weights = tl.exp2(scores * scale - base[:, None])
+        weights = tl.exp2(scores * factor - base[:, None])
         shrink = tl.exp2(highest - base)
         total = total * shrink + tl.sum(weights, 1)
         acc = acc * shrink[:, None] + tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision="ieee")
@@ -156,6 +169,8 @@ def _attend_all(
     unmasked_end,
     end,
     scale,
+    window,
+    cap,
     PAGE_SIZE: tl.constexpr,
     BY_SLOT: tl.constexpr,
     IN_TOKENS: tl.constexpr,
@@ -180,6 +195,8 @@ def _attend_all(
         first,
         unmasked_end,
         scale,
+        window,
+        cap,
         PAGE_SIZE,
         BY_SLOT,
         IN_TOKENS,
@@ -197,6 +214,8 @@ def _attend_all(
         unmasked_end,
         end,
         scale,
+        window,
+        cap,
         PAGE_SIZE,
         BY_SLOT,
         IN_TOKENS,
@@ -208,6 +227,16 @@ def _attend_all(
     )
     acc, highest, total = state
     return acc / tl.where(total == 0.0, 1.0, total)[:, None], highest + tl.log2(total)
+
+
+@triton.jit
+def _beside_sinks(out, lse, sinks_ptr, heads, mask):
+    """out where a score of the query head, which has no value, takes part in the softmax. lse: of base 2."""
+    if sinks_ptr is None:
+        return out
+    else:
+        sinks = tl.load(sinks_ptr + heads, mask=mask, other=0.0).to(tl.float32) * _LOG2_E
+        return out / (1.0 + tl.exp2(sinks - lse))[:, None]
 
 
 @triton.jit
@@ -252,6 +281,7 @@ def extend_kernel(
     v_ptr,
     out_ptr,
     lse_ptr,
+    sinks_ptr,
     parts_ptr,
     part_lses_ptr,
     table_ptr,
@@ -276,6 +306,8 @@ def extend_kernel(
     page_tokens,
     scale,
     skip,
+    window,
+    cap,
     PAGE_SIZE: tl.constexpr,
     BY_SLOT: tl.constexpr,
     IN_TOKENS: tl.constexpr,
@@ -324,6 +356,11 @@ def extend_kernel(
     end = tl.minimum(end, last_key)
     # Whole blocks that all queries of the program see, then the rest.
     seen_by_all = tl.minimum(end, before + first_row // GROUP + 1) // BLOCK_N * BLOCK_N
+    if window is not None:
+        # No query of the program sees the blocks before.
+        lowest = tl.maximum(before + first_row // GROUP + 1 - window, 0)
+        first_key = tl.maximum(first_key, lowest // BLOCK_N * BLOCK_N)
+        seen_by_all = first_key
     seen_by_all = tl.maximum(seen_by_all, first_key)
     out, lse = _attend_all(
         q,
@@ -333,6 +370,8 @@ def extend_kernel(
         seen_by_all,
         end,
         scale,
+        window,
+        cap,
         PAGE_SIZE,
         BY_SLOT,
         IN_TOKENS,
@@ -343,6 +382,7 @@ def extend_kernel(
         BLOCK_N,
     )
     if slot < 0:
+        out = _beside_sinks(out, lse, sinks_ptr, head, r_mask)
         places = tokens * (num_kv_heads * GROUP) + head
         tl.store(out_ptr + places[:, None] * HEAD_DIM + d[None, :], out, mask=mask)
         if lse_ptr is not None:
@@ -359,6 +399,7 @@ def merge_extends_kernel(
     part_lses_ptr,
     out_ptr,
     lse_ptr,
+    sinks_ptr,
     merge_reqs_ptr,
     merge_firsts_ptr,
     merge_slots_ptr,
@@ -384,7 +425,9 @@ def merge_extends_kernel(
     count = tl.load(merge_counts_ptr + block)
     out, lse = _merge(parts_ptr, part_lses_ptr, place, num_kv_heads * BLOCK_M, count, mask, HEAD_DIM, BLOCK_D, ROWS)
     tokens = tl.load(row_starts_ptr + req).to(tl.int64) + r // GROUP
-    places = tokens * (num_kv_heads * GROUP) + kv_head * GROUP + r % GROUP
+    head = kv_head * GROUP + r % GROUP
+    out = _beside_sinks(out, lse, sinks_ptr, head, mask)
+    places = tokens * (num_kv_heads * GROUP) + head
     d = tl.arange(0, BLOCK_D)
     out_mask = mask[:, None] & (d < HEAD_DIM)[None, :]
     tl.store(out_ptr + places[:, None] * HEAD_DIM + d[None, :], out, mask=out_mask)
@@ -435,6 +478,7 @@ def decode_kernel(
     v_ptr,
     out_ptr,
     lse_ptr,
+    sinks_ptr,
     parts_ptr,
     part_lses_ptr,
     table_ptr,
@@ -453,6 +497,8 @@ def decode_kernel(
     page_tokens,
     scale,
     skip,
+    window,
+    cap,
     num_decodes,
     num_more,
     head_blocks,
@@ -520,6 +566,9 @@ def decode_kernel(
     end = tl.where(has_split, first + tl.minimum(kv_len - first, split_tokens), first)
     visible = tl.zeros((BLOCK_H,), tl.int32) + kv_len
     whole = first + (end - first) // BLOCK_N * BLOCK_N
+    if window is not None:
+        first = tl.maximum(first, tl.maximum(kv_len - window, 0) // BLOCK_N * BLOCK_N)
+        whole = first
     out, lse = _attend_all(
         q,
         keys,
@@ -528,6 +577,8 @@ def decode_kernel(
         whole,
         end,
         scale,
+        window,
+        cap,
         PAGE_SIZE,
         BY_SLOT,
         IN_TOKENS,
@@ -538,6 +589,7 @@ def decode_kernel(
         BLOCK_N,
     )
     if kv_len <= split_tokens:
+        out = _beside_sinks(out, lse, sinks_ptr, heads, h_mask)
         places = row * num_heads + heads
         tl.store(out_ptr + places[:, None] * HEAD_DIM + d[None, :], out, mask=mask)
         if lse_ptr is not None:
@@ -554,6 +606,7 @@ def merge_decodes_kernel(
     part_lses_ptr,
     out_ptr,
     lse_ptr,
+    sinks_ptr,
     kv_lens_ptr,
     reqs_ptr,
     row_starts_ptr,
@@ -586,6 +639,7 @@ def merge_decodes_kernel(
     mask = heads < num_heads
     place = first_program.to(tl.int64) * num_heads + heads
     out, lse = _merge(parts_ptr, part_lses_ptr, place, num_heads, count, mask, HEAD_DIM, BLOCK_D, ROWS)
+    out = _beside_sinks(out, lse, sinks_ptr, heads, mask)
     d = tl.arange(0, BLOCK_D)
     places = row * num_heads + heads
     tl.store(out_ptr + places[:, None] * HEAD_DIM + d[None, :], out, mask=mask[:, None] & (d < HEAD_DIM)[None, :])
