@@ -8,6 +8,8 @@ On the CPU: the backend torch_native, small batches, float32. On a GPU: the inst
 random permutation of the pool's, in one table. The backends take turns. A turn goes through all layers once, so that
 no cache still holds the KV. Plans are made once, before. Prefill counts the multiplications and additions that causal
 attention needs, decode the bytes of K and V.
+
+At the end windows, capped scores and sinks, by backends that compute them and by torch, beside none of them.
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,8 +28,12 @@ from common import print_table, write_json
 
 from sglang.srt.configs.kv_cache_dtype import KV_CACHE_DTYPE_CHOICES, pick_kv_cache_dtype
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, make_attention_backend, why_not
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionMetadata
+from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
+from sglang.srt.layers.attention.masked_attention import masked_attention
 from sglang.srt.mem_cache.kv_view import KVView, PagedSegments
+
+# `AttentionBackend.forward`, or as it.
+Attend = Callable[[torch.Tensor, KVView, PagedSegments, AttentionMetadata], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,9 @@ GPU_BATCHES = (
     # One long request among short ones.
     Batch(40, 512, 1, Batch(1, 131072, 1)),
 )
+# With windows, capped scores and sinks.
+MASKED_GPU_BATCHES = (Batch(1, 12288, 2048), Batch(32, 4096, 1))
+MASKS: dict[str, dict[str, Any]] = {"none": {}, "window 1,024": {"window": 1024}, "cap 50": {"softcap": 50.0}}
 CPU_BATCHES = (Batch(1, 0, 512), Batch(1, 2048, 256), Batch(8, 1024, 1), Batch(7, 128, 1, Batch(1, 4096, 16)))
 
 
@@ -111,8 +121,8 @@ class Bench:
         a, b = (torch.ones(size, dtype=torch.uint8, device=self.device) for _ in range(2))
         return 2 * size / self.seconds(lambda: b.copy_(a))[0]
 
-    def attend(self, backends: list[AttentionBackend], batch: Batch, page_size: int) -> list[float]:
-        """Seconds of one layer, by backend."""
+    def attend(self, ways: list[Attend], batch: Batch, page_size: int, mask: Mapping[str, Any] = {}) -> list[float]:
+        """Seconds of one layer, each way."""
         views = [
             KVView(*self._memory[:, layer].view(2, -1, page_size, self.kv_heads, self.head_dim))
             for layer in range(self.num_layers)
@@ -125,13 +135,13 @@ class Bench:
         on_device = (torch.from_numpy(starts).to(self.device), torch.from_numpy(kv_lens).to(self.device))
         segments = PagedSegments(table, page_size, starts, kv_lens, q_lens.copy(), *on_device)
         q = torch.randn(q_lens.sum(), self.heads, self.head_dim, dtype=self.dtype, device=self.device)
-        meta = AttentionMetadata(tuple(q_lens.tolist()), self.head_dim**-0.5)
+        meta = AttentionMetadata(tuple(q_lens.tolist()), self.head_dim**-0.5, **mask)
 
-        def layers(backend: AttentionBackend) -> None:
+        def layers(attend: Attend) -> None:
             for view in views:
-                backend.forward(q, view, segments, meta)
+                attend(q, view, segments, meta)
 
-        return [each / self.num_layers for each in self.seconds(*(partial(layers, backend) for backend in backends))]
+        return [each / self.num_layers for each in self.seconds(*(partial(layers, attend) for attend in ways))]
 
     def flops(self, batch: Batch) -> float:
         pairs = sum(new * prefix + new * (new + 1) // 2 for prefix, new in batch.lengths)
@@ -173,7 +183,7 @@ def main() -> None:
             flops, bandwidth = bench.matrix_flops(), bench.memory_bytes_per_s()
             # New ones, as they may choose their tiles by their first pages.
             backends = [make_attention_backend(name, device) for name in names]
-            for name, seconds in zip(names, bench.attend(backends, batch, page_size)):
+            for name, seconds in zip(names, bench.attend([b.forward for b in backends], batch, page_size)):
                 row: dict[str, object] = {
                     "backend": name,
                     "requests": batch.num_reqs,
@@ -191,7 +201,23 @@ def main() -> None:
             write_json(report, vars(args), rows, complete=False)
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU, one thread"
     print_table(f"One layer of attention, {args.heads} heads on {args.kv_heads} of {args.head_dim}, {where}", rows)
-    write_json(report, vars(args), rows)
+    masked = masked_rows(bench, names)
+    print_table("With windows and capped scores, pages of 1", masked)
+    write_json(report, vars(args), rows + masked)
+
+
+def masked_rows(bench: Bench, names: list[str]) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
+    for batch in MASKED_GPU_BATCHES if bench.device == "cuda" else CPU_BATCHES[1:3]:
+        for mask, options in MASKS.items():
+            ways: dict[str, Attend] = {"torch": masked_attention}
+            for name in names:
+                backend = make_attention_backend(name, bench.device)
+                if backend.computes_masked or not options:
+                    ways[name] = backend.forward
+            for name, seconds in zip(ways, bench.attend([*ways.values()], batch, 1, options)):
+                rows.append({"batch": batch.name, "mask": mask, "backend": name, "ms": seconds * 1e3})
+    return rows
 
 
 if __name__ == "__main__":
