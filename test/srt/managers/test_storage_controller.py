@@ -155,19 +155,42 @@ def test_it_waits_for_a_prefix_that_is_on_its_way_to_a_peer():
 
 
 @pytest.mark.parametrize("is_copied", [True, False])
-def test_it_does_not_wait_for_a_prefix_on_a_peer_that_is_not_read(is_copied: bool):
-    """Nothing else brings it: the request computes it. is_copied: before the request comes."""
+def test_what_only_a_peer_has_that_is_not_read_is_fetched(is_copied: bool):
+    """As a hole is. is_copied: before the request comes."""
     rig = Rig(TEXT, peer=16)
-    rig.insert(TEXT[:10])
+    node = rig.insert(TEXT[:10])
     rig.controller.evict(DEVICE, 10)
     rig.tree.set_load_order(rig.tree.order.load_order, frozenset({PEER}))
     (copy,) = rig.collect()
     if is_copied:
         rig.finish(copy)
     (probe,) = rig.begin("r", TEXT)
-    assert rig.finish(probe) == [] and rig.over("r") == [True]
-    rig.detach("r")
+    first, *_ = rig.finish(probe)
+    assert keys_of(rig, first) == 2 and rig.over("r") == [False]
     rig.finish_all()
+    assert rig.over("r") == [True] and rig.storage.found("r") == (0, 20) and rig.on_host(TEXT) == 20
+    assert node.frames[PEER] is not None and node.frames[HOST] is not None
+    rig.detach("r")
+    rig.assert_nothing_left()
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_what_does_not_come_of_it_stays_on_the_peer_alone(count: int):
+    rig = Rig(TEXT, peer=16)
+    rig.insert(TEXT[:10])
+    rig.controller.evict(DEVICE, 10)
+    (copy,) = rig.collect()
+    rig.finish(copy)
+    rig.tree.set_load_order(rig.tree.order.load_order, frozenset({PEER}))
+    (probe,) = rig.begin("r", TEXT)
+    first, *_ = rig.finish(probe)
+    rig.finish(first, count=count)
+    rig.finish_all()
+    assert rig.over("r") == [True] and rig.storage.found("r") == (0, 4 * count) and rig.on_host(TEXT) == 4 * count
+    rig.tree.set_load_order(rig.tree.order.load_order, frozenset())
+    match = rig.tree.match("", tokens(TEXT))
+    assert match.total_len == 10, "what the peer has is found once it is read again"
+    rig.detach("r")
     rig.assert_nothing_left()
 
 

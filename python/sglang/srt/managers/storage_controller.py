@@ -43,7 +43,7 @@ from sglang.srt.managers.tier_switches import TierSwitches
 from sglang.srt.mem_cache.block_keys import NO_KEYS, BlockKeys
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.namespaces import is_alone
-from sglang.srt.mem_cache.node import Dropped, FilledRun, MatchResult, is_fetching, is_hole, note_source
+from sglang.srt.mem_cache.node import Dropped, FilledRun, MatchResult, is_fetching, note_source
 from sglang.srt.mem_cache.radix import common_len
 from sglang.srt.mem_cache.transfer import (
     FETCH,
@@ -657,10 +657,11 @@ class StorageController:
         if not self._cut(rid, prefetch, first, 0):
             return Attempt.OVER
         following = self.tree.next_unmatched(match, prefetch.tokens)
-        if following is not None and not is_hole(following):
-            # What only tiers have that are not read is computed: nothing brings it to one that is.
-            return Attempt.STALLED if self.tree.is_coming(following) else Attempt.OVER
-        # A hole is filled by operations of its own.
+        if following is not None and self.tree.is_coming(following):
+            return Attempt.STALLED
+        if following is not None and following.frames[Tier.HOST] is not None:
+            return Attempt.OVER
+        # What no tier has, or only peers that are not read, is filled by operations of its own.
         most = following.end if following is not None else prefetch.end
         last = min(-(-min(most, prefetch.end) // size), first + limits.blocks_per_op)
         assert last > first, f"{rid} has nothing to begin"
