@@ -91,6 +91,7 @@ class Soak:
         ]
         # Of its own, so that requests are the same with and without.
         self._admin_random = random.Random(f"administrator {config.seed}")
+        self._peer_random = random.Random(f"reads of peers {config.seed}")
         self._other_requests = OtherRequests(config)
         self.live: dict[str, Expected] = {}
         self.aborted: set[str] = set()
@@ -178,6 +179,8 @@ class Soak:
             self._ask_oracle()
 
     def _switches(self) -> list[SwitchTierReqInput]:
+        if self._peer_random.random() < self.config.peer_switch_rate:
+            return [SwitchTierReqInput(id="switch", tier="peer", reads=self._peer_random.random() < 0.5, writes=None)]
         if not self.config.switch_rate or self.random.random() >= self.config.switch_rate:
             return []
         tier = TIER_NAMES[self.random.choice(self.ranks[0].core.scheduler.cache.tiers)]

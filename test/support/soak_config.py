@@ -103,6 +103,8 @@ class SoakConfig:
     cache_modes: bool = True
     # How often an administrator turns a tier's reads or writes off or on.
     switch_rate: float = 0.0
+    # And only reads of peers, without which storage goes on.
+    peer_switch_rate: float = 0.0
     # How often an administrator erases, limits, keeps something, or changes policies.
     admin_rate: float = 0.0
     # Whether loads are said to be kernels of the GPU that computes.
@@ -185,6 +187,7 @@ class SoakConfig:
             storage=storage,
             near_blocks=near_blocks,
             shape_rate=rng.choice((0.0, 0.4)),
+            peer_switch_rate=0.03 if self.num_peer_pages and rng.random() < 0.4 else 0.0,
         )
 
     @property

@@ -82,9 +82,11 @@ class StreamedRequest:
         self._tree = cache.tree
         self._device = cache.device
         self._page = cache.page_size
-        # What is going below the device: the operation, and the device frames.
+        # What is going below the device: the operation, the device frames, and the token at which those end that go
+        # to a tier of the tree.
         self._spill: Ticket | None = None
         self._spilling = np.empty(0, np.int32)
+        self._spill_end = 0
         # Frames of the swap file, and those that are being written.
         self._swapped = self._swapping = np.empty(0, np.int32)
         self._parts: tuple[tuple[Tier, np.ndarray], ...] = ()
@@ -208,6 +210,7 @@ class StreamedRequest:
         n = len(new.key) // page
         self._spilling = frames[:n]
         self._extend_hold(new, n)
+        self._spill_end = hold.inserted_len
         self.counters["spilled_tokens"] += n * page
         return True
 
@@ -262,8 +265,11 @@ class StreamedRequest:
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _layout(self) -> _Layout:
-        # What is being spilled is locked already.
-        end = self._hold.inserted_len - (len(self._spilling) - len(self._swapping)) * self._page
+        end = self._hold.inserted_len
+        if len(self._spilling) and not len(self._swapping):
+            # What is being spilled is locked already. Behind it may be pages that were inserted since, where the
+            # device gets it as well.
+            end = self._spill_end - len(self._spilling) * self._page
         start = stop = 0
         before: list[np.ndarray] = []
         streamed: list[Node] = []
