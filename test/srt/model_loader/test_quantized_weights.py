@@ -254,6 +254,41 @@ def set_quantization(path, config):
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": config}))
 
 
+@pytest.mark.parametrize(
+    ("way", "name"),
+    [("modelopt", "hf_quant_config.json"), ("gptq, zeros", "quantize_config.json"), ("awq", "quant_config.json")],
+)
+def test_it_may_be_told_in_a_file_of_its_own(tmp_path, way, name):
+    """As older checkpoints do, and without the method. It names what is cached of them, too."""
+    save(tmp_path)
+    config = dict(WAYS[way][0])
+    del config["quant_method"]
+    plain = ModelConfig.from_pretrained(str(tmp_path))
+    own = {"producer": {"name": "modelopt"}, "quantization": config} if way == "modelopt" else config
+    (tmp_path / name).write_text(json.dumps(own))
+    found = ModelConfig.from_pretrained(str(tmp_path))
+    set_quantization(tmp_path, WAYS[way][0])
+    (tmp_path / name).unlink()
+    same = ModelConfig.from_pretrained(str(tmp_path))
+    assert (
+        found.quantization == same.quantization is not None and found.quantization.method == same.quantization.method
+    )
+    assert plain.quantization is None and plain.file_stamps != found.file_stamps
+
+
+def test_config_json_goes_before_a_file_of_its_own(tmp_path):
+    save(tmp_path)
+    set_quantization(tmp_path, WAYS["awq"][0])
+    (tmp_path / "quantize_config.json").write_text('{"bits": 3}')
+    assert ModelConfig.from_pretrained(str(tmp_path)).quantization.method == "awq"
+    set_quantization(tmp_path, None)
+    with pytest.raises(ModelConfigError, match="its GPTQ weights have 3 bits"):
+        ModelConfig.from_pretrained(str(tmp_path))
+    (tmp_path / "quantize_config.json").write_text("[]")
+    with pytest.raises(ModelConfigError, match=r"quantize_config.json' does not hold a JSON object"):
+        ModelConfig.from_pretrained(str(tmp_path))
+
+
 def all_weights(model) -> Tensors:
     return {name: target.tensor for name, target in model.weight_targets().items()}
 

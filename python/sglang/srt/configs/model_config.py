@@ -250,7 +250,7 @@ class ModelConfig:
 
     def _fingerprint(self, load_format: str, seed: int) -> str:
         digest = hashlib.sha256()
-        config_json = json.loads((self.local_path / "config.json").read_text())
+        config_json = read_config_json(self.local_path)
         # Written by the library that saved it last; not a property of the model.
         for key in ("transformers_version", "_name_or_path"):
             config_json.pop(key, None)

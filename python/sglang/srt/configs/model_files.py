@@ -37,6 +37,9 @@ _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json"),
     "tokenizer_config.json",
 )
+# Of config.json; early compressed-tensors have the second. Others wrote a file of their own at first.
+_QUANTIZATION = ("quantization_config", "compression_config")
+QUANTIZATION_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 # Whole numbers of config.json.
 _SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
@@ -133,10 +136,18 @@ def _from_gguf(file: Path) -> Path:
 
 
 def read_config_json(local_path: Path) -> dict[str, Any]:
+    """With what a file of its own tells of quantised weights. Raises ModelConfigError."""
     path = local_path / "config.json"
     if not path.is_file():
         raise ModelConfigError(f"{str(local_path)!r} has no config.json; give a directory in Hugging Face's format.")
-    return _read_object(path)
+    raw = _read_object(path)
+    if not any(raw.get(name) for name in _QUANTIZATION):
+        for name, method in QUANTIZATION_FILES.items():
+            if (file := local_path / name).is_file():
+                found = _read_object(file)
+                raw[_QUANTIZATION[0]] = {"quant_method": method} | found.get("quantization", found)
+                break
+    return raw
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -267,8 +278,7 @@ def check_one_rank(num_ranks: int) -> None:
 def quantization_of(model_path: str, raw: Mapping[str, Any], impl: str) -> WeightQuantization | None:
     """raw: config.json. impl: NATIVE or TRANSFORMERS."""
     try:
-        # Early compressed-tensors have the second name.
-        found = read_quantization(raw.get("quantization_config") or raw.get("compression_config"))
+        found = read_quantization(next(filter(None, map(raw.get, _QUANTIZATION)), None))
     except QuantizationError as error:
         raise ModelConfigError(f"{model_path!r} cannot be served: {error}.") from error
     if found is not None and impl == TRANSFORMERS:

@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 
 from sglang.srt.configs.gguf_model import GGUF_LINK, read_tensor_list
-from sglang.srt.configs.model_files import is_gguf
+from sglang.srt.configs.model_files import QUANTIZATION_FILES, is_gguf
 
 _MAX_THREADS = 8
 _MOUNTS = Path("/proc/self/mountinfo")
@@ -56,7 +56,8 @@ def digest_weights(local_path: Path, load_format: str) -> bytes:
 def stamp_files(local_path: Path) -> tuple[FileStamp, ...]:
     """Of config and weights, behind all links."""
     names = [path for path in local_path.iterdir() if path.suffix in (".safetensors", ".gguf")]
-    stats = [(path.name, path.stat()) for path in sorted([*names, local_path / "config.json"]) if path.exists()]
+    names += [local_path / name for name in ("config.json", *QUANTIZATION_FILES)]
+    stats = [(path.name, path.stat()) for path in sorted(names) if path.exists()]
     fuse = _fuse_mounts()
 
     def place(at: os.stat_result) -> tuple[int, int, int] | None:
