@@ -149,8 +149,10 @@ fuzz: setup
 chaos: setup
 	$(SUPPORT_PY) -m support.chaos --seed $(SEED) --minutes $(MINUTES)
 
+# All that need no trace, one after the other, some hours; tables, and JSON in bench-out/.
 bench: setup
-	for script in benchmark/bench_*.py; do PYTHONPATH=".:$$PYTHONPATH" $(PY) $$script || exit 1; done
+	for script in $(filter-out $(addprefix benchmark/bench_,advise.py sessions.py),$(wildcard benchmark/bench_*.py)); do \
+		PYTHONPATH=".:test:$$PYTHONPATH" $(PY) $$script || exit 1; done
 
 # This engine beside vLLM on the CPU, up to forty minutes; JSON in bench-out/peers.json. The first run downloads 3.5 GB.
 bench-peers: $(PEERS)/.setup-done

@@ -102,7 +102,7 @@ class Bench:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
+    parser.add_argument("model", nargs="?", default="smollm2")
     parser.add_argument("--batches", default="1x128,4x128,16x128,64x128,1x4096,4x4096,16x4096,2048p")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--page-size", type=int, default=1)

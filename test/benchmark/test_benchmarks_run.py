@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -56,6 +57,8 @@ SMALLEST = {
 def test_all_benchmarks_are_run() -> None:
     found = {path.stem.removeprefix("bench_") for path in FOLDER.glob("bench_*.py")}
     assert found == SMALLEST.keys() | WITH_A_TRACE
+    left_out = re.search(r"addprefix benchmark/bench_,([\w.,]+ ?[\w.,]*)\)", (ROOT / "Makefile").read_text())
+    assert left_out is not None and set(left_out[1].split()) == {f"{name}.py" for name in WITH_A_TRACE}
 
 
 @pytest.mark.slow
