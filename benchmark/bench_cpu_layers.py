@@ -1,13 +1,13 @@
 """A forward pass on the CPU: the kernels in C beside torch, through the real model and the attention backends.
 
-    python benchmark/bench_cpu_layers.py MODEL [--batches 1x128,16x128,1x4096,2048p] [--rounds N] [--page-size N]
+    python benchmark/bench_cpu_layers.py [MODEL] [--batches 1x128,16x128,1x4096,2048p] [--rounds N] [--page-size N]
                                          [--threads N] [--in-order]
 
-MODEL is a folder with weights, or "embedded". A batch `16x128` is a decode of 16 requests of 128 tokens each;
-`16x4096s` is one whose requests share all but their last 32 tokens; `2048p` is a prompt of 2,048 tokens. float32.
-*torch*: plain weights and the backend torch_native. *C*: packed weights and the backend cpu. The two take turns; a
-ratio is torch's time over C's of one turn. Where other programs use the cores, --threads 1 and the processor's time
-tell more than the clock. Pages are a random permutation of the pool's, unless --in-order.
+MODEL is a folder with weights, "embedded", or by default "smollm2". A batch `16x128` is a decode of 16 requests of
+128 tokens each; `16x4096s` is one whose requests share all but their last 32 tokens; `2048p` is a prompt of 2,048
+tokens. float32. *torch*: plain weights and the backend torch_native. *C*: packed weights and the backend cpu. The
+two take turns; a ratio is torch's time over C's of one turn. Where other programs use the cores, --threads 1 and
+the processor's time tell more than the clock. Pages are a random permutation of the pool's, unless --in-order.
 """
 
 from __future__ import annotations
