@@ -592,7 +592,7 @@ def preload_not_waited_for() -> Any:
 
     def patched(self: Any, req: Any, *args: Any) -> None:
         count(self, req, *args)
-        if req.loaded[1]:
+        if req.loaded:
             req.plan = tuple(dataclasses.replace(span, ticket=None) for span in req.plan)
 
     return mock.patch.object(Admission, "_count_found", patched)

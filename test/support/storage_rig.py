@@ -139,6 +139,11 @@ class StorageRig:
     def on_host(self, text: str) -> int:
         return self.tree.match("", tokens(text)).total_len
 
+    def found(self, rid: str) -> tuple[int, int]:
+        """From the first to the last token that storage has brought for a request."""
+        runs = [run for of_tier in self.storage.found_by_tier(rid) for run in of_tier]
+        return (min(start for start, _ in runs), max(end for _, end in runs)) if runs else (0, 0)
+
     def over(self, *rids: str) -> list[bool]:
         return [self.storage.may_start(rid) for rid in rids]
 

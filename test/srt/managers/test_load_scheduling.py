@@ -539,6 +539,22 @@ def test_an_owner_that_fails_passes_the_prompt_on() -> None:
     assert len(rig.scheduler.cache.tree.claims) == 0
 
 
+def test_a_request_that_starts_again_waits_for_nobody_once_that_is_off() -> None:
+    """It was put off for another's tokens; then its launch fails, and an administrator has turned that off."""
+    rig = Rig(insert_at="completion", deferral_threshold=100)
+    prompt, asked = fresh(300, 1), []
+
+    def turn_off(decision: BatchDecision) -> None:
+        waiting = [r for r in rig.scheduler.queues.waiting if r.delay_end]
+        if waiting and not asked:
+            rig.scheduler.admission._policies.deferral_threshold = 0
+            rig.scheduler.admission.claim(waiting[0])
+            asked.extend(req for req, _ in rig.scheduler.admission.iter_admissible())
+
+    times = rig.run([(0.0, request(rid, prompt)) for rid in "abc"], turn_off)
+    assert asked and {len(t.tokens) for t in times.values()} == {1}
+
+
 # -- batches, order -------------------------------------------------------------------------------------------
 
 

@@ -20,20 +20,26 @@ DEVICE, LOAD, STREAM, COMPUTE = SpanSource.DEVICE, SpanSource.LOAD, SpanSource.S
         # Loaded ahead, some of it from peers.
         (
             [(DEVICE, 256, None)],
-            {"loaded": (64, 192), "loaded_from_peers": ((64, 96), (128, 160))},
+            {"loaded": ((64, 192),), "loaded_from_peers": ((64, 96), (128, 160))},
             {"device": 128, "host": 64, "peer": 64},
         ),
         # What storage has brought, in part loaded ahead. Some lies on the device, some has moved to a peer.
         (
             [(DEVICE, 128, None), (LOAD, 192, P), (LOAD, 256, H)],
-            {"fetched": ((64, 160), (160, 224)), "loaded": (32, 80)},
+            {"fetched": (((64, 160),), ((160, 224),)), "loaded": ((32, 80),)},
             {"device": 32, "host": 64, "disk": 96, "remote": 64},
         ),
         # Read layer by layer, 100 tokens of them from peers.
         (
             [(DEVICE, 64, None), (STREAM, 256, None)],
-            {"fetched": ((224, 256),)},
+            {"fetched": (((224, 256),), ())},
             {"device": 64, "peer": 100, "host": 60, "disk": 32},
+        ),
+        # A peer's between two fetches, and others' between two loads ahead.
+        (
+            [(DEVICE, 128, None), (LOAD, 192, P), (LOAD, 256, H)],
+            {"fetched": (((96, 128), (192, 256)), ()), "loaded": ((32, 64), (96, 128))},
+            {"device": 64, "peer": 64, "host": 32, "disk": 96},
         ),
     ],
 )
@@ -42,6 +48,6 @@ def test_each_token_counts_where_it_was_found(plan: list, facts: dict, expected:
     for source, end, ticket in [*plan, (COMPUTE, 300, None)]:
         spans.append(Span(start, end, source, ticket))
         start = end
-    req = SimpleNamespace(plan=tuple(spans), **({"fetched": (), "loaded": (0, 0), "loaded_from_peers": ()} | facts))
+    req = SimpleNamespace(plan=tuple(spans), **({"fetched": (), "loaded": (), "loaded_from_peers": ()} | facts))
     found = hits_by_tier(req, 100, (Tier.DISK, Tier.REMOTE))
     assert {name: n for name, n in found.items() if n} == expected

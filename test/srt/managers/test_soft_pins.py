@@ -44,7 +44,7 @@ def test_a_request_waits_while_too_much_is_pinned_and_its_deadline_is_put_off():
     assert len(rig.detach("r")) == 2
     expire(rig, 3.0)
     rig.finish_all()
-    assert rig.over("s") == [True] and rig.storage.found("s") == (0, 16)
+    assert rig.over("s") == [True] and rig.found("s") == (0, 16)
     assert rig.storage.counters["prefetch_timeouts"] == 0
     rig.detach("s")
     rig.assert_nothing_left()
@@ -148,7 +148,7 @@ def test_one_behind_a_request_that_waits_for_room_is_put_off_too():
     assert rig.over("s", "t") == [False, False]
     assert [ticket.link for ticket in rig.detach("s")] == ["fetch"], "t goes on when s has gone"
     rig.finish_all()
-    assert rig.over("t") == [True] and rig.storage.found("t") == (0, 4)
+    assert rig.over("t") == [True] and rig.found("t") == (0, 4)
     for rid in "rt":
         rig.detach(rid)
     rig.assert_nothing_left()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from sglang.srt.managers.schedule_policy import FETCH_PATIENCE
 from sglang.srt.mem_cache.frame_table import FrameState
-from sglang.srt.mem_cache.node import is_hole, path_of
+from sglang.srt.mem_cache.node import Node, is_hole, path_of
 from sglang.srt.mem_cache.transfer import (
     D2P,
     FETCH,
@@ -17,7 +18,7 @@ from sglang.srt.mem_cache.transfer import (
     Ticket,
     Tier,
 )
-from sglang.srt.utils.time_units import Seconds
+from sglang.srt.utils.time_units import LaunchSeq, Seconds
 from support.storage_rig import StorageRig as Rig
 from support.storage_rig import expire, keys_of, tokens
 
@@ -38,11 +39,11 @@ def test_from_the_question_to_the_host():
     for i, there in enumerate((8, 16, 20)):
         assert rig.over("r") == [False]
         assert rig.finish(Ticket(FETCH, i)) == []
-        assert rig.on_host(TEXT) == there and rig.storage.found("r") == (0, there)
+        assert rig.on_host(TEXT) == there and rig.found("r") == (0, there)
     assert rig.over("r") == [True] and rig.storage.num_waiting == 0
     assert rig.tree.num_nodes == 1, "pieces of one path are merged"
     rig.detach("r")
-    assert rig.storage.found("r") == (0, 0)
+    assert rig.found("r") == (0, 0)
     assert rig.storage.counters == {"storage_probes": 1, "storage_hit_tokens": 20, "prefetched_tokens": 20}
     rig.assert_nothing_left()
 
@@ -71,7 +72,7 @@ def test_only_whole_blocks_beyond_what_is_there_are_asked_for():
     assert rig.finish(probe) == [Ticket(FETCH, 0), Ticket(FETCH, 1)], "what is above need not be on the host"
     assert rig.over("enough") == [False]
     rig.finish_all()
-    assert rig.on_host("aaaabbbbccccdddd") == 16 and rig.storage.found("enough") == (6, 16)
+    assert rig.on_host("aaaabbbbccccdddd") == 16 and rig.found("enough") == (6, 16)
     assert rig.host.counts[FrameState.CACHED] == 10
     rig.detach("enough")
     rig.assert_nothing_left()
@@ -86,7 +87,7 @@ def test_what_does_not_come_ends_the_wait():
     assert rig.cancelled == [Ticket(FETCH, 1), Ticket(FETCH, 2)]
     rig.finish(Ticket(FETCH, 1))
     rig.finish(Ticket(FETCH, 2), count=0)
-    assert rig.over("r") == [True] and rig.on_host(TEXT) == 4 and rig.storage.found("r") == (0, 4)
+    assert rig.over("r") == [True] and rig.on_host(TEXT) == 4 and rig.found("r") == (0, 4)
     rig.detach("r")
     rig.assert_nothing_left()
 
@@ -97,7 +98,7 @@ def test_somebody_computes_it_between_question_and_answer():
     rig.insert(TEXT[:18])
     assert rig.finish(probe) == [Ticket(FETCH, 0)] and keys_of(rig, Ticket(FETCH, 0)) == 1, "what is still lacking"
     rig.finish_all()
-    assert rig.storage.found("r") == (18, 20) and rig.on_host(TEXT) == 20
+    assert rig.found("r") == (18, 20) and rig.on_host(TEXT) == 20
     rig.detach("r")
     (probe,) = rig.begin("s", TEXT + "ffffgggg")
     rig.insert(TEXT + "ffffgggg")
@@ -118,7 +119,7 @@ def test_it_waits_for_a_node_that_is_nowhere_yet():
     begun = rig.finish(backup)
     assert [keys_of(rig, t) for t in begun if t.link == FETCH] == [2, 1]
     rig.finish_all()
-    assert rig.storage.found("r") == (10, 20)
+    assert rig.found("r") == (10, 20)
     rig.detach("r")
     rig.assert_nothing_left()
 
@@ -133,7 +134,7 @@ def test_below_a_prefix_that_only_a_peer_has_the_rest_is_fetched():
     (probe,) = rig.begin("r", TEXT)
     assert rig.finish(probe) == [Ticket(FETCH, 0), Ticket(FETCH, 1)] and rig.over("r") == [False]
     rig.finish_all()
-    assert rig.over("r") == [True] and rig.storage.found("r") == (10, 20)
+    assert rig.over("r") == [True] and rig.found("r") == (10, 20)
     match = rig.tree.match("", tokens(TEXT))
     assert (match.total_len, match.peer_runs) == (20, ((0, 10),)) and node.frames[HOST] is None
     rig.detach("r")
@@ -149,7 +150,7 @@ def test_it_waits_for_a_prefix_that_is_on_its_way_to_a_peer():
     assert rig.finish(probe) == [] and rig.over("r") == [False]
     assert rig.finish(Ticket(D2P, 0)) == [Ticket(FETCH, 0), Ticket(FETCH, 1)] and rig.over("r") == [False]
     rig.finish_all()
-    assert rig.over("r") == [True] and rig.storage.found("r") == (10, 20)
+    assert rig.over("r") == [True] and rig.found("r") == (10, 20)
     rig.detach("r")
     rig.assert_nothing_left()
 
@@ -168,7 +169,7 @@ def test_what_only_a_peer_has_that_is_not_read_is_fetched(is_copied: bool):
     first, *_ = rig.finish(probe)
     assert keys_of(rig, first) == 2 and rig.over("r") == [False]
     rig.finish_all()
-    assert rig.over("r") == [True] and rig.storage.found("r") == (0, 20) and rig.on_host(TEXT) == 20
+    assert rig.over("r") == [True] and rig.found("r") == (0, 20) and rig.on_host(TEXT) == 20
     assert node.frames[PEER] is not None and node.frames[HOST] is not None
     rig.detach("r")
     rig.assert_nothing_left()
@@ -186,10 +187,71 @@ def test_what_does_not_come_of_it_stays_on_the_peer_alone(count: int):
     first, *_ = rig.finish(probe)
     rig.finish(first, count=count)
     rig.finish_all()
-    assert rig.over("r") == [True] and rig.storage.found("r") == (0, 4 * count) and rig.on_host(TEXT) == 4 * count
+    assert rig.over("r") == [True] and rig.found("r") == (0, 4 * count) and rig.on_host(TEXT) == 4 * count
     rig.tree.set_load_order(rig.tree.order.load_order, frozenset())
     match = rig.tree.match("", tokens(TEXT))
     assert match.total_len == 10, "what the peer has is found once it is read again"
+    rig.detach("r")
+    rig.assert_nothing_left()
+
+
+def on_an_unread_peer(rig: Rig, text: str) -> Node:
+    rig.controller.unwritten = frozenset({HOST})
+    node = rig.insert(text)
+    rig.controller.evict(DEVICE, 10)
+    (copy,) = rig.collect()
+    rig.finish(copy)
+    rig.tree.set_load_order(rig.tree.order.load_order, frozenset({PEER}))
+    return node
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_what_a_peer_has_stays_as_exact_and_as_much_used(count: int):
+    """Its pages came from another storage, which is lossy; those that are fetched beside them are exact."""
+    rig = Rig(TEXT, peer=16)
+    node = on_an_unread_peer(rig, TEXT[:8])
+    node.is_lossy, node.hits = True, 5
+    (probe,) = rig.begin("r", TEXT)
+    fetch, *_ = rig.finish(probe)
+    rig.finish(fetch, count=count)
+    rig.finish_all()
+    assert node.frames[PEER] is not None and node.is_lossy and node.hits == 5
+    assert all(each.is_lossy for each in rig.tree.walk_below(node)), "what comes behind it counts as lossy, too"
+    rig.detach("r")
+    rig.assert_nothing_left()
+
+
+@pytest.mark.parametrize("what", ["lossy storage", "a reader"])
+def test_what_only_an_unread_peer_has_is_computed_beside(what: str):
+    rig = Rig(TEXT, peer=16)
+    node = on_an_unread_peer(rig, TEXT[:8])
+    if what == "lossy storage":
+        assert rig.storage.setup is not None
+        rig.storage.setup = replace(rig.storage.setup, is_lossy=True)
+    else:
+        receipt = rig.tree.lock_node(node, LaunchSeq(20))
+    (probe,) = rig.begin("r", TEXT)
+    assert rig.finish(probe) == [] and rig.over("r") == [True] and not node.is_lossy
+    rig.detach("r")
+    if what == "a reader":
+        rig.tree.unlock(receipt, LaunchSeq(20), LaunchSeq(-1))
+    rig.assert_nothing_left()
+
+
+def test_what_a_peer_has_between_two_fetches_is_not_storages():
+    rig = Rig(TEXT, peer=16)
+    rig.controller.unwritten = frozenset({HOST})
+    above = rig.insert(TEXT[:4])
+    rig.insert(TEXT[4:8], above)
+    rig.controller.evict(DEVICE, 10)
+    rig.finish_all()
+    rig.controller.drop(above, PEER)
+    rig.collect()
+    (probe,) = rig.begin("r", TEXT)
+    rig.finish(probe)
+    rig.finish_all()
+    assert rig.storage.found_by_tier("r") == (((0, 4), (8, 20)), ())
+    assert rig.tree.match("", tokens(TEXT)).peer_runs == ((4, 8),)
     rig.detach("r")
     rig.assert_nothing_left()
 
@@ -254,7 +316,7 @@ def test_what_is_computed_below_a_fetch_does_not_hold_up_what_storage_has_beyond
     assert rig.finish(fetch) == [] and rig.over("r", "s") == [True, False]
     rig.finish(beyond)
     assert rig.over("s") == [True] and rig.on_host(TEXT) == 20
-    assert rig.storage.found("s")[1] == 20
+    assert rig.found("s")[1] == 20
     for rid in "rs":
         rig.detach(rid)
     rig.assert_nothing_left()
@@ -332,7 +394,7 @@ def test_requests_share_what_is_fetched():
     assert rig.over("r", "s", "t", "u") == [False, False, False, True]
     rig.finish(Ticket(FETCH, 2))
     assert rig.over("r", "s", "t") == [True] * 3
-    assert [rig.storage.found(rid) for rid in "rst"] == [(0, 20)] * 3
+    assert [rig.found(rid) for rid in "rst"] == [(0, 20)] * 3
     for rid in "rstu":
         rig.detach(rid)
     assert rig.storage.counters["prefetched_tokens"] == 20
@@ -431,9 +493,9 @@ def test_what_is_too_much_goes_on_later_oldest_first():
     order = []
     while rig.ops:
         ticket = min(rig.ops)
-        before = {rid: rig.storage.found(rid) for rid in "rst"}
+        before = {rid: rig.found(rid) for rid in "rst"}
         rig.finish(ticket)
-        order += [rid for rid in "rst" if rig.storage.found(rid) != before[rid]]
+        order += [rid for rid in "rst" if rig.found(rid) != before[rid]]
         assert rig.storage.fetching_pages <= 8
         rig.start_ready("rst")
     assert order == list("rrrrsssst")
@@ -629,9 +691,9 @@ def test_what_has_come_in_time_is_kept():
     rig.finish(rig.begin("r", TEXT, now=0.0)[0])
     rig.finish(Ticket(FETCH, 0))
     expire(rig, 1.0)
-    assert rig.over("r") == [True] and rig.storage.found("r") == (0, 8) and rig.on_host(TEXT) == 8
+    assert rig.over("r") == [True] and rig.found("r") == (0, 8) and rig.on_host(TEXT) == 8
     rig.finish_all()
-    assert rig.storage.found("r") == (0, 8) and rig.on_host(TEXT) == 8
+    assert rig.found("r") == (0, 8) and rig.on_host(TEXT) == 8
     rig.detach("r")
     rig.assert_nothing_left()
 
@@ -712,7 +774,7 @@ def test_what_came_is_told_apart_by_storage_tier():
     while fetches:
         fetches += rig.finish(fetches.pop(0))
         seen.append(rig.storage.found_by_tier("r"))
-    assert seen == [((0, 8), (8, 8)), ((0, 8), (8, 16)), ((0, 8), (8, 20))]
+    assert seen == [(((0, 8),), ()), (((0, 8),), ((8, 16),)), (((0, 8),), ((8, 20),))]
     rig.detach("r")
     rig.assert_nothing_left()
 
@@ -741,7 +803,7 @@ def test_a_request_that_joins_a_fetch_is_told_the_storage_tier_too():
     rig.begin("second", TEXT)
     while fetches:
         fetches += rig.finish(fetches.pop(0))
-    assert rig.storage.found_by_tier("second") == ((0, 8), (8, 20))
+    assert rig.storage.found_by_tier("second") == (((0, 8),), ((8, 20),))
     rig.detach("first")
     rig.detach("second")
     rig.assert_nothing_left()

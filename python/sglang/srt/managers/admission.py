@@ -237,9 +237,10 @@ class Admission:
 
     def claim(self, req: Req) -> None:
         """Enter what a request is about to compute, and note how much of that it shares with an older one."""
-        if not self._policies.deferral_threshold or not req.fills_cache:
-            return
         self._claims.release(req.rid)
+        if not self._policies.deferral_threshold or not req.fills_cache:
+            req.delay_end = 0  # it waits for others no more
+            return
         self._claims.claim(req.rid, req.order, req.namespace, self._cache.cacheable_tokens(req))
         claimed = self._claims.claimed_by_older(req.rid, lambda rid: False)
         if claimed and claimed - self._cache.candidate(req).prefix > self._policies.deferral_threshold:
@@ -340,8 +341,7 @@ class Admission:
         for req in ended:
             assert req.preload is not None
             self._cache.end_preload(req.preload)
-            begin, end = req.loaded if req.loaded[1] else (req.preload.start, 0)
-            req.loaded = (min(begin, req.preload.start), max(end, req.preload.end))
+            req.loaded += ((req.preload.start, req.preload.end),)
             req.loaded_from_peers += req.preload.from_peers
             req.preload = None
         self.num_preloads -= len(ended)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -45,10 +46,9 @@ class Prefetch:
     end: int = 0
     # Fetches that it waits for.
     tickets: dict[Ticket, None] = field(default_factory=dict)
-    # Tokens [start, end) that storage has brought for it, from its second tier those from found_far_from on. Fetches
-    # that others have begun count.
-    found: tuple[int, int] = (0, 0)
-    found_far_from: int = 0
+    # Of each fetch that brought something, tokens [start, end), from the second storage tier those from `border` on:
+    # (start, border, end). Fetches that others have begun count.
+    found: list[tuple[int, int, int]] = field(default_factory=list)
     # Of what it begins to fetch, tokens from there on lie on the second storage tier.
     far_from: int = 0
     # To be begun, as far as it is known.
@@ -88,3 +88,13 @@ class Prefetch:
         if self.no_room:
             return "no_room"
         return "storage_not_awaited" if self.asked or self.end or not self.num_asked else ""
+
+
+def joined_runs(runs: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Runs [start, end) in their order, without empty ones, and as one where one begins at another's end."""
+    found: list[tuple[int, int]] = []
+    for start, end in sorted(runs):
+        if start < end:
+            begin = found.pop()[0] if found and found[-1][1] == start else start
+            found.append((begin, end))
+    return tuple(found)

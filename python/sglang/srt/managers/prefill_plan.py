@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from sglang.srt.managers.schedule_batch import Req, Span, SpanSource
 from sglang.srt.mem_cache.node import Node
@@ -35,14 +35,14 @@ def hits_by_tier(req: Req, streamed_from_peers: int, storage_tiers: Sequence[Tie
     """Tokens that the cache saves a request that has its plan, by the name of the tier that had them when it came:
     what storage has brought for it may lie anywhere by now, and what was loaded ahead lies on the device."""
     found = dict.fromkeys(TIER_NAMES, 0)
-    borders = {border for run in (*req.fetched, req.loaded, *req.loaded_from_peers) for border in run}
+    borders = {border for run in chain(*req.fetched, req.loaded, req.loaded_from_peers) for border in run}
     for span in req.plan[:-1]:
         if span.source == SpanSource.COMPUTE:
             continue
         cuts = sorted({span.start, span.end, *(border for border in borders if span.start < border < span.end)})
         for start, end in pairwise(cuts):
             size = end - start
-            fetched_by = [tier for tier, run in zip(storage_tiers, req.fetched) if _has(run, start)]
+            fetched_by = [tier for tier, runs in zip(storage_tiers, req.fetched) if _have(runs, start)]
             if fetched_by:
                 found[TIER_NAMES[fetched_by[0]]] += size
                 continue
@@ -51,8 +51,8 @@ def hits_by_tier(req: Req, streamed_from_peers: int, storage_tiers: Sequence[Tie
                 streamed_from_peers -= from_peers
             elif span.source == SpanSource.LOAD:
                 from_peers = size if span.ticket is not None and span.ticket.link == P2D else 0
-            elif _has(req.loaded, start):
-                from_peers = size if any(_has(run, start) for run in req.loaded_from_peers) else 0
+            elif _have(req.loaded, start):
+                from_peers = size if _have(req.loaded_from_peers, start) else 0
             else:
                 found["device"] += size
                 continue
@@ -61,5 +61,5 @@ def hits_by_tier(req: Req, streamed_from_peers: int, storage_tiers: Sequence[Tie
     return found
 
 
-def _has(run: tuple[int, int], token: int) -> bool:
-    return run[0] <= token < run[1]
+def _have(runs: Sequence[tuple[int, int]], token: int) -> bool:
+    return any(start <= token < end for start, end in runs)

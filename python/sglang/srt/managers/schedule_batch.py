@@ -239,13 +239,13 @@ class Req:
         self.hold: ReqHold | None = None
         # Where each token comes from, without gaps.
         self.plan: tuple[Span, ...] = ()
-        # Prompt tokens [start, end) that storage brought to the host for it, one for each storage tier.
-        self.fetched: tuple[tuple[int, int], ...] = ()
+        # Runs [start, end) of prompt tokens that storage brought to the host for it, for each storage tier.
+        self.fetched: tuple[tuple[tuple[int, int], ...], ...] = ()
         # Its load, if that began before its launch, and whether it lost one as others needed the memory.
         self.preload: Preload | None = None
         self.preload_cancelled = False
-        # Tokens [start, end) that such a load brought, and the runs of them that came from peers.
-        self.loaded = (0, 0)
+        # Runs [start, end) that such loads brought, and those of them that came from peers.
+        self.loaded: tuple[tuple[int, int], ...] = ()
         self.loaded_from_peers: tuple[tuple[int, int], ...] = ()
         # Up to there it shared its tokens with what an older request was about to compute when it came; 0 for none.
         self.delay_end = 0

@@ -30,7 +30,7 @@ from sglang.srt.managers.block_writer import BlockWriter
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.managers.fetch_order import Attempt, FetchOrder
 from sglang.srt.managers.lost_hits import StorageOutcome
-from sglang.srt.managers.prefetch import Prefetch
+from sglang.srt.managers.prefetch import Prefetch, joined_runs
 from sglang.srt.managers.probe_value import ProbeValue
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.schedule_policy import FETCH_ORDERS
@@ -43,7 +43,7 @@ from sglang.srt.managers.tier_switches import TierSwitches
 from sglang.srt.mem_cache.block_keys import NO_KEYS, BlockKeys
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.namespaces import is_alone
-from sglang.srt.mem_cache.node import Dropped, FilledRun, MatchResult, is_fetching, note_source
+from sglang.srt.mem_cache.node import Dropped, FilledRun, MatchResult, Node, is_fetching, is_hole, note_source
 from sglang.srt.mem_cache.radix import common_len
 from sglang.srt.mem_cache.transfer import (
     FETCH,
@@ -106,7 +106,7 @@ class StorageController:
         self._prefetches: dict[str, Prefetch] = {}
         # Those of them that are not over.
         self._waiting: dict[str, None] = {}
-        # Those that have ceased to be among them; see `take_let_start`.
+        # Those that may have ceased to be among them; see `take_let_start`.
         self.let_start: list[str] = []
         self._waiters: dict[Ticket, dict[str, None]] = {}
         # Blocks that were ever begun, and fetches that have ended.
@@ -286,18 +286,15 @@ class StorageController:
             return list(waiting)
         return [req for req in waiting if req.rid not in held_up] if len(held_up) < len(waiting) else []
 
-    def found(self, rid: str) -> tuple[int, int]:
-        """Tokens [start, end) of the prompt that storage has brought to the host for this request."""
+    def found_by_tier(self, rid: str) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Of each storage tier, runs [start, end) of the prompt's tokens that it has brought to the host for this
+        request; empty if nothing was brought."""
         prefetch = self._prefetches.get(rid)
-        return prefetch.found if prefetch is not None else (0, 0)
-
-    def found_by_tier(self, rid: str) -> tuple[tuple[int, int], ...]:
-        """The same, of each storage tier; empty if nothing was brought."""
-        start, end = self.found(rid)
-        if not end:
+        if prefetch is None or not prefetch.found:
             return ()
-        border = self._prefetches[rid].found_far_from
-        return (start, border), (border, end)
+        near = [(start, border) for start, border, _ in prefetch.found]
+        far = [(border, end) for _, border, end in prefetch.found]
+        return joined_runs(near), joined_runs(far)
 
     def outcome(self, rid: str) -> StorageOutcome:
         """What a request that starts got; before `detach`."""
@@ -460,7 +457,7 @@ class StorageController:
         """Fetch the blocks that cover tokens [match.total_len, …), of which the first may begin before. The caller
         has made room on the host.
 
-        match: made with `fetching`. tokens: int32, up to the end of the last block, or of the hole that is filled.
+        match: made with `fetching`. tokens: int32, up to the end of the last block, or of the node that is filled.
         keys: (n, 16). far_from: see `Prefetch`.
         """
         names, page, host = self.tree.names.keys, self.tree.page_size, self.controller.tables[Tier.HOST]
@@ -597,9 +594,7 @@ class StorageController:
             prefetch = self._prefetches[rid]
             del prefetch.tickets[ticket]
             if end > start:
-                if prefetch.found_far_from == prefetch.found[1]:
-                    prefetch.found_far_from = min(max(start, far_from), end)
-                prefetch.found = (prefetch.found[0] if prefetch.found[1] else start, end)
+                prefetch.found.append((start, min(max(start, far_from), end), end))
                 prefetch.reach = max(prefetch.reach, end)
                 self._pin(prefetch, self._match(prefetch, len(prefetch.tokens)))
             if not whole or end == start or self._is_begun(rid, prefetch):
@@ -657,11 +652,9 @@ class StorageController:
         if not self._cut(rid, prefetch, first, 0):
             return Attempt.OVER
         following = self.tree.next_unmatched(match, prefetch.tokens)
-        if following is not None and self.tree.is_coming(following):
-            return Attempt.STALLED
-        if following is not None and following.frames[Tier.HOST] is not None:
-            return Attempt.OVER
-        # What no tier has, or only peers that are not read, is filled by operations of its own.
+        if following is not None and not self._is_to_fill(following):
+            return Attempt.STALLED if self.tree.is_coming(following) else Attempt.OVER
+        # It is filled by operations of its own.
         most = following.end if following is not None else prefetch.end
         last = min(-(-min(most, prefetch.end) // size), first + limits.blocks_per_op)
         assert last > first, f"{rid} has nothing to begin"
@@ -676,8 +669,8 @@ class StorageController:
             return Attempt.OVER
         # Once more: making room may have merged nodes, or removed a hole.
         match, end = self._match(prefetch, prefetch.end), last * size
-        if (hole := self.tree.next_unmatched(match, prefetch.tokens)) is not None:
-            end = hole.start + common_len(hole.key, prefetch.tokens, hole.start, end, self.tree.page_size)
+        if (node := self.tree.next_unmatched(match, prefetch.tokens)) is not None:
+            end = node.start + common_len(node.key, prefetch.tokens, node.start, end, self.tree.page_size)
         ticket = self.begin_fetch(match, prefetch.tokens[start:end], prefetch.keys[first:last], prefetch.far_from)
         self._num_begun += last - first
         self._advice.fetch_begun(ticket.seq, (last - first) * size)
@@ -686,6 +679,15 @@ class StorageController:
         self._pin(prefetch, self._match(prefetch, end))
         self._let_join(rid, prefetch, ticket, first)
         return Attempt.OVER if end >= prefetch.end else Attempt.BEGUN
+
+    def _is_to_fill(self, node: Node) -> bool:
+        """Whether storage brings what a node of the tree lacks: a hole, or what only peers have that are not read.
+        Not where a request reads it there, as its slab could not go before the fetch ends; nor in the place of exact
+        pages what is not."""
+        if is_hole(node):
+            return True
+        is_apart = node.frames[Tier.HOST] is None and not self.tree.is_coming(node)
+        return is_apart and not node.lock and self.setup is not None and not self.setup.is_lossy
 
     def _let_join(self, rid: str, prefetch: Prefetch, ticket: Ticket, first: int) -> None:
         """Others that lack the same block need not wait for their turn. A block's key names all before it."""

@@ -76,7 +76,7 @@ class BlockNames:
                 node.stored = np.zeros(end - first, np.bool_)
 
     def name_fetched(self, node: Node, block_keys: np.ndarray) -> None:
-        """A new node holds what storage has under these names."""
+        """A node gets what storage has under these names."""
         assert len(block_keys) == self.num_blocks(node)
         node.block_keys = block_keys
         node.stored = np.ones(len(block_keys), np.bool_)

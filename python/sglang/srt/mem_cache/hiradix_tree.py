@@ -422,16 +422,18 @@ class HiRadixTree:
     ) -> Node:
         """Enter what storage has below a match (made with `fetching`), in host frames that the operation will fill.
 
-        run: its tokens end with a block, or where the hole ends that it fills. block_keys: of the blocks that end in
-        it.
+        run: its tokens end with a block, or where the node ends that it fills: a hole, or one that peers have.
+        block_keys: of the blocks that end in it.
         """
         parent = self._end_of(match)
         node = self.put_run(parent, run, Tier.HOST, launch)
+        self.names.name_fetched(node, block_keys)
+        if node.frames[_PEER] is not None:
+            return node  # it is as exact, and as much used, as before
         # No request has computed it.
         node.hits = 0
         if parent.parent is not None:
             node.priority = min(node.priority, parent.priority)
-        self.names.name_fetched(node, block_keys)
         node.is_lossy = parent.is_lossy or is_lossy
         stack = list(node.children.values()) if node.is_lossy else []
         while stack:

@@ -230,7 +230,8 @@ class _Serving:
         return kv_scale.loaded(out)[None, ..., :value_dim].to(query.dtype)
 
     def _window(self, layer: int) -> int | None:
-        """None where no request is longer than the window, unless a backend would compile one more kernel for it."""
+        """None where it hides nothing, as no request is longer. A backend that computes windows always gets it:
+        without one it would compile another kernel while it serves."""
         window = self.model.windows[layer]
         is_needed = window is not None and (self.model.backend.computes_masked or self._longest > window)
         return window if is_needed else None

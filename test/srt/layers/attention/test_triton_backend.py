@@ -572,6 +572,8 @@ def masks_of(num_heads: int) -> list[dict[str, Any]]:
         {"window": 13, "sinks": sinks},
         {"window": 13, "sinks": sinks.flip(0)},
         {"softcap": 0.7},
+        {"softcap": 1000.0},
+        {"sinks": torch.full((num_heads,), -math.inf)},
         {"window": 600, "softcap": 1.5, "sinks": sinks.bfloat16()},
     ]
 

@@ -475,7 +475,7 @@ def test_a_lender_that_is_killed_fails_what_waits_for_it_at_once(
     child.stop()
     results: list[OpResult] = []
     waiting = threading.Thread(target=lambda: results.append(rig.copy(P2D, arange(5), frames)))
-    (session,) = rig.memory.pool._directions[0]._sessions.values()
+    (session,) = rig.memory.pool._states[0]._sessions.values()
     asked = session._next_sequence
     waiting.start()
     wait_until(lambda: session._next_sequence > asked, "a request to be under way")
@@ -499,7 +499,7 @@ def test_a_lender_that_stands_still_does_not_do_later_what_was_given_up(
     frames = rig.frames()[:5]
     rig.device.kv.fill_(1.0)
     assert rig.copy(D2P, arange(5), frames).ok
-    (session,) = rig.memory.pool._directions[1]._sessions.values()
+    (session,) = rig.memory.pool._states[1]._sessions.values()
     child.stop()
     session._timeout_s = 0.1
     rig.device.kv.fill_(2.0)

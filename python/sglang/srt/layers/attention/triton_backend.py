@@ -408,6 +408,7 @@ class TritonAttnBackend:
         assert mask.factor > 0, f"a scale of {mask.factor}"
         assert q.stride(2) == 1, "the values of a head lie side by side"
         assert table.pages.is_contiguous(), "pages lie side by side in their table"
+        assert mask.sinks is None or mask.sinks.is_contiguous(), "sinks lie side by side"
         tiles = self._tiles_for(q, view)
         shape = {"HEAD_DIM": head_dim, "BLOCK_D": max(16, triton.next_power_of_2(head_dim))}
         page_tokens = _page_tokens(view)

@@ -81,6 +81,14 @@ def _as_multiplied(q, KV: tl.constexpr):
 
 
 @triton.jit
+def _tanh(x):
+    """Exact to rounding: near 0 by its series, where the difference of two numbers near 1 would lose digits."""
+    square = x * x
+    series = 1.0 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
+    return tl.where(tl.abs(x) < 0.25, x * series, 2.0 * tl.sigmoid(2.0 * x) - 1.0)
+
+
+@triton.jit
 def _attend(
     q,
     state,
@@ -140,8 +148,7 @@ def _attend(
         scores = tl.dot(q, k.to(q.dtype), input_precision="ieee")
         factor = scale
         if cap is not None:
-            # cap * tanh(scores * scale / cap)
-            scores = cap * (2.0 * tl.sigmoid(scores * (2.0 * scale / cap)) - 1.0)
+            scores = cap * _tanh(scores * (scale / cap))
             factor = 1.0
         if MASKED:
             is_seen = n_mask[None, :] & (n[None, :] < visible[:, None])
@@ -236,7 +243,8 @@ def _beside_sinks(out, lse, sinks_ptr, heads, mask):
         return out
     else:
         sinks = tl.load(sinks_ptr + heads, mask=mask, other=0.0).to(tl.float32) * _LOG2_E
-        return out / (1.0 + tl.exp2(sinks - lse))[:, None]
+        # A query without keys has nothing to divide.
+        return out / (1.0 + tl.where(lse == -float("inf"), 0.0, tl.exp2(sinks - lse)))[:, None]
 
 
 @triton.jit

@@ -72,7 +72,7 @@ class BorrowedPool(ElasticPool):
         self._is_strict = np.zeros(slabs.num_slabs, np.bool_)
         self._staging_bytes = -(-max(STAGING_BYTES, self.page_bytes) // GRANULARITY) * GRANULARITY
         self.breakers = LenderBreakers(self._strict, notify)
-        self._directions: list[_Direction] = []
+        self._states: list[_MoverState] = []
 
     # -- from `BorrowedMemory` ----------------------------------------------------------------------------------
 
@@ -111,8 +111,8 @@ class BorrowedPool(ElasticPool):
     def close(self) -> None:
         """End all sessions. No operation may be under way."""
         self.breakers.close()
-        for direction in self._directions:
-            direction.close()
+        for state in self._states:
+            state.close()
 
     def seen_by_stream(self, is_within: bool = False) -> HasPages:
         """What one stream copies to or from: a mover of its own, but on a GPU the pool itself."""
@@ -121,8 +121,8 @@ class BorrowedPool(ElasticPool):
     def mover(self, is_within: bool = False) -> PoolMover:
         """What copies to or from the pool at the same time as others do. is_within: to pages of this pool, which must
         be mapped."""
-        self._directions.append(_Direction(self._strict, self._staging_bytes, self.breakers))
-        return PoolMover(self, self._directions[-1], is_within)
+        self._states.append(_MoverState(self._strict, self._staging_bytes, self.breakers))
+        return PoolMover(self, self._states[-1], is_within)
 
     def has_strict(self, frames: torch.Tensor) -> bool:
         """Whether any of the pages is not mapped."""
@@ -133,7 +133,7 @@ class BorrowedPool(ElasticPool):
 
     def read_layer(
         self,
-        direction: _Direction,
+        state: _MoverState,
         layer: int,
         pages: KVPages,
         frames: tuple[torch.Tensor, torch.Tensor],
@@ -141,7 +141,7 @@ class BorrowedPool(ElasticPool):
     ) -> None:
         """Copy one layer of borrowed pages to other memory. frames: source and destination."""
         src, dst = frames
-        plan = self._plan(direction, src, self._staging_bytes // self._one_layer.page_bytes)
+        plan = self._plan(state, src, self._staging_bytes // self._one_layer.page_bytes)
         if plan.mapped is None:
             transfer_kv_per_layer_pf_lf(self.kv_pages, pages, src, dst, layer, backend=backend)
             return
@@ -154,15 +154,15 @@ class BorrowedPool(ElasticPool):
             requests = []
             for span, start in zip(self._spans[layer], starts):
                 requests += self._requests(part, span, start, to_slab=False)
-            staged = self._staged(direction.copy(part, requests), part.num_pages, self._one_layer, order)
+            staged = self._staged(state.copy(part, requests), part.num_pages, self._one_layer, order)
             copy_pages(staged, pages, torch.arange(part.num_pages), dst[positions], backend=backend)
 
     def write(
-        self, direction: _Direction, pages: KVPages, frames: tuple[torch.Tensor, torch.Tensor], backend: str
+        self, state: _MoverState, pages: KVPages, frames: tuple[torch.Tensor, torch.Tensor], backend: str
     ) -> None:
         """Copy all layers of other memory to borrowed pages."""
         src, dst = frames
-        plan = self._plan(direction, dst, self._staging_bytes // self.page_bytes)
+        plan = self._plan(state, dst, self._staging_bytes // self.page_bytes)
         if plan.mapped is None:
             transfer_kv_all_layer_lf_pf(pages, self.kv_pages, src, dst, backend=backend)
             return
@@ -170,10 +170,10 @@ class BorrowedPool(ElasticPool):
         transfer_kv_all_layer_lf_pf(pages, self.kv_pages, src[near], dst[near], backend=backend)
         whole = Span(1, 0, self.page_bytes)
         for part, positions in plan.rounds:
-            session = direction.session(part)
+            session = state.session(part)
             staged = self._staged(session, part.num_pages, self.page_layout, "page_first")
             copy_pages(pages, staged, src[positions], torch.arange(part.num_pages), backend=backend)
-            direction.copy(part, self._requests(part, whole, 0, to_slab=True))
+            state.copy(part, self._requests(part, whole, 0, to_slab=True))
 
     def poison(self, frames: torch.Tensor) -> None:
         """Poison those of the pages that are mapped."""
@@ -181,11 +181,11 @@ class BorrowedPool(ElasticPool):
             frames = frames[~torch.from_numpy(self._is_strict)[frames // self._stride_pages]]
         super().poison(frames)
 
-    def _plan(self, direction: _Direction, frames: torch.Tensor, round_pages: int) -> _Plan:
+    def _plan(self, state: _MoverState, frames: torch.Tensor, round_pages: int) -> _Plan:
         """Made once per operation: all its layers have the same page numbers."""
-        if direction.plan is None or direction.plan.frames is not frames:
-            direction.plan = self._new_plan(frames, round_pages)
-        return direction.plan
+        if state.plan is None or state.plan.frames is not frames:
+            state.plan = self._new_plan(frames, round_pages)
+        return state.plan
 
     def _new_plan(self, frames: torch.Tensor, round_pages: int) -> _Plan:
         if not self._is_strict.any():
@@ -248,25 +248,25 @@ def layer_spans(layout: PageLayout, layer: int) -> list[Span]:
 class PoolMover:
     """See `BorrowedPool.mover` and `CopiesPages`."""
 
-    # They do: no mover is on a GPU.
+    # All are there: a GPU has no movers.
     page_numbers_on_host = False
 
-    def __init__(self, pool: BorrowedPool, direction: _Direction, is_within: bool) -> None:
+    def __init__(self, pool: BorrowedPool, state: _MoverState, is_within: bool) -> None:
         self.kv_pages = pool.kv_pages
         self._pool = pool
-        self._direction = direction
+        self._state = state
         self._is_within = is_within
 
     def load_layer(self, layer: int, pages: KVPages, src: torch.Tensor, dst: torch.Tensor, backend: str) -> None:
         if self._is_within and self._pool.has_strict(dst):
             raise LoadFailedError("a slab that its worker copies takes pages of the device alone")
-        self._pool.read_layer(self._direction, layer, pages, (src, dst), backend)
+        self._pool.read_layer(self._state, layer, pages, (src, dst), backend)
 
     def back_up(self, pages: KVPages, src: torch.Tensor, dst: torch.Tensor, backend: str) -> None:
-        self._pool.write(self._direction, pages, (src, dst), backend)
+        self._pool.write(self._state, pages, (src, dst), backend)
 
 
-class _Direction:
+class _MoverState:
     """What a mover needs to itself. plan: of the present operation. strict: the pool's slabs, by place."""
 
     def __init__(self, strict: list[StrictSlab | None], staging_bytes: int, breakers: LenderBreakers) -> None:
