@@ -145,14 +145,13 @@ QUICK = {"documents": (100.0, 1.0, 0.01), "chats": (0.01,), "unique": (100.0, 0.
 # `documents` at 0.1 and 0.01 exceeds its limits of time to first token in the whole gate, which has three seeds and
 # six times the requests. Of peers alone at 10 with `unique`, five seeds had -22 to +36 % of the mean time per token.
 KNOWN_HARM: dict[str, dict[str, tuple[float, ...]]] = {
-    "documents": {"device+host+remote": (1.0,), "device+host+peer": (0.1, 0.01)},
-    "chats": {"device+host+remote": (0.01,)},
+    "documents": {"device+host+peer": (0.1, 0.01)},
+    "chats": {},
     "unique": {
         "device+host": (100.0, 10.0),
         "device+peer": (10.0,),
         "device+host+peer": (0.1, 0.01),
         "device+host+disk": (1.0,),
-        "device+host+remote": (0.01,),
     },
 }
 
