@@ -287,6 +287,9 @@ def test_config_json_goes_before_a_file_of_its_own(tmp_path):
     (tmp_path / "quantize_config.json").write_text("[]")
     with pytest.raises(ModelConfigError, match=r"quantize_config.json' does not hold a JSON object"):
         ModelConfig.from_pretrained(str(tmp_path))
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": "FP8"}')
+    with pytest.raises(ModelConfigError, match="quantization_config is 'FP8', not an object"):
+        ModelConfig.from_pretrained(str(tmp_path))
 
 
 def all_weights(model) -> Tensors:

@@ -145,7 +145,9 @@ def read_config_json(local_path: Path) -> dict[str, Any]:
         for name, method in QUANTIZATION_FILES.items():
             if (file := local_path / name).is_file():
                 found = _read_object(file)
-                raw[_QUANTIZATION[0]] = {"quant_method": method} | found.get("quantization", found)
+                found = found.get("quantization", found)
+                # What is no object is refused as such where it is read.
+                raw[_QUANTIZATION[0]] = {"quant_method": method} | found if isinstance(found, dict) else found
                 break
     return raw
 
