@@ -7,8 +7,8 @@ In process, the embedded model, real copies between real pools, files in a tempo
 variants take turns, so that the ratios hold on a noisy machine. The data that is read from disk has just been
 written: the store's reads and writes are real, but the system may have the data in memory.
 
-The slow link is as fast as loading takes a given share of the time for which the same prompt computes from the device.
-With loads that overlap layer by layer, the first token then comes after little more than the longer of the two.
+The slow link takes a given share of the time that the same prompt computes for when the device has its prefix. With
+loads that overlap layer by layer, the first token then comes after little more than the longer of the two.
 """
 
 from __future__ import annotations

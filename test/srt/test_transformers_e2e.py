@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, PretrainedConfig, Qwen3MoeConfig
 
 from sglang.srt.configs.embedded_model import ensure_embedded_model
 from support.server_fixture import Server
@@ -29,41 +30,49 @@ def generate(server: Server, text: str) -> dict:
     return response.json()
 
 
-def test_a_mixture_of_experts(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    tokenizer = AutoTokenizer.from_pretrained(ensure_embedded_model())
+EXPERTS = dict(moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2)
+SHAPE = dict(
+    vocab_size=2048,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=2048,
+    initializer_range=0.3,
+)
+
+
+def made(model: Path, config: PretrainedConfig) -> Any:
+    """A model with weights at random, with the embedded model's tokenizer, in a new folder."""
     torch.manual_seed(5)
-    theirs = AutoModelForCausalLM.from_config(
-        Qwen3MoeConfig(
-            vocab_size=2048,
-            hidden_size=64,
-            intermediate_size=96,
-            moe_intermediate_size=32,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=16,
-            num_experts=4,
-            num_experts_per_tok=2,
-            max_position_embeddings=2048,
-            initializer_range=0.3,
-        )
-    ).eval()
+    theirs = AutoModelForCausalLM.from_config(config).eval()
     theirs.save_pretrained(model)
     for file in ensure_embedded_model().glob("tokenizer*"):
         shutil.copy(file, model)
-    prompt = torch.tensor([tokenizer(TEXT)["input_ids"]])
+    return theirs
+
+
+def continued(theirs: Any, text: str) -> list[int]:
+    """What transformers generates: 12 tokens."""
+    prompt = torch.tensor([AutoTokenizer.from_pretrained(ensure_embedded_model())(text)["input_ids"]])
     with torch.inference_mode():
         mask = torch.ones_like(prompt)
-        want = theirs.generate(prompt, attention_mask=mask, max_new_tokens=12, do_sample=False, pad_token_id=0)
+        found = theirs.generate(prompt, attention_mask=mask, max_new_tokens=12, do_sample=False, pad_token_id=0)
+    return found[0, prompt.shape[1] :].tolist()
 
+
+def test_a_mixture_of_experts(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    want = continued(made(model, Qwen3MoeConfig(**SHAPE, **EXPERTS)), TEXT)
     extra = json.dumps({"path": str(tmp_path / "store"), "prefetch_threshold": 64, "block_tokens": 64})
     for start in (1, 2):
         flags = [*FLAGS.split(), "--hicache-storage-backend-extra-config", extra]
         with Server(*flags, model=str(model)) as server:
             for turn in range(2):
                 reply = generate(server, TEXT)
-                assert reply["output_ids"] == want[0, prompt.shape[1] :].tolist()
+                assert reply["output_ids"] == want
                 hits = reply["meta_info"]["cached_tokens_details"]
                 assert (hits["device"] > 64) == (turn == 1)
                 assert (hits["disk"] >= 64) == (turn == 0 and start == 2), (turn, start, hits)
@@ -74,6 +83,29 @@ def test_a_mixture_of_experts(tmp_path: Path) -> None:
             assert chat.status_code == 200 and chat.json()["usage"]["completion_tokens"] <= 4
             assert server.get("/get_server_info").json()["model_impl"] == "auto"
             server.stop()
+
+
+def test_a_prompt_longer_than_the_device(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    theirs = made(model, Qwen3MoeConfig(**SHAPE, **EXPERTS))
+    text = " ".join(f"{TEXT} Part {part}." for part in range(6))
+    flags = (
+        "--hicache --max-total-tokens 400 --page-size 16 --hicache-ratio 5 --chunked-prefill-size 64 --layer-stream 2"
+    )
+    with Server(*flags.split(), "--layer-stream-tokens", "64", model=str(model)) as server:
+        reply = generate(server, text)
+        assert reply["meta_info"]["prompt_tokens"] > 600
+        assert reply["output_ids"] == continued(theirs, text)
+        assert server.get("/hicache/state").json()["counters"]["streamed_reqs"] == 1
+
+
+def test_windows_do_not_stream(tmp_path: Path) -> None:
+    made(tmp_path / "model", Gemma2Config(**SHAPE, sliding_window=64))
+    flags = "--hicache --max-total-tokens 512 --chunked-prefill-size 64 --layer-stream 2 --layer-stream-tokens 64"
+    with Server(*flags.split(), model=str(tmp_path / "model"), wait=False) as server:
+        assert server.wait() != 0
+        assert "--layer-stream does not serve Gemma2ForCausalLM, whose attention has windows" in server.output()
+        assert "Traceback" not in server.output()
 
 
 @pytest.mark.parametrize(

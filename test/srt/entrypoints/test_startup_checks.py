@@ -70,12 +70,6 @@ def test_a_model_that_can_be_served(model: Callable[..., str], tmp_path: Path) -
         ("", {}, {"tp_size": 2, "model_impl": "transformers"}, "not divided over ranks; use --tp-size 1"),
         (
             "",
-            {},
-            {"model_impl": "transformers", "layer_stream": 2, "enable_hierarchical_cache": True},
-            "--layer-stream computes layer by layer, and transformers computes a model in one piece",
-        ),
-        (
-            "",
             {"quantization_config": {"quant_method": "quip"}},
             {},
             "it is quantized as 'quip', which is not supported",

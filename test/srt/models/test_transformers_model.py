@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -152,16 +154,42 @@ def test_batch_of_extends_and_decodes(pair: SimpleNamespace) -> None:
     assert_close(got, want, "mixed batch")
 
 
-def test_nothing_is_read_or_written_before_the_gate_of_the_last_layer(pair: SimpleNamespace) -> None:
-    (seq,) = pair.ours.start([pair.prompts[0]])
-    batch, model, pool = pair.ours.batch([(seq, 37)]), pair.ours.model, pair.ours.pool
+def test_a_layer_reads_and_writes_nothing_before_its_turn(pair: SimpleNamespace) -> None:
+    """Its gate may not be open."""
+    tokens = pair.prompts[2]
+    (seq,) = pair.ours.start([tokens])
+    pair.ours.forward([(seq, 60)])
+    batch, model, pool = pair.ours.batch([(seq, 10)]), pair.ours.model, pair.ours.pool
+    loaded = pool.kv[:, 1:].clone()
+    pool.kv[:, 1:] = torch.nan
     state = model.embed(batch)
-    for layer_id in range(model.num_layers - 1):
+    for layer_id in range(model.num_layers):
+        new = pool.kv[:, :, seq.pages[60:70]]
+        assert new[:, layer_id:].isnan().all() and not new[:, :layer_id].isnan().any(), layer_id
+        if layer_id:
+            pool.kv[:, layer_id] = loaded[:, layer_id - 1]
         state = model.forward_layer(layer_id, state, batch, pool)
-        assert state is None and pool.kv.isnan().all()
-    state = model.forward_layer(model.num_layers - 1, state, batch, pool)
-    assert not pool.kv.isnan().flatten(3).all(-1)[:, :, seq.pages[:37]].any(), "K and V of every layer and token"
-    assert_close(model.logits(state, batch), logits_of(pair.theirs, pair.prompts[0])[-1:], "in one piece")
+    assert_close(model.logits(state, batch), logits_of(pair.theirs, tokens)[-1:], "layer by layer")
+
+
+def test_a_pass_that_was_given_up_is_closed_by_the_next(pair: SimpleNamespace) -> None:
+    (seq,) = pair.ours.start([pair.prompts[3]])
+    batch, model, pool = pair.ours.batch([(seq, 8)]), pair.ours.model, pair.ours.pool
+    for num_layers in (0, 1):
+        state = model.embed(batch)
+        for layer_id in range(num_layers):
+            state = model.forward_layer(layer_id, state, batch, pool)
+        given_up = weakref.ref(state.asked.query)
+        del state
+        got = pair.ours.forward([(seq, 8)])
+        seq.num_cached = 0
+        gc.collect()
+        assert given_up() is None, "its tensors are kept"
+        assert_close(got, logits_of(pair.theirs, pair.prompts[3])[-1:], f"after {num_layers} layers")
+
+
+def test_which_can_stream(pair: SimpleNamespace) -> None:
+    assert pair.ours.model.can_stream == (pair.name not in ("gemma2", "mistral", "gpt_oss"))
 
 
 class Masking:
@@ -181,6 +209,8 @@ def test_a_backend_that_computes_masks_gets_them(pair: SimpleNamespace, monkeypa
     """The same ones for all batches, as for others it would compile other kernels while it serves."""
     backend, model = Masking(), pair.ours.model
     monkeypatch.setattr(model, "backend", backend)
+    for attention in model.attention:
+        monkeypatch.setattr(attention, "backend", backend)
     for tokens in (pair.prompts[2], pair.prompts[3]):
         (seq,) = pair.ours.start([tokens], page_size=4)
         got = pair.ours.forward([(seq, len(tokens))], all_rows=True)

@@ -14,7 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from sglang.srt.configs.model_families import TRANSFORMERS
 from sglang.srt.configs.model_files import (
     check_config,
     check_tokenizer_files,
@@ -40,11 +39,6 @@ def check_before_start(args: ServerArgs) -> Path:
     model_dir = resolve_model_path(args.model_path)
     raw = read_config_json(model_dir)
     impl = check_config(args.model_path, raw, args.dtype, args.context_length, args.tp_size, args.model_impl)
-    if impl == TRANSFORMERS and args.layer_stream:
-        raise StartupError(
-            "--layer-stream computes layer by layer, and transformers computes a model in one piece: drop it, or "
-            "serve a model with a native implementation"
-        )
     if args.load_format != "dummy":
         check_weight_files(model_dir, args.load_format, impl)
     check_tokenizer_files(tokenizer_dir(args, model_dir))

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionMetadata
+from sglang.srt.layers.attention.masked_attention import masked_attention
 from sglang.srt.layers.attention.merge_state import merge_state
 from sglang.srt.layers.kv_scale import KVScale
 from sglang.srt.mem_cache.kv_view import KVPool, KVSegment, KVView
@@ -27,6 +28,16 @@ class AttentionBatch(Protocol):
     def attn(self) -> AttentionMetadata: ...
 
 
+class StreamedRows(Protocol):
+    """The part of a `StreamedRequest` that attention uses."""
+
+    @property
+    def rows(self) -> slice: ...
+
+    @property
+    def segments(self) -> list[KVSegment]: ...
+
+
 class RadixAttention(nn.Module):
     def __init__(self, layer_id: int, backend: AttentionBackend, kv_scale: KVScale) -> None:
         super().__init__()
@@ -42,7 +53,9 @@ class RadixAttention(nn.Module):
         """q: (num_tokens, num_q_heads, head_dim), of the batch's own tokens, whose K and V are in the pool. Returns
         q's shape; rows of streamed requests are zero."""
         q, attn = self.kv_scale.scored(q, batch.attn)
-        return self.kv_scale.loaded(self.backend.forward(q, pool.view(self.layer_id), batch.segments, attn))
+        computes = attn.is_ordinary or self.backend.computes_masked
+        attend = self.backend.forward if computes else masked_attention
+        return self.kv_scale.loaded(attend(q, pool.view(self.layer_id), batch.segments, attn))
 
     def partial(
         self,
@@ -53,7 +66,8 @@ class RadixAttention(nn.Module):
         state: PartialState | None = None,
     ) -> PartialState:
         """Attention of one request's queries q (q_len, num_q_heads, head_dim) to segments of a view, merged with what
-        they have attended to before."""
+        they have attended to before. It has neither windows nor capped scores nor sinks."""
+        assert attn.is_ordinary, "a partial attention without its mask"
         q, attn = self.kv_scale.scored(q, attn)
         for segment in segments:
             out, lse = self.backend.partial(q, view, segment, attn.scale)
@@ -61,3 +75,33 @@ class RadixAttention(nn.Module):
             state = found if state is None else merge_state(*state, *found)
         assert state is not None
         return state
+
+
+class StreamedAttention:
+    """A layer's attention of the requests that stream, which begins with their tokens on the device and goes on with
+    each piece of their prefixes. q: (num_tokens, num_q_heads, head_dim), of the whole batch."""
+
+    def __init__(
+        self,
+        attention: RadixAttention,
+        q: torch.Tensor,
+        attn: AttentionMetadata,
+        requests: Sequence[StreamedRows],
+        pool: KVPool,
+    ) -> None:
+        self._attention, self._attn, self._rows = attention, attn, [req.rows for req in requests]
+        self._queries = [q[rows] for rows in self._rows]
+        view = pool.view(attention.layer_id)
+        self._partials = [
+            attention.partial(queries, view, req.segments, attn) for queries, req in zip(self._queries, requests)
+        ]
+
+    def attend(self, place: int, view: KVView, segment: KVSegment) -> None:
+        """The next piece of the request at this place among those that stream."""
+        queries, before = self._queries[place], self._partials[place]
+        self._partials[place] = self._attention.partial(queries, view, [segment], self._attn, before)
+
+    def write_to(self, attended: torch.Tensor) -> None:
+        """attended: (num_tokens, ...), of the whole batch, with a row's heads in order."""
+        for rows, (out, _) in zip(self._rows, self._partials):
+            attended[rows] = out.reshape(attended[rows].shape).to(attended.dtype)

@@ -82,10 +82,10 @@ class ForwardBatch:
 
 class CausalLM(Protocol):
     """A model that the executor can run layer by layer, so that the KV of later layers may still be on its way.
-    `state` holds what the model passes from layer to layer. A model that cannot be cut into layers computes
-    everything in the call of the last one: the gates of all layers are open then."""
+    `state` holds what the model passes from layer to layer. can_stream: whether it takes streamed requests."""
 
     num_layers: int
+    can_stream: bool
 
     def embed(self, batch: ForwardBatch) -> Any: ...
 

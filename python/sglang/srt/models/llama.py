@@ -7,7 +7,7 @@ layer's gate first. What goes from layer to layer is the same on all ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.kv_scale import kv_scale_of
 from sglang.srt.layers.layernorm import QKNorm, RMSNorm
 from sglang.srt.layers.linear import GatedLinear, MergedColumnParallelLinear, RowParallelLinear, Weight
-from sglang.srt.layers.radix_attention import AttentionBatch, PartialState, RadixAttention
+from sglang.srt.layers.radix_attention import AttentionBatch, RadixAttention, StreamedAttention
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding, Rotation
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from sglang.srt.layers.weights import WeightTarget
@@ -35,16 +35,14 @@ class DecoderState:
     """What travels between layers. hidden: (num_tokens, hidden_size); after the last layer only the rows of
     batch.sample_rows. update: what the last layer adds to it, same shape, left to the next norm, which adds on its
     way; None at the start. rotation, out_loc: of the batch's rows, see `ForwardBatch`. Within a layer, attended:
-    (num_tokens, num_heads * head_dim), its output; of streamed requests, queries: (q_len, num_heads, head_dim), and
-    partials, what they have found so far."""
+    (num_tokens, num_heads * head_dim), its output, and streamed: that of requests that stream."""
 
     hidden: torch.Tensor
     rotation: Rotation
     out_loc: torch.Tensor
     update: torch.Tensor | None = None
     attended: torch.Tensor | None = None
-    queries: list[torch.Tensor] = field(default_factory=list)
-    partials: list[PartialState] = field(default_factory=list)
+    streamed: StreamedAttention | None = None
 
 
 class LlamaAttention(nn.Module):
@@ -150,6 +148,7 @@ class LlamaForCausalLM(nn.Module):
     group: the ranks that share the model; all call the same methods in the same order, on one thread each."""
 
     qk_norm = False
+    can_stream = True
 
     def __init__(self, config: ModelConfig, attn_backend: AttentionBackend, group: TensorParallelGroup) -> None:
         super().__init__()
@@ -180,7 +179,6 @@ class LlamaForCausalLM(nn.Module):
     def embed(self, batch: ForwardBatch) -> DecoderState:
         return self.start(batch.input_ids, batch.positions, batch.out_loc)
 
-    @torch.inference_mode()
     def forward_layer(self, layer_id: int, state: DecoderState, batch: ForwardBatch, pool: KVPool) -> DecoderState:
         """Stores the layer's K and V of all rows; see `DecoderState` for what the last layer returns."""
         return self.end_layer(layer_id, self.begin_layer(layer_id, state, batch, pool), batch)
@@ -189,12 +187,9 @@ class LlamaForCausalLM(nn.Module):
     def begin_layer(self, layer_id: int, state: DecoderState, batch: ForwardBatch, pool: KVPool) -> DecoderState:
         q = self.project(layer_id, state, pool)
         state.attended = self.attend_own(layer_id, q, batch, pool)
-        attn = self._layer(layer_id).self_attn.attn
-        state.queries = [q[req.rows] for req in batch.streamed]
-        state.partials = [
-            attn.partial(rows, pool.view(layer_id), req.segments, batch.attn)
-            for rows, req in zip(state.queries, batch.streamed)
-        ]
+        if batch.streamed:
+            attention = self._layer(layer_id).self_attn.attn
+            state.streamed = StreamedAttention(attention, q, batch.attn, batch.streamed, pool)
         return state
 
     @torch.inference_mode()
@@ -207,17 +202,16 @@ class LlamaForCausalLM(nn.Module):
         view: KVView,
         segment: KVSegment,
     ) -> DecoderState:
-        queries, before = state.queries[place], state.partials[place]
-        attn = self._layer(layer_id).self_attn.attn
-        state.partials[place] = attn.partial(queries, view, [segment], batch.attn, before)
+        assert state.streamed is not None
+        state.streamed.attend(place, view, segment)
         return state
 
     @torch.inference_mode()
     def end_layer(self, layer_id: int, state: DecoderState, batch: ForwardBatch) -> DecoderState:
         attended = state.attended
         assert attended is not None
-        for req, (out, _) in zip(batch.streamed, state.partials):
-            attended[req.rows] = out.flatten(1).to(attended.dtype)
+        if state.streamed is not None:
+            state.streamed.write_to(attended)
         # After the last attention only sampled rows are read: none in the middle of a long prompt.
         rows = batch.sample_rows if layer_id == self.num_layers - 1 else None
         return self.finish_layer(layer_id, state, attended, rows)

@@ -1,9 +1,15 @@
 """`TransformersForCausalLM`: any causal language model of transformers as a `CausalLM`, by its own modelling code.
 
-Owns the model and what was found out about its layers. transformers calls `attend` here through its
-`AttentionInterface`: the function stores K and V in the pool and attends over the batch's segments. No cache of
-transformers is used and no mask is built. The whole forward pass runs in the call of the last layer, when the gates
-of all layers are open, because transformers cannot be called layer by layer in general.
+Owns the model and what was found out about its layers. transformers calls `_attention` through its
+`AttentionInterface`; K and V go to the pool, and attention reads the batch's segments. No cache of transformers is
+used and no mask is built.
+
+transformers cannot be called layer by layer, but its forward pass can be stopped wherever a layer attends: it runs in
+a greenlet. So what a layer here computes is from its attention to the next one's:
+
+    embed              | embeddings, layer 0: norm, projections |
+    forward_layer 0                                             | attention 0, MLP | layer 1: norm, projections |
+    forward_layer 1                                                                                             | ...
 """
 
 from __future__ import annotations
@@ -12,11 +18,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from greenlet import greenlet
 from torch import nn
 from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
@@ -25,8 +32,8 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.model_files import ModelConfigError
 from sglang.srt.distributed.parallel_state import TensorParallelGroup
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.attention.masked_attention import masked_attention
-from sglang.srt.layers.kv_scale import KVScale, kv_scale_of
+from sglang.srt.layers.kv_scale import kv_scale_of
+from sglang.srt.layers.radix_attention import RadixAttention, StreamedAttention
 from sglang.srt.mem_cache.kv_view import KVPool, KVSegment, KVView
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.utils.device import to_device
@@ -96,6 +103,63 @@ def _last_hidden(model: Any) -> Iterator[list[torch.Tensor]]:
         hook.remove()
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """The attention that a layer asks for, in the words of `_attention`."""
+
+    layer: int
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    kwargs: dict[str, Any]
+
+
+class _ForwardPass:
+    """The forward pass of a batch, which stops wherever a layer attends, until it is given the result. On one thread.
+    One that does not come to its end is to be closed, as its stack keeps it and all its tensors."""
+
+    def __init__(self, forward: Callable[[], torch.Tensor]) -> None:
+        self._forward = forward
+        self._greenlet = greenlet(self._run)
+        # None before the pass has begun, and at its end.
+        self.asked: _Asked | None = None
+        # At its end.
+        self.logits: torch.Tensor | None = None
+        # Within a layer: (num_tokens, num_heads, head_dim), and that of requests that stream.
+        self.attended: torch.Tensor | None = None
+        self.streamed: StreamedAttention | None = None
+
+    def resume(self, attended: torch.Tensor | None = None) -> None:
+        """Goes on to the next attention, or to the end. attended: (num_tokens, num_heads, head_dim), the result of
+        what was asked for."""
+        if self.asked is not None and attended is not None:
+            query, value = self.asked.query, self.asked.value
+            attended = attended[None, ..., : value.shape[-1]].to(query.dtype)
+        self.asked = self._greenlet.switch(attended)
+
+    def close(self) -> None:
+        if not self._greenlet.dead:
+            self._greenlet.throw()
+
+    def _run(self, _: None) -> None:
+        with _using(self._ask):
+            self.logits = self._forward()
+
+    def _ask(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: Any,
+        kwargs: dict[str, Any],
+    ) -> torch.Tensor:
+        caller = self._greenlet.parent
+        assert caller is not None
+        found: torch.Tensor = caller.switch(_Asked(_layer_of(module), query, key, value, kwargs))
+        return found
+
+
 class TransformersForCausalLM(nn.Module):
     """See `CausalLM`. model: of transformers, with the attention `PAGED`; None makes one with weights at random."""
 
@@ -118,8 +182,12 @@ class TransformersForCausalLM(nn.Module):
         self.backend = attn_backend
         # Of each layer, the tokens that a query sees; None for all.
         self.windows: list[int | None] = [None] * config.num_layers
-        # Of each layer, once they are on its device.
-        self.kv_scales: list[KVScale] = []
+        # No windows, capped scores or sinks, without which streamed prefixes are attended to.
+        self.can_stream = False
+        # Of each layer, once its KV scale is on the device.
+        self.attention: list[RadixAttention] = []
+        # The pass that has begun last, until its end.
+        self._under_way: _ForwardPass | None = None
 
     def finish_loading(self) -> None:
         """Its layers are torch's own: there is nothing to pack."""
@@ -130,7 +198,10 @@ class TransformersForCausalLM(nn.Module):
         tokens without attention. device: the model's, which gets the KV scales. Raises ModelConfigError."""
         with device:
             scales, heads = self.config.kv_scales, self.config.num_kv_heads
-            self.kv_scales = [kv_scale_of(scales, 0, layer, heads) for layer in range(self.num_layers)]
+            self.attention = [
+                RadixAttention(layer, self.backend, kv_scale_of(scales, 0, layer, heads))
+                for layer in range(self.num_layers)
+            ]
         found, counted = _Inspection(self.config), _Inspection(self.config)
         tokens, positions, last = (to_device(np.array(each), device) for each in ([3, 2], [0, 1], [1]))
         token = _masks.set(found.masks)
@@ -146,43 +217,86 @@ class TransformersForCausalLM(nn.Module):
         finally:
             _masks.reset(token)
         self.windows = found.windows()
+        self.can_stream = not found.is_capped and all(window is None for window in self.windows)
         if logits.shape[-1] != self.config.vocab_size:
             raise found.refusal(f"it has {logits.shape[-1]} logits, and a vocabulary of {self.config.vocab_size}")
         for call, same in zip(found.calls, counted.calls):
             if (call.keys - same.keys).abs().max() > _SAME * call.keys.abs().max():
                 raise found.refusal("the positions of its tokens are not 0, 1, 2, as its own code counts them")
 
-    def embed(self, batch: ForwardBatch) -> None:
-        return None
+    @torch.inference_mode()
+    def embed(self, batch: ForwardBatch) -> _ForwardPass:
+        if (failed := self._under_way) is not None:
+            self._under_way = None
+            failed.close()
+        self._under_way = state = _ForwardPass(partial(self._forward_batch, batch))
+        state.resume()
+        return state
+
+    def forward_layer(self, layer_id: int, state: _ForwardPass, batch: ForwardBatch, pool: KVPool) -> _ForwardPass:
+        return self.end_layer(layer_id, self.begin_layer(layer_id, state, batch, pool), batch)
 
     @torch.inference_mode()
-    def forward_layer(
-        self, layer_id: int, state: torch.Tensor | None, batch: ForwardBatch, pool: KVPool
-    ) -> torch.Tensor | None:
-        """Nothing before the last layer, whose call returns the logits of batch.sample_rows."""
-        if layer_id < self.num_layers - 1:
-            return None
-        with _using(_Serving(self, batch, pool).attend):
-            if not batch.wants_hidden:
-                return self._forward(batch.input_ids, batch.positions, batch.sample_rows)
-            with _last_hidden(self.model) as hidden:
-                logits = self._forward(batch.input_ids, batch.positions, batch.sample_rows)
-            batch.hidden = hidden[0][0, batch.sample_rows]
-            return logits
-
-    def begin_layer(self, layer_id: int, state: Any, batch: ForwardBatch, pool: KVPool) -> Any:
-        raise AssertionError("--layer-stream is refused at the start")
-
-    def attend(
-        self, layer_id: int, state: Any, batch: ForwardBatch, place: int, view: KVView, segment: KVSegment
-    ) -> Any:
-        raise AssertionError("--layer-stream is refused at the start")
-
-    def end_layer(self, layer_id: int, state: Any, batch: ForwardBatch) -> Any:
-        raise AssertionError("--layer-stream is refused at the start")
-
-    def logits(self, state: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def begin_layer(self, layer_id: int, state: _ForwardPass, batch: ForwardBatch, pool: KVPool) -> _ForwardPass:
+        asked, attention, head_dim = state.asked, self.attention[layer_id], self.config.head_dim
+        assert asked is not None and asked.layer == layer_id, f"{asked} attends in place of layer {layer_id}"
+        q, k, v = (
+            x[0].transpose(0, 1).to(self.config.dtype).contiguous() for x in (asked.query, asked.key, asked.value)
+        )
+        if v.shape[-1] < head_dim:
+            v = pad(v, (0, head_dim - v.shape[-1]))
+        attention.store(k, v, batch.out_loc, pool)
+        scale = asked.kwargs.get("scaling")
+        attn = replace(
+            batch.attn,
+            scale=head_dim**-0.5 if scale is None else float(scale),
+            window=self._window(layer_id, batch),
+            softcap=asked.kwargs.get("softcap"),
+            sinks=asked.kwargs.get("s_aux"),
+        )
+        state.attended = attention(q, replace(batch, attn=attn), pool)
+        if batch.streamed:
+            state.streamed = StreamedAttention(attention, q, attn, batch.streamed, pool)
         return state
+
+    @torch.inference_mode()
+    def attend(
+        self, layer_id: int, state: _ForwardPass, batch: ForwardBatch, place: int, view: KVView, segment: KVSegment
+    ) -> _ForwardPass:
+        assert state.streamed is not None
+        state.streamed.attend(place, view, segment)
+        return state
+
+    @torch.inference_mode()
+    def end_layer(self, layer_id: int, state: _ForwardPass, batch: ForwardBatch) -> _ForwardPass:
+        assert state.attended is not None
+        if state.streamed is not None:
+            state.streamed.write_to(state.attended)
+        state.resume(state.attended)
+        if state.asked is None:
+            self._under_way = None
+        return state
+
+    def logits(self, state: _ForwardPass, batch: ForwardBatch) -> torch.Tensor:
+        assert state.logits is not None, "a layer is left"
+        return state.logits
+
+    def _window(self, layer_id: int, batch: ForwardBatch) -> int | None:
+        """None where it hides nothing, as no request is longer. A backend that computes windows always gets it:
+        without one it would compile another kernel while it serves."""
+        window = self.windows[layer_id]
+        if window is None or self.backend.computes_masked:
+            return window
+        longest = max(sum(segment.length for segment in of_req) for of_req in batch.segments)
+        return window if longest > window else None
+
+    def _forward_batch(self, batch: ForwardBatch) -> torch.Tensor:
+        if not batch.wants_hidden:
+            return self._forward(batch.input_ids, batch.positions, batch.sample_rows)
+        with _last_hidden(self.model) as hidden:
+            logits = self._forward(batch.input_ids, batch.positions, batch.sample_rows)
+        batch.hidden = hidden[0][0, batch.sample_rows]
+        return logits
 
     def _forward(self, input_ids: torch.Tensor, positions: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
         """(num_tokens,) int64 each, and the rows whose logits are wanted. positions: None lets the model count them.
@@ -194,52 +308,6 @@ class TransformersForCausalLM(nn.Module):
             logits_to_keep=rows,
         )
         return out.logits[0].float()  # type: ignore[no-any-return]
-
-
-@dataclass(frozen=True)
-class _Serving:
-    """The attention of one batch."""
-
-    model: TransformersForCausalLM
-    batch: ForwardBatch
-    pool: KVPool
-
-    def attend(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: Any,
-        kwargs: dict[str, Any],
-    ) -> torch.Tensor:
-        layer, batch, config = _layer_of(module), self.batch, self.model.config
-        head_dim, value_dim = config.head_dim, value.shape[-1]
-        q, k, v = (x[0].transpose(0, 1).to(config.dtype).contiguous() for x in (query, key, value))
-        if value_dim < head_dim:
-            v = pad(v, (0, head_dim - value_dim))
-        kv_scale = self.model.kv_scales[layer]
-        self.pool.store(layer, batch.out_loc, *kv_scale.stored(k, v))
-        scale = kwargs.get("scaling")
-        meta = replace(batch.attn, scale=head_dim**-0.5 if scale is None else float(scale))
-        q, meta = kv_scale.scored(q, meta)
-        meta = replace(meta, window=self._window(layer), softcap=kwargs.get("softcap"), sinks=kwargs.get("s_aux"))
-        backend = self.model.backend
-        attend = backend.forward if meta.is_ordinary or backend.computes_masked else masked_attention
-        out = attend(q, self.pool.view(layer), batch.segments, meta)
-        return kv_scale.loaded(out)[None, ..., :value_dim].to(query.dtype)
-
-    def _window(self, layer: int) -> int | None:
-        """None where it hides nothing, as no request is longer. A backend that computes windows always gets it:
-        without one it would compile another kernel while it serves."""
-        window = self.model.windows[layer]
-        is_needed = window is not None and (self.model.backend.computes_masked or self._longest > window)
-        return window if is_needed else None
-
-    @cached_property
-    def _longest(self) -> int:
-        """Tokens of the batch's longest request."""
-        return max(sum(segment.length for segment in of_req) for of_req in self.batch.segments)
 
 
 @dataclass
@@ -259,6 +327,8 @@ class _Inspection:
     config: ModelConfig
     masks: list[tuple[torch.Tensor, Callable[..., torch.Tensor]]] = field(default_factory=list)
     calls: list[_Call] = field(default_factory=list)
+    # Whether a layer caps its scores or has sinks.
+    is_capped: bool = False
 
     def refusal(self, reason: str) -> ModelConfigError:
         return ModelConfigError(
@@ -291,15 +361,17 @@ class _Inspection:
             raise self.refusal(
                 f"its attention takes {', '.join(unknown) or 'dropout or the future'}, which paged attention does not"
             )
+        self.is_capped |= any(kwargs.get(name) is not None for name in ("softcap", "s_aux"))
         self.calls.append(_Call(_layer_of(module), mask, key[0].float()))
         return torch.zeros_like(query.transpose(1, 2))[..., : value.shape[-1]]
 
     def windows(self) -> list[int | None]:
         """Of each layer."""
         layers = [call.layer for call in self.calls]
-        if sorted(layers) != list(range(self.config.num_layers)):
+        if layers != list(range(self.config.num_layers)):
             raise self.refusal(
-                f"its layers {layers} attend, and layers 0 to {self.config.num_layers - 1} have to, each once"
+                f"its layers {layers} attend, and layers 0 to {self.config.num_layers - 1} have to, in order, each "
+                "once"
             )
         functions = {id(stand_in): function for stand_in, function in self.masks}
         found: list[int | None] = [None] * self.config.num_layers
