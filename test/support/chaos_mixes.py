@@ -101,6 +101,9 @@ class Mix:
 def drawn_mix(seed: int) -> Mix:
     rng = random.Random(f"{seed} flags")
     flags = " ".join(rng.choice(line) for line in _DRAWN)
+    # By numbers of its own, so that all else is as without. The code of transformers is for one rank.
+    if "--tp-size" not in flags and random.Random(f"{seed} model").random() < 0.25:
+        flags += " --model-impl transformers"
     blocks = {"block_tokens": 64, "prefetch_threshold": 64} if "--page-size 64" in flags else {}
     return Mix(
         tuple(flags.split()),
