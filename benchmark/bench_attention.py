@@ -4,7 +4,7 @@ large copy in memory.
     python benchmark/bench_attention.py [--backends triton,flashinfer] [--heads N] [--kv-heads N] [--head-dim N]
                                         [--page-sizes 1,16,64] [--rounds N] [--kv-dtype fp8_e4m3]
 
-On the CPU: the backend torch_native, small batches, float32. On a GPU: the installed backends, bfloat16. Pages are a
+On the CPU: its backends, small batches, float32. On a GPU: the installed backends, bfloat16. Pages are a
 random permutation of the pool's, in one table. The backends take turns. A turn goes through all layers once, so that
 no cache still holds the KV. Plans are made once, before. Prefill counts the multiplications and additions that causal
 attention needs, decode the bytes of K and V.
@@ -74,7 +74,12 @@ GPU_BATCHES = (
 )
 # With windows, capped scores and sinks.
 MASKED_GPU_BATCHES = (Batch(1, 12288, 2048), Batch(32, 4096, 1))
-MASKS: dict[str, dict[str, Any]] = {"none": {}, "window 1,024": {"window": 1024}, "cap 50": {"softcap": 50.0}}
+MASKS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "window 1,024": {"window": 1024},
+    "window 128": {"window": 128},
+    "cap 50": {"softcap": 50.0},
+}
 CPU_BATCHES = (Batch(1, 0, 512), Batch(1, 2048, 256), Batch(8, 1024, 1), Batch(7, 128, 1, Batch(1, 4096, 16)))
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import reduce
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
+from sglang.srt.layers.attention.masked_attention import masked_attention
 from sglang.srt.layers.attention.merge_state import merge_state
 from sglang.srt.mem_cache.kv_view import KVSegment, KVView, PagedSegments
 from sglang.srt.mem_cache.page_memory import indexable
@@ -232,6 +234,30 @@ def check_batch(backend: Any, case: Case) -> None:
         assert got.shape == case.q.shape and got.dtype == case.q.dtype and got.is_contiguous()
         error = (got.double() - torch.cat(case.want)).abs().max().item()
         assert error < case.tolerance(), f"{case.name}: off by {error}"
+
+
+def masks_of(num_heads: int) -> list[dict[str, Any]]:
+    sinks = torch.linspace(-2, 2, num_heads)
+    return [
+        {"window": 1},
+        {"window": 13, "sinks": sinks},
+        {"window": 13, "sinks": sinks.flip(0)},
+        {"softcap": 0.7},
+        {"softcap": 1000.0},
+        {"sinks": torch.full((num_heads,), -math.inf)},
+        {"window": 600, "softcap": 1.5, "sinks": sinks.bfloat16()},
+    ]
+
+
+def check_masks(backend: Any, case: Case) -> None:
+    """One layer after the other of the same batch."""
+    masks = masks_of(case.q.shape[1])
+    for mask in (*masks, *masks, {}):
+        on_device = {name: x.to(case.q.device) if name == "sinks" else x for name, x in mask.items()}
+        meta = replace(case.meta, **on_device)
+        want = masked_attention(case.q, case.view, case.segments, meta)
+        error = (backend.forward(case.q, case.view, case.segments, meta) - want).abs().max()
+        assert error < case.tolerance(), f"{case.name}, {mask}: off by {error}"
 
 
 def check_partials(backend: Any, case: Case) -> None:

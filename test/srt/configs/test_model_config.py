@@ -174,28 +174,24 @@ USED = {"use_sliding_window": True, "sliding_window": 100}
 
 
 @pytest.mark.parametrize(
-    ("changes", "window"),
+    ("changes", "windows"),
     [
-        (MISTRAL | {"sliding_window": 100}, 100),
-        (MISTRAL | {"sliding_window": 256}, None),
-        (QWEN2 | {"sliding_window": 100}, None),  # use_sliding_window is false unless it says otherwise
-        (QWEN2 | USED | {"max_window_layers": 1}, 100),
-        (QWEN2 | USED | {"max_window_layers": 2}, None),  # from layer 2 on, and there are 2
-        (QWEN2 | USED | {"layer_types": ["full_attention", "sliding_attention"]}, 100),
-        (QWEN3 | {"use_sliding_window": False, "sliding_window": 100}, None),
-        (QWEN3 | USED | {"max_window_layers": 0}, 100),
-        ({"sliding_window": 100}, None),  # Llama has none, whatever its config carries
+        (MISTRAL | {"sliding_window": 100}, (100, 100)),
+        (MISTRAL | {"sliding_window": 256}, (None, None)),
+        (QWEN2 | {"sliding_window": 100}, (None, None)),  # use_sliding_window is false unless it says otherwise
+        (QWEN2 | USED | {"max_window_layers": 1}, (None, 100)),
+        (QWEN2 | USED | {"max_window_layers": 2}, (None, None)),  # from layer 2 on, and there are 2
+        (QWEN2 | USED | {"layer_types": ["full_attention", "sliding_attention"]}, (None, 100)),
+        (QWEN3 | {"use_sliding_window": False, "sliding_window": 100}, (None, None)),
+        (QWEN3 | USED | {"max_window_layers": 0}, (100, 100)),
+        ({"sliding_window": 100}, (None, None)),  # Llama has none, whatever its config carries
     ],
 )
-def test_sliding_windows(tmp_path, changes, window):
+def test_sliding_windows(tmp_path, changes, windows):
     path = write(tmp_path, **changes)
-    if window is None:
-        assert ModelConfig.from_pretrained(path).context_length == 256
-        return
-    with pytest.raises(ModelConfigError, match=f"looks back on {window} tokens only.*--context-length {window} or"):
-        ModelConfig.from_pretrained(path)
+    assert ModelConfig.from_pretrained(path).windows == windows
     # Within the window attention is full.
-    assert ModelConfig.from_pretrained(path, context_length=window).context_length == window
+    assert ModelConfig.from_pretrained(path, context_length=100).windows == (None, None)
 
 
 def test_a_mistral_without_a_window(tmp_path):

@@ -95,7 +95,7 @@ class Model:
 
 MODELS = {
     "llama": LlamaConfig(**SHAPE),
-    "mistral": MistralConfig(**SHAPE, sliding_window=None),
+    "mistral": MistralConfig(**SHAPE, sliding_window=24),
     "qwen2": Qwen2Config(**SHAPE),
     "qwen3": Qwen3Config(**SHAPE, tie_word_embeddings=True),
     # Computed by transformers, with our attention; the last has windows.

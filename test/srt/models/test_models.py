@@ -58,6 +58,13 @@ MODELS = {
     ),
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None, "num_key_value_heads": 3}),
     "mistral_window_as_long_as_the_context": (MistralConfig, MistralForCausalLM, {"sliding_window": 512}),
+    "mistral_window": (MistralConfig, MistralForCausalLM, {"sliding_window": 11, "head_dim": 32}),
+    # Of every layer but the first.
+    "qwen2_windows": (
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1, "head_dim": 20},
+    ),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True}),
     "qwen2_window_not_used": (
         Qwen2Config,
@@ -66,6 +73,7 @@ MODELS = {
     ),
     # Fused projections in the files; the size of a head follows from that of the hidden state.
     "phi3": (Phi3Config, Phi3ForCausalLM, {"head_dim": 8, "pad_token_id": 0}),
+    "phi3_window": (Phi3Config, Phi3ForCausalLM, {"head_dim": 8, "pad_token_id": 0, "sliding_window": 24}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"tie_word_embeddings": False, "num_attention_heads": 4}),
     "qwen3_tied_biased": (Qwen3Config, Qwen3ForCausalLM, {"tie_word_embeddings": True, "attention_bias": True}),
 }

@@ -35,6 +35,8 @@ CONFIGS = {"llama": (LlamaConfig, {"attention_bias": True, "mlp_bias": True}), "
 class NoAttention:
     """Shapes alone: what backends and pools do is not a model's affair."""
 
+    computes_masked = True
+
     def forward(self, q, view, segments, meta):
         return torch.empty_like(q)
 

@@ -41,7 +41,7 @@ BASE = {
 }
 MODELS = {
     "llama_biased": LlamaConfig(**BASE, attention_bias=True, mlp_bias=True),
-    "mistral": MistralConfig(**BASE, sliding_window=None),
+    "mistral": MistralConfig(**BASE, sliding_window=12),
     "phi3_fused": Phi3Config(**{**BASE, "hidden_size": 48, "head_dim": 4}),
     "qwen2_one_kv_head_tied": Qwen2Config(**BASE | {"num_key_value_heads": 1}, tie_word_embeddings=True),
     "qwen3_two_kv_heads": Qwen3Config(**BASE | {"num_key_value_heads": 2}),

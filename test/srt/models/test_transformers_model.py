@@ -118,7 +118,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     rng = random.Random(SEED)
     prompts = [[rng.randrange(1, BASE["vocab_size"]) for _ in range(n)] for n in (37, 1, 70, 8)]
     ours = TinyRunner(of_transformers(path))
-    assert set(ours.model.windows) == windows
+    assert {attention.window for attention in ours.model.attention} == windows
     return SimpleNamespace(theirs=theirs, path=path, prompts=prompts, ours=ours, name=request.param)
 
 
@@ -215,7 +215,7 @@ def test_a_backend_that_computes_masks_gets_them(pair: SimpleNamespace, monkeypa
         (seq,) = pair.ours.start([tokens], page_size=4)
         got = pair.ours.forward([(seq, len(tokens))], all_rows=True)
         assert_close(got, logits_of(pair.theirs, tokens), f"{len(tokens)} tokens")
-    assert backend.asked == 2 * model.windows
+    assert backend.asked == 2 * [attention.window for attention in model.attention]
 
 
 @pytest.mark.sampled(2)

@@ -97,6 +97,8 @@ class ModelConfig:
     rope_parameters: dict[str, Any] = field(default_factory=dict)
     # Of queries, keys and values.
     attention_bias: bool = False
+    # Of each layer: the tokens that a query sees, itself included; None where that is all of the context.
+    windows: tuple[int | None, ...] = ()
     mlp_bias: bool = False
     # The head uses the embedding's weights.
     tie_word_embeddings: bool = False
@@ -135,6 +137,7 @@ class ModelConfig:
             return replace(found, file_stamps=stamps)
         num_heads = hf_config.num_attention_heads
         rope_parameters = rope_parameters_of(hf_config)
+        context = pick_context_length(context_length, hf_config.max_position_embeddings, rope_parameters)
         config = cls(
             model_path=model_path,
             local_path=local_path,
@@ -143,7 +146,7 @@ class ModelConfig:
             model_impl=NATIVE,
             file_stamps=stamps,
             dtype=_pick_dtype(dtype, hf_config),
-            context_length=pick_context_length(context_length, hf_config.max_position_embeddings, rope_parameters),
+            context_length=context,
             hidden_size=hf_config.hidden_size,
             intermediate_size=hf_config.intermediate_size,
             num_layers=hf_config.num_hidden_layers,
@@ -154,6 +157,7 @@ class ModelConfig:
             rms_norm_eps=hf_config.rms_norm_eps,
             rope_parameters=rope_parameters,
             attention_bias=bool(getattr(hf_config, "attention_bias", False)),
+            windows=_windows(hf_config, context),
             mlp_bias=bool(getattr(hf_config, "mlp_bias", False)),
             tie_word_embeddings=bool(hf_config.tie_word_embeddings),
             quantization=quantization_of(model_path, raw, NATIVE),
@@ -318,14 +322,16 @@ def _pick_dtype(dtype: str, hf_config: Any) -> torch.dtype:
     raise unsupported_dtype(stored)
 
 
-def _sliding_window(hf_config: Any) -> int | None:
-    """Tokens that some layer can look back on, itself included; None for all."""
+def _windows(hf_config: Any, context_length: int) -> tuple[int | None, ...]:
+    """See `ModelConfig.windows`."""
+    num_layers, window = hf_config.num_hidden_layers, None
     # Only where transformers' model of this family has one: other configs may carry the name without a reader.
-    if not hasattr(type(hf_config), "sliding_window") or not getattr(hf_config, "use_sliding_window", True):
-        return None
-    if "sliding_attention" not in (getattr(hf_config, "layer_types", None) or ["sliding_attention"]):
-        return None
-    return hf_config.sliding_window
+    if hasattr(type(hf_config), "sliding_window") and getattr(hf_config, "use_sliding_window", True):
+        window = hf_config.sliding_window
+    if window is None or window >= context_length:
+        return (None,) * num_layers
+    kinds = getattr(hf_config, "layer_types", None) or ["sliding_attention"] * num_layers
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _eos_token_ids(local_path: Path, hf_config: Any) -> tuple[int, ...]:
@@ -366,13 +372,6 @@ def _refuse_unsupported(config: ModelConfig) -> None:
             raise ModelConfigError(
                 f"The rope type 'longrope' needs {config.head_dim // 2} factors in both short_factor and long_factor."
             )
-    window = _sliding_window(hf)
-    if window is not None and window < config.context_length:
-        raise ModelConfigError(
-            f"The model's attention looks back on {window} tokens only (sliding_window), which is not supported "
-            f"natively in a context of {config.context_length}; use --context-length {window} or less, or "
-            f"{_use_transformers(config)}."
-        )
     if config.num_heads % config.num_kv_heads != 0:
         raise ModelConfigError(
             f"{config.num_heads} attention heads cannot share {config.num_kv_heads} KV heads evenly."

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 from torch import nn
 
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionMetadata
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionMetadata, longest_request
 from sglang.srt.layers.attention.masked_attention import masked_attention
 from sglang.srt.layers.attention.merge_state import merge_state
 from sglang.srt.layers.kv_scale import KVScale
@@ -39,11 +40,16 @@ class StreamedRows(Protocol):
 
 
 class RadixAttention(nn.Module):
-    def __init__(self, layer_id: int, backend: AttentionBackend, kv_scale: KVScale) -> None:
+    """window: tokens that a query sees, itself included; None for all."""
+
+    def __init__(
+        self, layer_id: int, backend: AttentionBackend, kv_scale: KVScale, window: int | None = None
+    ) -> None:
         super().__init__()
         self.layer_id = layer_id
         self.backend = backend
         self.kv_scale = kv_scale
+        self.window = window
 
     def store(self, k: torch.Tensor, v: torch.Tensor, loc: torch.Tensor, pool: KVPool) -> None:
         """k, v: (num_tokens, num_kv_heads, head_dim), into slots loc."""
@@ -53,8 +59,14 @@ class RadixAttention(nn.Module):
         """q: (num_tokens, num_q_heads, head_dim), of the batch's own tokens, whose K and V are in the pool. Returns
         q's shape; rows of streamed requests are zero."""
         q, attn = self.kv_scale.scored(q, batch.attn)
-        computes = attn.is_ordinary or self.backend.computes_masked
-        attend = self.backend.forward if computes else masked_attention
+        window, attend = self.window, self.backend.forward
+        if not self.backend.computes_masked:
+            if window is not None and longest_request(batch.segments) <= window:
+                window = None
+            if window is not None or not attn.is_ordinary:
+                attend = masked_attention
+        if window is not None:
+            attn = replace(attn, window=window)
         return self.kv_scale.loaded(attend(q, pool.view(self.layer_id), batch.segments, attn))
 
     def partial(
@@ -67,7 +79,7 @@ class RadixAttention(nn.Module):
     ) -> PartialState:
         """Attention of one request's queries q (q_len, num_q_heads, head_dim) to segments of a view, merged with what
         they have attended to before. It has neither windows nor capped scores nor sinks."""
-        assert attn.is_ordinary, "a partial attention without its mask"
+        assert self.window is None and attn.is_ordinary, "a partial attention without its mask"
         q, attn = self.kv_scale.scored(q, attn)
         for segment in segments:
             out, lse = self.backend.partial(q, view, segment, attn.scale)

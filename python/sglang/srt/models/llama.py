@@ -68,9 +68,8 @@ class LlamaAttention(nn.Module):
         self.qk_norm = None
         if qk_norm:
             self.qk_norm = QKNorm(self.num_heads, self.num_kv_heads, self.head_dim, config.rms_norm_eps, config.dtype)
-        self.attn = RadixAttention(
-            layer_id, backend, kv_scale_of(config.kv_scales, group.rank, layer_id, kv_heads.size)
-        )
+        kv_scale = kv_scale_of(config.kv_scales, group.rank, layer_id, kv_heads.size)
+        self.attn = RadixAttention(layer_id, backend, kv_scale, config.windows[layer_id])
 
     def project(self, x: torch.Tensor, rotation: Rotation, out_loc: torch.Tensor, pool: KVPool) -> torch.Tensor:
         """x: (num_tokens, hidden_size). Stores keys and values, and returns queries, (num_tokens, heads,
@@ -148,13 +147,13 @@ class LlamaForCausalLM(nn.Module):
     group: the ranks that share the model; all call the same methods in the same order, on one thread each."""
 
     qk_norm = False
-    can_stream = True
 
     def __init__(self, config: ModelConfig, attn_backend: AttentionBackend, group: TensorParallelGroup) -> None:
         super().__init__()
         self.config = config
         self.group = group
         self.num_layers = config.num_layers
+        self.can_stream = all(window is None for window in config.windows)
         self.dtype = config.dtype
         self.attended_size = group.shard(config.num_heads).size * config.head_dim
         vocab = (config.vocab_size, config.hidden_size, config.dtype, group)

@@ -180,11 +180,9 @@ class TransformersForCausalLM(nn.Module):
         self.config = config
         self.num_layers = config.num_layers
         self.backend = attn_backend
-        # Of each layer, the tokens that a query sees; None for all.
-        self.windows: list[int | None] = [None] * config.num_layers
-        # No windows, capped scores or sinks, without which streamed prefixes are attended to.
+        # Unless a layer has a window, capped scores or sinks: what streams is attended to without.
         self.can_stream = False
-        # Of each layer, once its KV scale is on the device.
+        # Of each layer, once its windows are known.
         self.attention: list[RadixAttention] = []
         # The pass that has begun last, until its end.
         self._under_way: _ForwardPass | None = None
@@ -196,12 +194,6 @@ class TransformersForCausalLM(nn.Module):
     def inspect_layers(self, device: torch.device) -> None:
         """Find the windows, and that every layer is one that paged attention can compute: by forward passes of two
         tokens without attention. device: the model's, which gets the KV scales. Raises ModelConfigError."""
-        with device:
-            scales, heads = self.config.kv_scales, self.config.num_kv_heads
-            self.attention = [
-                RadixAttention(layer, self.backend, kv_scale_of(scales, 0, layer, heads))
-                for layer in range(self.num_layers)
-            ]
         found, counted = _Inspection(self.config), _Inspection(self.config)
         tokens, positions, last = (to_device(np.array(each), device) for each in ([3, 2], [0, 1], [1]))
         token = _masks.set(found.masks)
@@ -216,8 +208,14 @@ class TransformersForCausalLM(nn.Module):
             raise found.refusal(f"its modelling code fails without a cache of transformers ({error!r})") from error
         finally:
             _masks.reset(token)
-        self.windows = found.windows()
-        self.can_stream = not found.is_capped and all(window is None for window in self.windows)
+        windows = found.windows()
+        self.can_stream = not found.is_capped and all(window is None for window in windows)
+        with device:
+            scales, heads = self.config.kv_scales, self.config.num_kv_heads
+            self.attention = [
+                RadixAttention(layer, self.backend, kv_scale_of(scales, 0, layer, heads), windows[layer])
+                for layer in range(self.num_layers)
+            ]
         if logits.shape[-1] != self.config.vocab_size:
             raise found.refusal(f"it has {logits.shape[-1]} logits, and a vocabulary of {self.config.vocab_size}")
         for call, same in zip(found.calls, counted.calls):
@@ -250,7 +248,6 @@ class TransformersForCausalLM(nn.Module):
         attn = replace(
             batch.attn,
             scale=head_dim**-0.5 if scale is None else float(scale),
-            window=self._window(layer_id, batch),
             softcap=asked.kwargs.get("softcap"),
             sinks=asked.kwargs.get("s_aux"),
         )
@@ -280,15 +277,6 @@ class TransformersForCausalLM(nn.Module):
     def logits(self, state: _ForwardPass, batch: ForwardBatch) -> torch.Tensor:
         assert state.logits is not None, "a layer is left"
         return state.logits
-
-    def _window(self, layer_id: int, batch: ForwardBatch) -> int | None:
-        """None where it hides nothing, as no request is longer. A backend that computes windows always gets it:
-        without one it would compile another kernel while it serves."""
-        window = self.windows[layer_id]
-        if window is None or self.backend.computes_masked:
-            return window
-        longest = max(sum(segment.length for segment in of_req) for of_req in batch.segments)
-        return window if longest > window else None
 
     def _forward_batch(self, batch: ForwardBatch) -> torch.Tensor:
         if not batch.wants_hidden:

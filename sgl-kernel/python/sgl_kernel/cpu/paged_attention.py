@@ -21,7 +21,7 @@ class _Arguments(ctypes.Structure):
         ("scratch", ctypes.c_void_p),
         *(
             (name, ctypes.c_int64)
-            for name in ("q_stride", "num_reqs", "num_heads", "num_kv_heads", "head_dim", "page_size")
+            for name in ("q_stride", "num_reqs", "num_heads", "num_kv_heads", "head_dim", "page_size", "window")
         ),
         ("scale", ctypes.c_float),
         ("threads", ctypes.c_int32),
@@ -50,12 +50,12 @@ def takes_heads(q: torch.Tensor, k: torch.Tensor) -> bool:
 class _Requests:
     """Requests of a batch for one of the kernels. Owns the numbers that it points to."""
 
-    def __init__(self, table: torch.Tensor, by_slot: bool, **columns: np.ndarray) -> None:
+    def __init__(self, table: torch.Tensor, by_slot: bool, window: int | None, **columns: np.ndarray) -> None:
         args = self.args = _Arguments()
         self._held = table, columns
         for name, column in columns.items():
             setattr(args, name, column.ctypes.data)
-        args.table, args.by_slot = table.data_ptr(), by_slot
+        args.table, args.by_slot, args.window = table.data_ptr(), by_slot, window or 0
         args.threads = torch.get_num_threads()
         args.num_reqs = len(columns["rows"])
         self._before = np.empty(args.num_reqs + 1, np.int64)
@@ -69,8 +69,13 @@ class _Extends(_Requests):
 class _Decodes(_Requests):
     """num_chunks: of all requests. What they share is found at the first use."""
 
-    def __init__(self, table: torch.Tensor, by_slot: bool, **columns: np.ndarray) -> None:
-        super().__init__(table, by_slot, **columns)
+    def __init__(self, table: torch.Tensor, by_slot: bool, window: int | None, **columns: np.ndarray) -> None:
+        if window is not None:
+            # A query's keys are then the last ones, from another place on.
+            hidden = np.maximum(columns["kv_lens"] - window, 0)
+            moved = "starts" if by_slot else "skips"
+            columns |= {"kv_lens": columns["kv_lens"] - hidden, moved: columns.get(moved, 0) + hidden}
+        super().__init__(table, by_slot, None, **columns)
         self.num_chunks = int((-(-columns["kv_lens"] // int(function("cpu_decode_chunk")()))).sum())
         self._plan = np.empty((3, self.num_chunks), np.int64)
         self._num_groups: int | None = None
@@ -95,12 +100,13 @@ class PagedAttention:
         sees: np.ndarray,
         skips: np.ndarray | None = None,
         by_slot: bool = False,
+        window: int | None = None,
     ) -> None:
         """table: integers on the CPU, contiguous. The others: (num_reqs,) integers. Request i has q_lens[i] queries,
         which stand behind those of the requests before it. Its keys are kv_lens[i] tokens, from the skips[i]-th of
         page table[starts[i]] on; no skips are zeros. Its first query sees the first sees[i] keys, each following one
-        a key more, up to all; a single query sees all. by_slot: the table holds slots (page * page_size + offset),
-        one per token, not pages."""
+        a key more, up to all; a single query sees all. Of these a query sees the last `window` only. by_slot: the
+        table holds slots (page * page_size + offset), one per token, not pages."""
         table = table.to(torch.int64)
         named = {"starts": starts, "kv_lens": kv_lens, "q_lens": q_lens, "sees": sees, "skips": skips}
         columns = {name: np.asarray(each, np.int64) for name, each in named.items() if each is not None}
@@ -111,7 +117,7 @@ class PagedAttention:
         for kind, which in zip(kinds, (columns["q_lens"] == 1, columns["q_lens"] > 1)):
             if which.any():
                 chosen = {name: each[which] for name, each in columns.items()}
-                self._requests.append(kind(table, by_slot, **chosen))
+                self._requests.append(kind(table, by_slot, window, **chosen))
         self._scratch = torch.empty(0)
 
     def attend(

@@ -22,11 +22,17 @@ typedef struct {
     int rows;
 } task_rows;
 
-/* Keys that row r sees. */
+/* The end of the keys that row r sees. */
 INLINE int64_t visible(const task_rows *t, int r) {
     const attention_args *a = t->args;
     int64_t keys = a->sees[t->req] + t->first + r / (a->num_heads / a->num_kv_heads);
     return keys < a->kv_lens[t->req] ? keys : a->kv_lens[t->req];
+}
+
+/* Keys before a row's first one. */
+INLINE int64_t hidden(const task_rows *t, int r) {
+    int64_t end = visible(t, r), window = t->args->window;
+    return window && end > window ? end - window : 0;
 }
 
 /* Row r's place in an array of (rows, num_heads). */
@@ -38,9 +44,9 @@ INLINE int64_t place(const task_rows *t, int r) {
 
 /* Scores of a tile with a block of keys, their softmax, and the sum of its values, on top of what the blocks before
    gave. q: (rows, d), out: (rows, width), keys: (BLOCK / PANEL, d, PANEL), values: (width / PANEL, BLOCK, PANEL).
-   seen: how many of the n keys each row sees. stats: (rows, 2), greatest score and sum. */
+   Row r sees keys from[r] .. to[r] of the n. stats: (rows, 2), greatest score and sum. */
 INLINE void attend_tile(int rows, const float *q, int64_t d, const float *keys, const float *values, int n,
-                        const int *seen, int64_t width, float *stats, float *out) {
+                        const int *from, const int *to, int64_t width, float *stats, float *out) {
     float scores[ROWS][BLOCK], shrink[ROWS];
     vec acc[ROWS][2];
     for (int j = 0; j < n; j += PANEL) {
@@ -50,8 +56,16 @@ INLINE void attend_tile(int rows, const float *q, int64_t d, const float *keys, 
         for (int r = 0; r < rows; r++)
             store(scores[r] + j, acc[r][0]), store(scores[r] + j + LANES, acc[r][1]);
     }
-    for (int r = 0; r < rows; r++)
-        shrink[r] = soften(scores[r], seen[r], stats + 2 * r, stats + 2 * r + 1);
+    for (int r = 0; r < rows; r++) {
+        if (from[r] >= to[r]) {
+            memset(scores[r], 0, sizeof scores[r]);
+            shrink[r] = 1;
+            continue;
+        }
+        for (int j = 0; j < from[r]; j++)
+            scores[r][j] = -INFINITY;
+        shrink[r] = soften(scores[r], to[r], stats + 2 * r, stats + 2 * r + 1);
+    }
     for (int64_t i = 0; i < width; i += PANEL) {
         for (int r = 0; r < rows; r++) {
             acc[r][0] = load(out + r * width + i) * splat(shrink[r]);
@@ -64,10 +78,10 @@ INLINE void attend_tile(int rows, const float *q, int64_t d, const float *keys, 
 }
 
 static void any_attend_tile(int rows, const float *q, int64_t d, const float *keys, const float *values, int n,
-                            const int *seen, int64_t width, float *stats, float *out) {
+                            const int *from, const int *to, int64_t width, float *stats, float *out) {
 #define CASE(count)                                                                                                    \
     case count:                                                                                                        \
-        attend_tile(count, q, d, keys, values, n, seen, width, stats, out);                                            \
+        attend_tile(count, q, d, keys, values, n, from, to, width, stats, out);                                        \
         break;
     SWITCH_ROWS(rows, CASE)
 #undef CASE
@@ -125,32 +139,34 @@ static void pack(const task_rows *t, const block *b, int64_t width, float *keys,
 
 static void attend(const task_rows *t) {
     const attention_args *a = t->args;
-    int64_t d = a->head_dim, width = (d + PANEL - 1) / PANEL * PANEL, keys_end = visible(t, t->rows - 1);
+    int64_t d = a->head_dim, width = (d + PANEL - 1) / PANEL * PANEL;
+    int64_t keys_begin = hidden(t, 0) / BLOCK * BLOCK, keys_end = visible(t, t->rows - 1);
     float q[t->rows * d], out[t->rows * width], stats[t->rows * 2], keys[BLOCK * d], values[BLOCK * width];
     memset(out, 0, sizeof out);
     for (int r = 0; r < t->rows; r++) {
         int64_t at = place(t, r);
-        const float *from = a->q + at / a->num_heads * a->q_stride + at % a->num_heads * d;
+        const float *row = a->q + at / a->num_heads * a->q_stride + at % a->num_heads * d;
         for (int64_t i = 0; i < d; i++)
-            q[r * d + i] = from[i] * a->scale;
+            q[r * d + i] = row[i] * a->scale;
         stats[2 * r] = -INFINITY, stats[2 * r + 1] = 0;
     }
     block now, next;
-    find_block(t, 0, keys_end, &next);
-    for (int64_t begin = 0; begin < keys_end; begin += BLOCK) {
+    find_block(t, keys_begin, keys_end, &next);
+    for (int64_t begin = keys_begin; begin < keys_end; begin += BLOCK) {
         now = next;
         find_block(t, begin + BLOCK, keys_end, &next);
         pack(t, &now, width, keys, values);
         for (int first = 0, n = now.n; first < t->rows; first += ROWS) {
             fetch_part(t, &next, first / ROWS, (t->rows + ROWS - 1) / ROWS);
-            int rows = t->rows - first < ROWS ? t->rows - first : ROWS, seen[ROWS];
-            if (visible(t, first + rows - 1) <= begin)
+            int rows = t->rows - first < ROWS ? t->rows - first : ROWS, from[ROWS], to[ROWS];
+            if (visible(t, first + rows - 1) <= begin || hidden(t, first) >= begin + n)
                 continue;
             for (int r = 0; r < rows; r++) {
-                int64_t more = visible(t, first + r) - begin;
-                seen[r] = more < 0 ? 0 : more < n ? more : n;
+                int64_t before = hidden(t, first + r) - begin, end = visible(t, first + r) - begin;
+                from[r] = before < 0 ? 0 : before < n ? before : n;
+                to[r] = end < 0 ? 0 : end < n ? end : n;
             }
-            any_attend_tile(rows, q + first * d, d, keys, values, seen[rows - 1], seen, width, stats + 2 * first,
+            any_attend_tile(rows, q + first * d, d, keys, values, to[rows - 1], from, to, width, stats + 2 * first,
                             out + first * width);
         }
     }

@@ -15,9 +15,20 @@ from sgl_kernel.cpu.library import LIBRARY
 from sgl_kernel.cpu.paged_attention import PagedAttention
 from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
 from sglang.srt.layers.attention.cpu_backend import CpuAttnBackend
+from sglang.srt.layers.attention.masked_attention import masked_attention
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.mem_cache.kv_view import KVSegment
-from support.attention_cases import DECODES, EXTENDS, LAYOUTS, Case, PagedCase, check_batch, check_partials, make_view
+from support.attention_cases import (
+    DECODES,
+    EXTENDS,
+    LAYOUTS,
+    Case,
+    PagedCase,
+    check_batch,
+    check_masks,
+    check_partials,
+    make_view,
+)
 
 needs_compiler = pytest.mark.skipif(not LIBRARY.is_available(), reason="no C compiler")
 
@@ -39,6 +50,36 @@ def test_random_batches(page_size, layout):
     backend = CpuAttnBackend()
     for seed in range(12):
         check_batch(backend, Case(seed, page_size, layout, torch.float32))
+
+
+MIXED = ((700, 1), (3, 1), (700, 20), (0, 1), (2, 2), (0, 3), (300, 300), (65, 64))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("page_size", [1, 3, 64])
+def test_masks(page_size, layout):
+    for seed in range(3):
+        for reqs in (MIXED, DECODES, EXTENDS):
+            check_masks(CpuAttnBackend(), PagedCase(seed, page_size, layout, torch.float32, reqs, torch.int64))
+        check_masks(CpuAttnBackend(), Case(seed, page_size, layout, torch.float32, q_lens=(1, 20, 1), max_prefix=90))
+    check_masks(CpuAttnBackend(), PagedCase(3, page_size, layout, torch.bfloat16, MIXED, torch.int64))
+
+
+@needs_compiler
+@pytest.mark.parametrize("window", [1, 64, 65, 200])
+def test_windows_of_any_size(window, no_torch):
+    """Blocks of keys begin at multiples of 64, chunks of a decode at 256. What no query sees is not read."""
+    reqs = tuple((kv_len, q_len) for kv_len in (63, 64, 65, 200, 201, 257, 600) for q_len in (1, 2, 60))
+    case = PagedCase(1, 16, "block_major", torch.float32, reqs, torch.int64)
+    meta = dataclasses.replace(case.meta, window=window)
+    want = masked_attention(case.q, case.view, case.segments, meta)
+    for start, kv_len, q_len in zip(case.segments.starts, case.segments.kv_lens, case.segments.q_lens):
+        # Whole blocks before the first that is seen.
+        unseen = max(0, kv_len - q_len + 1 - window) // 64 * 64 // 16
+        gone = case.segments.table[start : start + unseen]
+        case.view.k[gone] = case.view.v[gone] = math.nan
+    got = CpuAttnBackend().forward(case.q, case.view, case.segments, meta)
+    assert (got - want).abs().max() < case.tolerance()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
@@ -167,12 +208,14 @@ def test_requests_that_share_pages_get_the_bits_that_they_get_alone(page_size, t
 
 
 @needs_compiler
-def test_a_tokens_bits_do_not_depend_on_its_chunk(no_torch):
+@pytest.mark.parametrize("window", [None, 70])
+def test_a_tokens_bits_do_not_depend_on_its_chunk(window, no_torch):
     """A prompt at once, in chunks, and its end behind a cached prefix: with any tasks, frames and threads."""
     length = 333
     for seed, layout in enumerate(LAYOUTS):
         case = PagedCase(seed, 4, layout, torch.float32, ((length, length), (40, 7)), torch.int64)
-        whole = CpuAttnBackend().forward(case.q, case.view, case.segments, case.meta)
+        masked = dataclasses.replace(case.meta, window=window)
+        whole = CpuAttnBackend().forward(case.q, case.view, case.segments, masked)
         threads = torch.get_num_threads()
         for cuts, num_threads in (((200,), 1), ((2, 66, 130), 3), ((64, 128, 330), 2)):
             bounds = (0, *cuts, length)
@@ -182,7 +225,7 @@ def test_a_tokens_bits_do_not_depend_on_its_chunk(no_torch):
                     segments = dataclasses.replace(
                         case.segments, kv_lens=np.array([end, 40]), q_lens=np.array([end - begin, 7])
                     )
-                    meta = AttentionMetadata((end - begin, 7), case.scale)
+                    meta = AttentionMetadata((end - begin, 7), case.scale, window)
                     q = torch.cat([case.q[begin:end], case.q[length:]])
                     got = CpuAttnBackend().forward(q, case.view, segments, meta)
                     # as lists of segments, it is the same work

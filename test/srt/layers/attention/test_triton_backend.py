@@ -27,6 +27,7 @@ from support.attention_cases import (
     Case,
     PagedCase,
     check_batch,
+    check_masks,
     check_pages_and_graphs,
     check_partials,
     make_view,
@@ -565,19 +566,6 @@ def splits(backend: Any) -> int:
     return 4
 
 
-def masks_of(num_heads: int) -> list[dict[str, Any]]:
-    sinks = torch.linspace(-2, 2, num_heads)
-    return [
-        {"window": 1},
-        {"window": 13, "sinks": sinks},
-        {"window": 13, "sinks": sinks.flip(0)},
-        {"softcap": 0.7},
-        {"softcap": 1000.0},
-        {"sinks": torch.full((num_heads,), -math.inf)},
-        {"window": 600, "softcap": 1.5, "sinks": sinks.bfloat16()},
-    ]
-
-
 def masked(backend: Any) -> int:
     """Windows, capped scores and sinks, as `masked_attention` has them; also of requests whose keys are divided."""
     long = ((700, 1), (3, 1), (700, 20), (0, 1), (2, 2))
@@ -597,17 +585,6 @@ def masked(backend: Any) -> int:
         got = backend.forward(case.q, case.view, case.segments, replace(case.meta, window=window))
         assert (got - right).abs().max() < case.tolerance(), window
     return len(cases)
-
-
-def check_masks(backend: Any, case: Case) -> None:
-    """One layer after the other of the same batch."""
-    masks = masks_of(case.q.shape[1])
-    for mask in (*masks, *masks, {}):
-        on_device = {name: x.to(case.q.device) if name == "sinks" else x for name, x in mask.items()}
-        meta = replace(case.meta, **on_device)
-        want = masked_attention(case.q, case.view, case.segments, meta)
-        error = (backend.forward(case.q, case.view, case.segments, meta) - want).abs().max()
-        assert error < case.tolerance(), f"{case.name}, {mask}: off by {error}"
 
 
 def edges(backend: Any) -> int:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from sgl_kernel.kvcacheio import pick
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import SINGLE_RANK
 from sglang.srt.managers.startup.device import page_layout
-from sglang.srt.managers.startup.sizes import build_config, kernel_links
+from sglang.srt.managers.startup.sizes import build_config, graph_batch_size_for, kernel_links
 from sglang.srt.mem_cache.transfer import H2D, P2D
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.child_process import StartupError
@@ -88,3 +90,17 @@ def test_buffers_and_swap_files_have_room_for_a_page(tmp_path: Path) -> None:
         build(layer_stream=100_000)
     with pytest.raises(StartupError, match="--layer-stream-disk-size 1e-08 GB has no room for one page"):
         build(layer_stream_disk_size=1e-8, layer_stream_disk_path=str(tmp_path))
+
+
+def test_what_is_masked_on_the_host_is_no_graph(tmp_path: Path) -> None:
+    model = tiny_llama(tmp_path)
+    windowed = replace(model, windows=(None, 32) * (model.num_layers // 2))
+    args = ServerArgs(model_path="embedded", max_total_tokens=1024, max_running_requests=8)
+    config = build_config(args, model, SINGLE_RANK)
+
+    def size(of_model: ModelConfig, computes_masked: bool, device: str = "cuda") -> int:
+        return graph_batch_size_for(args, of_model, config, torch.device(device), computes_masked)
+
+    assert size(model, False) == size(model, True) == size(windowed, True) == 8
+    assert size(windowed, False) == size(model, True, "cpu") == 0
+    assert size(replace(model, model_impl="transformers"), True) == 0

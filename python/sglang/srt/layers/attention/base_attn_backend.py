@@ -59,6 +59,13 @@ class BatchKey:
         )
 
 
+def longest_request(segments: Sequence[list[KVSegment]]) -> int:
+    """Its keys. A window of as many hides none."""
+    if isinstance(segments, PagedSegments):
+        return int(segments.kv_lens.max(initial=0))
+    return max((sum(segment.length for segment in of_req) for of_req in segments), default=0)
+
+
 class AttentionBackend(Protocol):
     """capturing: set around the capture of a CUDA graph, and before the forward passes that warm up for it. False at
     first. While it is set, the work of `forward` with a `PagedSegments` of one query each depends on the batch's size

@@ -1,31 +1,33 @@
 """`CpuAttnBackend`: attention on the CPU that reads keys and values where they lie.
 
 Kernels in C read the pages of all requests at once: no Python runs per request. Other types than float32 and odd head
-sizes go to `TorchNativeAttnBackend`, which defines the result. Owns the plan of the forward batch it is working on.
-Writes no KV and reads only the slots that the segments name.
+sizes go to `TorchNativeAttnBackend`, which defines the result; with a mask, and capped scores, to `masked_attention`.
+Owns the plans of the forward batch it is working on. Writes no KV and reads only the slots that the segments name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from sgl_kernel.cpu.paged_attention import PagedAttention, takes_heads
-from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata, BatchKey
+from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata, BatchKey, longest_request
+from sglang.srt.layers.attention.masked_attention import masked_attention
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.mem_cache.kv_view import KVSegment, KVView, PagedSegments, segment_slots
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """The part of a batch's work that is the same in every layer."""
+class _Plans:
+    """The part of a batch's work that is the same in all layers with a window."""
 
-    # What the plan was made for; a `PagedSegments` is known by its identity.
+    # What the plans were made for; a `PagedSegments` is known by its identity.
     batch: BatchKey | PagedSegments
-    attention: PagedAttention
+    longest: int
+    by_window: dict[int | None, PagedAttention] = field(default_factory=dict)
 
     def matches(self, segments: Sequence[list[KVSegment]], page_size: int, q_lens: tuple[int, ...]) -> bool:
         if isinstance(self.batch, PagedSegments):
@@ -38,26 +40,40 @@ class CpuAttnBackend:
     while its layers are computed."""
 
     captures_extends = False
-    computes_masked = False
+    computes_masked = True
     long_extend_len = None
 
     def __init__(self) -> None:
         self.capturing = False
         self._torch = TorchNativeAttnBackend()
-        self._plan: _Plan | None = None
+        self._plans: _Plans | None = None
 
     def forward(
         self, q: torch.Tensor, view: KVView, segments: Sequence[list[KVSegment]], meta: AttentionMetadata
     ) -> torch.Tensor:
         """q: (num_tokens, num_q_heads, head_dim). Returns the same shape and dtype, contiguous."""
-        if not takes_heads(q, view.k):
-            return self._torch.forward(q, view, segments, meta)
-        plan = self._plan
-        if plan is None or not plan.matches(segments, view.page_size, meta.q_lens):
-            plan = self._plan = _build_plan(segments, view.page_size, meta.q_lens)
+        plans = self._plans
+        if plans is None or not plans.matches(segments, view.page_size, meta.q_lens):
+            if isinstance(segments, PagedSegments):
+                plans = _Plans(segments, longest_request(segments))
+            else:
+                plans = _Plans(BatchKey.of(segments, view.page_size, meta.q_lens), longest_request(segments))
+            self._plans = plans
+        window = None if meta.window is None or meta.window >= plans.longest else meta.window
+        if meta.softcap is not None or not takes_heads(q, view.k):
+            is_ordinary = window is None and meta.softcap is None and meta.sinks is None
+            attend = self._torch.forward if is_ordinary else masked_attention
+            return attend(q, view, segments, meta)
+        attention = plans.by_window.get(window)
+        if attention is None:
+            attention = plans.by_window[window] = _plan(segments, view.page_size, meta.q_lens, window)
         assert sum(meta.q_lens) == q.shape[0], f"{q.shape[0]} rows of q for q_lens {meta.q_lens}"
         out = torch.empty(q.shape, dtype=q.dtype)
-        plan.attention.attend(q, view.k, view.v, meta.scale, out)
+        lse = None if meta.sinks is None else torch.empty(q.shape[:2])
+        attention.attend(q, view.k, view.v, meta.scale, out, lse)
+        if lse is not None and meta.sinks is not None:
+            # The others' share of the softmax; NaN where there is neither a key nor a sink.
+            out *= torch.sigmoid(lse - meta.sinks.float()).nan_to_num_(0.0)[..., None]
         return out
 
     def before_replay(self, segments: PagedSegments) -> None:
@@ -79,16 +95,18 @@ class CpuAttnBackend:
         return out, lse
 
 
-def _build_plan(segments: Sequence[list[KVSegment]], page_size: int, q_lens: tuple[int, ...]) -> _Plan:
+def _plan(
+    segments: Sequence[list[KVSegment]], page_size: int, q_lens: tuple[int, ...], window: int | None
+) -> PagedAttention:
     lens = np.array(q_lens, np.int64)
     if isinstance(segments, PagedSegments):
         sees = segments.kv_lens - lens + 1
-        return _Plan(segments, PagedAttention(segments.table, segments.starts, segments.kv_lens, lens, sees))
+        return PagedAttention(segments.table, segments.starts, segments.kv_lens, lens, sees, window=window)
     # Any number of segments per request, of any tokens.
-    batch = BatchKey.of(segments, page_size, q_lens)
     flat = [segment for of_req in segments for segment in of_req if segment.length]
     slots = torch.cat(segment_slots(flat, page_size)) if flat else torch.empty(0, dtype=torch.int64)
     kv_lens = np.array([sum(segment.length for segment in of_req) for of_req in segments], np.int64)
     causal = np.array([bool(of_req) and of_req[-1].causal for of_req in segments], bool)
     sees = np.where(causal, kv_lens - lens + 1, kv_lens)
-    return _Plan(batch, PagedAttention(slots, np.cumsum(kv_lens) - kv_lens, kv_lens, lens, sees, by_slot=True))
+    starts = np.cumsum(kv_lens) - kv_lens
+    return PagedAttention(slots, starts, kv_lens, lens, sees, by_slot=True, window=window)

@@ -151,7 +151,7 @@ class EngineBuilder:
             torch.cuda.empty_cache()
         rank.progress.stage("allocating the pools")
         self.config = build_config(args, self.model, rank.group, rank.device)
-        graph_batch_size = self._open_device_pool()
+        graph_batch_size = self._open_device_pool(attention.computes_masked)
         executor = self._open_executor(model, attention, graph_batch_size)
         storage = self._open_tiers(executor) if self.config.num_host_pages else None
         try:
@@ -179,7 +179,7 @@ class EngineBuilder:
         device_pages(args, self.model, group, device)
         return make_attention_backend(backend, device)
 
-    def _open_device_pool(self) -> int:
+    def _open_device_pool(self, computes_masked: bool) -> int:
         """The device pool, and memory of peers. Returns the largest decode that is a CUDA graph."""
         args, rank, config = self.args, self.rank, self.config
         layout = page_layout(self.model, config.page_size, rank.group.size)
@@ -213,7 +213,7 @@ class EngineBuilder:
                 slabs=pool.slab_frames,
                 borrowing=BorrowingConfig(timing.demand, timing.idle, timing.patience),
             )
-        return graph_batch_size_for(args, self.model, config, rank.device)
+        return graph_batch_size_for(args, self.model, config, rank.device, computes_masked)
 
     def _open_executor(self, model: Any, attention: AttentionBackend, graph_batch_size: int) -> ModelExecutor:
         rank, config = self.rank, self.config

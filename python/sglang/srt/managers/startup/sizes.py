@@ -185,10 +185,15 @@ def _host_pages(
     return num_pages
 
 
-def graph_batch_size_for(args: ServerArgs, model: ModelConfig, config: SchedulerConfig, device: torch.device) -> int:
+def graph_batch_size_for(
+    args: ServerArgs, model: ModelConfig, config: SchedulerConfig, device: torch.device, computes_masked: bool
+) -> int:
     """The largest decode that is a CUDA graph; 0 for none. The code of transformers may not be captured: it may look
-    at tensors on the host."""
+    at tensors on the host. So does what computes windows for other backends. computes_masked: see
+    `AttentionBackend`."""
     if device.type != "cuda" or args.disable_cuda_graph or model.model_impl == TRANSFORMERS:
+        return 0
+    if not computes_masked and any(window is not None for window in model.windows):
         return 0
     return min(args.cuda_graph_max_bs_decode or config.max_running_requests, config.max_running_requests)
 
