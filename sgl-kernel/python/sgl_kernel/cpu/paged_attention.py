@@ -105,7 +105,7 @@ class PagedAttention:
         """table: integers on the CPU, contiguous. The others: (num_reqs,) integers. Request i has q_lens[i] queries,
         which stand behind those of the requests before it. Its keys are kv_lens[i] tokens, from the skips[i]-th of
         page table[starts[i]] on; no skips are zeros. Its first query sees the first sees[i] keys, each following one
-        a key more, up to all; a single query sees all. Of these a query sees the last `window` only. by_slot: the
+        a key more, up to all; a single query sees all. With a window a query sees the last of them only. by_slot: the
         table holds slots (page * page_size + offset), one per token, not pages."""
         table = table.to(torch.int64)
         named = {"starts": starts, "kv_lens": kv_lens, "q_lens": q_lens, "sees": sees, "skips": skips}

@@ -19,8 +19,8 @@ typedef struct {
     int64_t k_page_stride, k_token_stride, v_page_stride, v_token_stride;
     /* Request i: rows rows[i] .. rows[i] + q_lens[i] of q, its keys are kv_lens[i] tokens from the skips[i]-th token
        of page table[starts[i]] on. skips: NULL for none. by_slot: the table holds not pages, but slots (page *
-       page_size + offset). The first row sees the first sees[i] keys, each following row one key more, up to all. Of
-       these a row of a request with several sees the last `window` only; 0 for all. */
+       page_size + offset). The first row sees the first sees[i] keys, each following row one key more, up to all. A
+       row of a request with several sees the last `window` of them only; 0 for all. */
     const int64_t *rows, *q_lens, *table, *starts, *kv_lens, *sees, *skips;
     /* Floats: for each task, num_heads * (head_dim + 2). */
     float *scratch;
