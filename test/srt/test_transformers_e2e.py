@@ -85,9 +85,12 @@ def test_a_mixture_of_experts(tmp_path: Path) -> None:
             server.stop()
 
 
-def test_a_prompt_longer_than_the_device(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "config", [Qwen3MoeConfig(**SHAPE, **EXPERTS), Gemma2Config(**SHAPE, sliding_window=100)], ids=["moe", "masked"]
+)
+def test_a_prompt_longer_than_the_device(tmp_path: Path, config: PretrainedConfig) -> None:
     model = tmp_path / "model"
-    theirs = made(model, Qwen3MoeConfig(**SHAPE, **EXPERTS))
+    theirs = made(model, config)
     text = " ".join(f"{TEXT} Part {part}." for part in range(6))
     flags = (
         "--hicache --max-total-tokens 400 --page-size 16 --hicache-ratio 5 --chunked-prefill-size 64 --layer-stream 2"
@@ -97,15 +100,6 @@ def test_a_prompt_longer_than_the_device(tmp_path: Path) -> None:
         assert reply["meta_info"]["prompt_tokens"] > 600
         assert reply["output_ids"] == continued(theirs, text)
         assert server.get("/hicache/state").json()["counters"]["streamed_reqs"] == 1
-
-
-def test_windows_do_not_stream(tmp_path: Path) -> None:
-    made(tmp_path / "model", Gemma2Config(**SHAPE, sliding_window=64))
-    flags = "--hicache --max-total-tokens 512 --chunked-prefill-size 64 --layer-stream 2 --layer-stream-tokens 64"
-    with Server(*flags.split(), model=str(tmp_path / "model"), wait=False) as server:
-        assert server.wait() != 0
-        assert "--layer-stream does not serve Gemma2ForCausalLM, whose attention has windows" in server.output()
-        assert "Traceback" not in server.output()
 
 
 @pytest.mark.parametrize(

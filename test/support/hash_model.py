@@ -40,7 +40,6 @@ class HashModel:
     """`CausalLM` over a float64 pool with 2 KV heads of dimension 2."""
 
     NUM_LAYERS = 3
-    can_stream = True
 
     def __init__(self, num_layers: int = NUM_LAYERS, vocab_size: int = 7, seed: int = 0) -> None:
         self.num_layers = num_layers

@@ -255,10 +255,12 @@ def test_peer_hits(model: Model, fail_rate: float) -> None:
     check_memory(model, engine)
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("qwen3_moe", marks=not_emulated)])
+@pytest.mark.parametrize(
+    "name", ["llama", "mistral", *(pytest.param(each, marks=not_emulated) for each in ("qwen3_moe", "gemma2"))]
+)
 @pytest.mark.parametrize("fail_rate", [0.0, pytest.param(0.5, marks=pytest.mark.slow)])
 def test_longer_than_device_and_host(tmp_path: Path, name: str, fail_rate: float) -> None:
-    """What neither has room for comes from a file, layer by layer; also where transformers computes."""
+    """What neither has room for comes from a file, layer by layer; also with windows and capped scores."""
     model = Model(MODELS[name], str(tmp_path))
     engine = model.engine(
         page_size=4,

@@ -29,7 +29,7 @@ from sglang.srt.configs.model_files import ModelConfigError
 from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.kv_scale import kv_scale_of
-from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.radix_attention import RadixAttention, StreamedAttention
 from sglang.srt.managers.startup.device import with_kv_cache
 from sglang.srt.mem_cache.kv_view import KVSegment
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
@@ -375,9 +375,12 @@ def test_attention_to_scaled_pages(scales: tuple[HeadScales, HeadScales]) -> Non
     segments = [KVSegment(torch.arange(9), 9, causal=True)]
     batch = SimpleNamespace(segments=[segments], attn=attn)
     assert torch.allclose(attention.forward(q, batch, pool), wanted, atol=1e-5)
-    parts = [KVSegment(torch.arange(4), 4), KVSegment(torch.arange(4, 9), 5, causal=True)]
-    state = attention.partial(q[4:], pool.view(0), parts[:1], attn)
-    assert torch.allclose(attention.partial(q[4:], pool.view(0), parts[1:], attn, state)[0], wanted[4:], atol=1e-5)
+    own = [KVSegment(torch.arange(4, 9), 5, causal=True)]
+    request = SimpleNamespace(rows=slice(4, 9), start=0, end=4, segments=own)
+    streamed, found = StreamedAttention(attention, q, attn, [request], pool), torch.zeros_like(q)
+    streamed.attend(0, pool.view(0), KVSegment(torch.arange(4), 4))
+    streamed.write_to(found)
+    assert torch.allclose(found[4:], wanted[4:], atol=1e-5)
     assert torch.equal(q, asked)
 
 

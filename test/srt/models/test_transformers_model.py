@@ -188,10 +188,6 @@ def test_a_pass_that_was_given_up_is_closed_by_the_next(pair: SimpleNamespace) -
         assert_close(got, logits_of(pair.theirs, pair.prompts[3])[-1:], f"after {num_layers} layers")
 
 
-def test_which_can_stream(pair: SimpleNamespace) -> None:
-    assert pair.ours.model.can_stream == (pair.name not in ("gemma2", "mistral", "gpt_oss"))
-
-
 class Masking:
     """A backend that computes windows, capped scores and sinks. asked: the windows of its layers."""
 

@@ -1,17 +1,20 @@
-"""`RadixAttention`: a layer's attention over the KV cache. Owns nothing; knows layer, backend and scale."""
+"""`RadixAttention`: a layer's attention over the KV cache. Owns nothing; knows layer, backend, scale and window.
+
+`StreamedAttention` is its part for requests whose prefixes come piece by piece.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import nn
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionMetadata, longest_request
-from sglang.srt.layers.attention.masked_attention import masked_attention
-from sglang.srt.layers.attention.merge_state import merge_state
+from sglang.srt.layers.attention.masked_attention import masked_attention, masked_partial, seen_parts
+from sglang.srt.layers.attention.merge_state import merge_state, share_beside
 from sglang.srt.layers.kv_scale import KVScale
 from sglang.srt.mem_cache.kv_view import KVPool, KVSegment, KVView
 
@@ -34,6 +37,12 @@ class StreamedRows(Protocol):
 
     @property
     def rows(self) -> slice: ...
+
+    @property
+    def start(self) -> int: ...
+
+    @property
+    def end(self) -> int: ...
 
     @property
     def segments(self) -> list[KVSegment]: ...
@@ -69,24 +78,18 @@ class RadixAttention(nn.Module):
             attn = replace(attn, window=window)
         return self.kv_scale.loaded(attend(q, pool.view(self.layer_id), batch.segments, attn))
 
-    def partial(
-        self,
-        q: torch.Tensor,
-        view: KVView,
-        segments: list[KVSegment],
-        attn: AttentionMetadata,
-        state: PartialState | None = None,
-    ) -> PartialState:
-        """Attention of one request's queries q (q_len, num_q_heads, head_dim) to segments of a view, merged with what
-        they have attended to before. It has neither windows nor capped scores nor sinks."""
-        assert self.window is None and attn.is_ordinary, "a partial attention without its mask"
-        q, attn = self.kv_scale.scored(q, attn)
-        for segment in segments:
-            out, lse = self.backend.partial(q, view, segment, attn.scale)
-            found = self.kv_scale.loaded(out), lse
-            state = found if state is None else merge_state(*state, *found)
-        assert state is not None
-        return state
+
+@dataclass
+class _Streamed:
+    """One request in a layer."""
+
+    rows: slice
+    # (q_len, num_q_heads, head_dim).
+    queries: torch.Tensor
+    # Positions in the request: of its first query, and of the next piece that streams.
+    first_query: int
+    next_piece: int
+    found: PartialState | None = None
 
 
 class StreamedAttention:
@@ -101,19 +104,46 @@ class StreamedAttention:
         requests: Sequence[StreamedRows],
         pool: KVPool,
     ) -> None:
-        self._attention, self._attn, self._rows = attention, attn, [req.rows for req in requests]
-        self._queries = [q[rows] for rows in self._rows]
+        self._attention = attention
+        q, attn = attention.kv_scale.scored(q, attn)
+        self._attn = replace(attn, window=attention.window)
+        self._requests = []
         view = pool.view(attention.layer_id)
-        self._partials = [
-            attention.partial(queries, view, req.segments, attn) for queries, req in zip(self._queries, requests)
-        ]
+        for given in requests:
+            queries = q[given.rows]
+            num_tokens = sum(segment.length for segment in given.segments) + given.end - given.start
+            req = _Streamed(given.rows, queries, num_tokens - len(queries), given.start)
+            self._requests.append(req)
+            position = 0
+            for segment in given.segments:
+                # What streams lies between those on the device.
+                position = given.end if position == given.start else position
+                self._attend(req, view, segment, position)
+                position += segment.length
 
     def attend(self, place: int, view: KVView, segment: KVSegment) -> None:
         """The next piece of the request at this place among those that stream."""
-        queries, before = self._queries[place], self._partials[place]
-        self._partials[place] = self._attention.partial(queries, view, [segment], self._attn, before)
+        req = self._requests[place]
+        self._attend(req, view, segment, req.next_piece)
+        req.next_piece += segment.length
 
     def write_to(self, attended: torch.Tensor) -> None:
         """attended: (num_tokens, ...), of the whole batch, with a row's heads in order."""
-        for rows, (out, _) in zip(self._rows, self._partials):
-            attended[rows] = out.reshape(attended[rows].shape).to(attended.dtype)
+        for req in self._requests:
+            assert req.found is not None, "a query sees itself"
+            out, lse = req.found
+            if self._attn.sinks is not None:
+                out = out * share_beside(lse, self._attn.sinks)
+            attended[req.rows] = out.reshape(attended[req.rows].shape).to(attended.dtype)
+
+    def _attend(self, req: _Streamed, view: KVView, segment: KVSegment, position: int) -> None:
+        """position: of the segment's first token in the request."""
+        backend, kv_scale, attn = self._attention.backend, self._attention.kv_scale, self._attn
+        distance = req.first_query - position
+        for part, offset, is_cut in seen_parts(segment, len(req.queries), distance, attn.window, view.page_size):
+            if is_cut or attn.softcap is not None:
+                out, lse = masked_partial(req.queries, view, part, distance - offset, attn)
+            else:
+                out, lse = backend.partial(req.queries, view, part, attn.scale)
+            found = kv_scale.loaded(out), lse
+            req.found = found if req.found is None else merge_state(*req.found, *found)

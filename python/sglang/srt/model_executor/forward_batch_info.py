@@ -82,10 +82,9 @@ class ForwardBatch:
 
 class CausalLM(Protocol):
     """A model that the executor can run layer by layer, so that the KV of later layers may still be on its way.
-    `state` holds what the model passes from layer to layer. can_stream: whether it takes streamed requests."""
+    `state` holds what the model passes from layer to layer."""
 
     num_layers: int
-    can_stream: bool
 
     def embed(self, batch: ForwardBatch) -> Any: ...
 

@@ -157,7 +157,7 @@ class PrefillGraphs:
             raise ValueError("CUDA graphs need a device pool with a scratch slot")
         self.model = model
         self._pool, self._scratch_slot = pool, pool.scratch_slot
-        self.num_layers, self.can_stream = model.num_layers, model.can_stream
+        self.num_layers = model.num_layers
         self._counts = token_counts(max_tokens)
         self._input_ids, self._positions = torch.zeros((2, max_tokens), dtype=torch.int64, device=device)
         self._out_loc = torch.full((max_tokens,), pool.scratch_slot, dtype=torch.int64, device=device)

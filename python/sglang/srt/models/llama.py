@@ -153,7 +153,6 @@ class LlamaForCausalLM(nn.Module):
         self.config = config
         self.group = group
         self.num_layers = config.num_layers
-        self.can_stream = all(window is None for window in config.windows)
         self.dtype = config.dtype
         self.attended_size = group.shard(config.num_heads).size * config.head_dim
         vocab = (config.vocab_size, config.hidden_size, config.dtype, group)

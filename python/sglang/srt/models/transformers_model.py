@@ -180,8 +180,6 @@ class TransformersForCausalLM(nn.Module):
         self.config = config
         self.num_layers = config.num_layers
         self.backend = attn_backend
-        # Unless a layer has a window, capped scores or sinks: what streams is attended to without.
-        self.can_stream = False
         # Of each layer, once its windows are known.
         self.attention: list[RadixAttention] = []
         # The pass that has begun last, until its end.
@@ -209,7 +207,6 @@ class TransformersForCausalLM(nn.Module):
         finally:
             _masks.reset(token)
         windows = found.windows()
-        self.can_stream = not found.is_capped and all(window is None for window in windows)
         with device:
             scales, heads = self.config.kv_scales, self.config.num_kv_heads
             self.attention = [
@@ -315,8 +312,6 @@ class _Inspection:
     config: ModelConfig
     masks: list[tuple[torch.Tensor, Callable[..., torch.Tensor]]] = field(default_factory=list)
     calls: list[_Call] = field(default_factory=list)
-    # Whether a layer caps its scores or has sinks.
-    is_capped: bool = False
 
     def refusal(self, reason: str) -> ModelConfigError:
         return ModelConfigError(
@@ -349,7 +344,6 @@ class _Inspection:
             raise self.refusal(
                 f"its attention takes {', '.join(unknown) or 'dropout or the future'}, which paged attention does not"
             )
-        self.is_capped |= any(kwargs.get(name) is not None for name in ("softcap", "s_aux"))
         self.calls.append(_Call(_layer_of(module), mask, key[0].float()))
         return torch.zeros_like(query.transpose(1, 2))[..., : value.shape[-1]]
 

@@ -16,6 +16,7 @@ import torch
 from sgl_kernel.cpu.paged_attention import PagedAttention, takes_heads
 from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata, BatchKey, longest_request
 from sglang.srt.layers.attention.masked_attention import masked_attention
+from sglang.srt.layers.attention.merge_state import share_beside
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.mem_cache.kv_view import KVSegment, KVView, PagedSegments, segment_slots
 
@@ -72,8 +73,7 @@ class CpuAttnBackend:
         lse = None if meta.sinks is None else torch.empty(q.shape[:2])
         attention.attend(q, view.k, view.v, meta.scale, out, lse)
         if lse is not None and meta.sinks is not None:
-            # The others' share of the softmax; NaN where there is neither a key nor a sink.
-            out *= torch.sigmoid(lse - meta.sinks.float()).nan_to_num_(0.0)[..., None]
+            out *= share_beside(lse, meta.sinks)
         return out
 
     def before_replay(self, segments: PagedSegments) -> None:

@@ -1,4 +1,4 @@
-"""Attention with a sliding window, capped scores, or sinks, for backends that do not compute it. In plain torch.
+"""Attention with a sliding window, capped scores, or sinks, for what backends do not compute of it. In plain torch.
 
 Owns nothing. Reads only the slots that the segments name, as a backend does. The pages of tokens that have left the
 window stay where they are, so that every prefix can be matched; only the mask leaves them out.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -36,18 +37,61 @@ def masked_attention(
                 end = kv_len - q_len + first + rows
                 start = end - rows
                 seen = 0 if meta.window is None else max(0, start - meta.window + 1)
-                where = slots[seen:end]
-                index = where // view.page_size, where % view.page_size
-                k, v = (indexable(x)[index].view(x.dtype).to(q.dtype) for x in (view.k, view.v))
                 at = slice(row + first, row + first + rows)
-                out[at] = _attend(q[at], k, v, start - seen, meta)
+                out[at], _ = _attend(q[at], *_gather(view, slots[seen:end], q.dtype), start - seen, meta)
         row += q_len
     return out
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, before: int, meta: AttentionMetadata) -> torch.Tensor:
-    """q: (rows, num_q_heads, head_dim); k, v: (before + rows, num_kv_heads, head_dim), the last are the queries'
-    own."""
+def masked_partial(
+    q: torch.Tensor, view: KVView, segment: KVSegment, distance: int, meta: AttentionMetadata
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `AttentionBackend.partial`, of meta's mask without its sinks. distance: in tokens, from the segment's first
+    to the first query. A query that sees no token of it has zeros and -inf."""
+    (slots,) = segment_slots([segment], view.page_size)
+    k, v = _gather(view, slots, q.dtype)
+    out, lse = q.new_empty(q.shape, dtype=torch.float32), q.new_empty(q.shape[:2], dtype=torch.float32)
+    for first in range(0, len(q), _BLOCK):
+        at = slice(first, first + _BLOCK)
+        out[at], lse[at] = _attend(q[at], k, v, distance + first, replace(meta, sinks=None))
+    return out.masked_fill_((lse == -math.inf)[..., None], 0.0), lse
+
+
+def seen_parts(
+    segment: KVSegment, num_queries: int, distance: int, window: int | None, page_size: int
+) -> list[tuple[KVSegment, int, bool]]:
+    """A segment without the tokens that no query sees any more, in two: what the last queries do not see, and what
+    all see. distance: as for `masked_partial`. Of each part its offset in the segment, and whether a window cuts it.
+    """
+    if window is None:
+        return [(segment, 0, False)]
+    if segment.causal:
+        return [(segment, 0, num_queries > window)]
+    first_seen, seen_by_all = (
+        min(max(distance + query + 1 - window, 0), segment.length) for query in (0, num_queries - 1)
+    )
+    parts = []
+    for begin, end, is_cut in ((first_seen, seen_by_all, True), (seen_by_all, segment.length, False)):
+        if begin < end:
+            first, last = segment.skip + begin, segment.skip + end - 1
+            pages = segment.pages[first // page_size : last // page_size + 1]
+            parts.append((KVSegment(pages, end - begin, False, first % page_size), begin, is_cut))
+    return parts
+
+
+def _gather(view: KVView, slots: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V, (len(slots), num_kv_heads, head_dim) each."""
+    index = slots // view.page_size, slots % view.page_size
+    k, v = (indexable(x)[index].view(x.dtype).to(dtype) for x in (view.k, view.v))
+    return k, v
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, distance: int, meta: AttentionMetadata
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q: (rows, num_q_heads, head_dim); k, v: (num_keys, num_kv_heads, head_dim). distance: the first query follows
+    the first key by so many tokens. Returns out, NaN for a query that sees no key, and (rows, num_q_heads) float32,
+    the lse, with sinks."""
     rows, num_heads, head_dim = q.shape
     num_keys, num_kv_heads = k.shape[:2]
     grouped = q.view(rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
@@ -57,7 +101,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, before: int, meta
     scores = torch.einsum("rkgd,nkd->kgrn", grouped, k).float() * meta.scale
     if meta.softcap is not None:
         scores = meta.softcap * torch.tanh(scores / meta.softcap)
-    own = torch.arange(before, before + rows, device=q.device)[:, None]
+    own = torch.arange(distance, distance + rows, device=q.device)[:, None]
     key = torch.arange(num_keys, device=q.device)[None, :]
     hidden = key > own
     if meta.window is not None:
@@ -66,5 +110,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, before: int, meta
     if meta.sinks is not None:
         sinks = meta.sinks.float().view(num_kv_heads, -1, 1, 1).expand(-1, -1, rows, 1)
         scores = torch.cat((scores, sinks), -1)
-    weights = scores.softmax(-1)[..., :num_keys].to(v.dtype)
-    return torch.einsum("kgrn,nkd->rkgd", weights, v).reshape(rows, num_heads, head_dim)
+    lse = scores.logsumexp(-1)
+    weights = scores[..., :num_keys].sub_(lse[..., None]).exp_().to(v.dtype)
+    out = torch.einsum("kgrn,nkd->rkgd", weights, v).reshape(rows, num_heads, head_dim)
+    return out, lse.permute(2, 0, 1).reshape(rows, num_heads)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 
@@ -19,3 +21,10 @@ def merge_state(
     weight_b = torch.sigmoid(lse_b - lse_a).nan_to_num_(nan=0.0)
     out = torch.lerp(out_a.float(), out_b.float(), weight_b.unsqueeze(-1))
     return out, torch.logaddexp(lse_a, lse_b)
+
+
+def share_beside(lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """What is left of attention over some keys, whose scores have the lse (num_tokens, num_q_heads), beside a sink of
+    each head: (num_tokens, num_q_heads, 1) factors."""
+    # Also where a sink is -inf.
+    return torch.sigmoid(lse - sinks.float()).masked_fill_(lse == -math.inf, 0.0)[..., None]

@@ -140,11 +140,6 @@ class EngineBuilder:
             group=rank.group,
             progress=rank.progress,
         )
-        if args.layer_stream and not model.can_stream:
-            raise StartupError(
-                f"--layer-stream does not serve {self.model.architecture}, whose attention has windows, capped "
-                "scores or sinks: drop the flag, or serve another model"
-            )
         model.finish_loading()
         # What loading left in torch's cache would count as taken when the pools are sized.
         if rank.device.type == "cuda":
