@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import random
@@ -39,6 +40,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
 from sglang.srt.layers.attention.masked_attention import masked_attention
 from sglang.srt.mem_cache.kv_view import KVView
 from sglang.srt.model_loader.loader import ModelLoadError
+from support.no_waiting import DEVICE, NoWaiting
 from support.tiny_runner import TinyRunner
 
 BASE: dict[str, Any] = dict(
@@ -186,6 +188,40 @@ def test_a_pass_that_was_given_up_is_closed_by_the_next(pair: SimpleNamespace) -
         gc.collect()
         assert given_up() is None, "its tensors are kept"
         assert_close(got, logits_of(pair.theirs, pair.prompts[3])[-1:], f"after {num_layers} layers")
+
+
+class ShapesAlone:
+    """A backend and a pool."""
+
+    computes_masked = True
+
+    def forward(self, q: torch.Tensor, view: None, segments: Any, meta: AttentionMetadata) -> torch.Tensor:
+        return torch.empty_like(q)
+
+    def view(self, layer_id: int) -> None:
+        return None
+
+    def store(self, layer_id: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        assert k.shape == v.shape and len(k) == len(loc)
+
+
+def test_a_pass_does_not_wait_for_the_device(pair: SimpleNamespace) -> None:
+    """Where transformers builds masks, it asks for positions."""
+    model, nothing = copy.deepcopy(pair.ours.model), ShapesAlone()
+    # Grouped products of matrices are for this type on the meta device.
+    model.to(DEVICE, torch.bfloat16)
+    for attention in model.attention:
+        attention.backend = nothing
+    seqs = pair.ours.start(pair.prompts[:2])
+    batch = pair.ours.batch([(seqs[0], 37), (seqs[1], 1)])
+    for name in ("input_ids", "positions", "out_loc", "sample_rows"):
+        setattr(batch, name, getattr(batch, name).to(DEVICE))
+    with NoWaiting():
+        state = model.embed(batch)
+        for layer_id in range(model.num_layers):
+            state = model.forward_layer(layer_id, state, batch, nothing)
+        logits = model.logits(state, batch)
+    assert logits.shape == (2, BASE["vocab_size"]) and logits.device == DEVICE
 
 
 class Masking:

@@ -18,7 +18,7 @@ from sglang.srt.distributed.parallel_state import TensorParallelGroup
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.weights import extremes
 from sglang.srt.model_loader.non_finite import refuse_non_finite
-from sglang.srt.models.transformers_model import PAGED, TransformersForCausalLM
+from sglang.srt.models.transformers_model import PAGED_WITH_MASKS, TransformersForCausalLM
 
 
 def load_transformers_model(
@@ -55,7 +55,7 @@ def _read(config: ModelConfig) -> Any:
             config.local_path,
             config=config.hf_config,
             dtype=config.dtype,
-            attn_implementation=PAGED,
+            attn_implementation=PAGED_WITH_MASKS,
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,

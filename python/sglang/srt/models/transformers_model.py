@@ -38,8 +38,10 @@ from sglang.srt.mem_cache.kv_view import KVPool, KVSegment, KVView
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.utils.device import to_device
 
-# The name of our attention in transformers.
+# The names of our attention in transformers. It builds masks for one that is registered for them, and first asks the
+# device in each pass whether positions begin anew: it waits for all passes before.
 PAGED = "sglang_paged"
+PAGED_WITH_MASKS = "sglang_paged_with_masks"
 # Arguments of attention that are honoured, or that change nothing without a cache of transformers.
 _HONOURED = {"scaling", "dropout", "sliding_window", "softcap", "s_aux"}
 _NO_EFFECT = {
@@ -53,8 +55,8 @@ _SAME = 0.02
 # What attention does in the current thread: serve a batch, or find out about the model.
 _Attend = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor, Any, dict[str, Any]], torch.Tensor]
 _attend: ContextVar[_Attend] = ContextVar("attend")
-# The masks that transformers wants to build while a model is inspected; None while it serves.
-_masks: ContextVar[list[tuple[torch.Tensor, Callable[..., torch.Tensor]]] | None] = ContextVar("masks", default=None)
+# The masks that transformers wants to build while a model is inspected.
+_masks: ContextVar[list[tuple[torch.Tensor, Callable[..., torch.Tensor]]]] = ContextVar("masks")
 
 
 def _attention(
@@ -69,18 +71,16 @@ def _attention(
     return _attend.get()(module, query, key, value, attention_mask, kwargs), None
 
 
-def _mask(mask_function: Callable[..., torch.Tensor], **kwargs: Any) -> torch.Tensor | None:
-    wanted = _masks.get()
-    if wanted is None:
-        return None
+def _mask(mask_function: Callable[..., torch.Tensor], **kwargs: Any) -> torch.Tensor:
     # A stand-in, to be recognised where it arrives.
     stand_in = torch.zeros(1, 1, 1, 1)
-    wanted.append((stand_in, mask_function))
+    _masks.get().append((stand_in, mask_function))
     return stand_in
 
 
 AttentionInterface.register(PAGED, _attention)
-AttentionMaskInterface.register(PAGED, _mask)
+AttentionInterface.register(PAGED_WITH_MASKS, _attention)
+AttentionMaskInterface.register(PAGED_WITH_MASKS, _mask)
 
 
 @contextmanager
@@ -161,7 +161,8 @@ class _ForwardPass:
 
 
 class TransformersForCausalLM(nn.Module):
-    """See `CausalLM`. model: of transformers, with the attention `PAGED`; None makes one with weights at random."""
+    """See `CausalLM`. model: of transformers, with the attention `PAGED_WITH_MASKS`; None makes one with weights at
+    random."""
 
     def __init__(
         self,
@@ -174,7 +175,7 @@ class TransformersForCausalLM(nn.Module):
         config.check_tensor_parallel(group.size)
         if model is None:
             model = AutoModelForCausalLM.from_config(
-                config.hf_config, dtype=config.dtype, attn_implementation=PAGED, trust_remote_code=False
+                config.hf_config, dtype=config.dtype, attn_implementation=PAGED_WITH_MASKS, trust_remote_code=False
             )
         self.model = model.requires_grad_(False)
         self.config = config
@@ -206,6 +207,7 @@ class TransformersForCausalLM(nn.Module):
             raise found.refusal(f"its modelling code fails without a cache of transformers ({error!r})") from error
         finally:
             _masks.reset(token)
+        self.model.set_attn_implementation(PAGED)
         windows = found.windows()
         with device:
             scales, heads = self.config.kv_scales, self.config.num_kv_heads
