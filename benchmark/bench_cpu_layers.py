@@ -32,6 +32,7 @@ from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 # Of requests that share the rest.
 OWN_TOKENS = 32
@@ -65,7 +66,7 @@ class Bench:
         kv_lens, q_lens = np.full(num_reqs, kv_len), np.full(num_reqs, q_len)
         positions = torch.arange(kv_len - q_len, kv_len).repeat(num_reqs)
         places = torch.from_numpy(np.repeat(starts, q_len)) + positions // page
-        none, rows = torch.zeros(num_reqs), torch.arange(num_reqs) * q_len + q_len - 1
+        rows = torch.arange(num_reqs) * q_len + q_len - 1
         whole = torch.zeros(num_reqs, dtype=torch.int64)
         return ForwardBatch(
             seq=0,
@@ -79,7 +80,9 @@ class Bench:
             attn=AttentionMetadata((q_len,) * num_reqs, self.config.attn_scale),
             sample_rows=rows,
             sample_slots=whole,
-            sampling=SamplingBatchInfo(none, none, whole, none, whole, whole, True),
+            sampling=SamplingBatchInfo.from_params(
+                [SamplingParams(temperature=0)] * num_reqs, self.config.vocab_size, whole
+            ),
         )
 
     @torch.inference_mode()

@@ -25,6 +25,7 @@ from common import percentiles, print_table, time_each, write_json
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.managers.schedule_batch import StepInputs
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 STREAMS, PROMPT_LEN, OUTPUT_LEN = 64, 64, 128
 
@@ -130,15 +131,11 @@ def sampling(rounds: int) -> list[dict[str, object]]:
             ("top_p 0.9", 1.0, vocab_size, 0.9, 0.0),
             ("min_p 0.05", 1.0, vocab_size, 1.0, 0.05),
         ):
-            info = SamplingBatchInfo(
-                temperatures=torch.full((n,), temperature),
-                top_ps=torch.full((n,), top_p),
-                top_ks=torch.full((n,), top_k),
-                min_ps=torch.full((n,), min_p),
-                seeds=torch.arange(n),
-                positions=torch.arange(n),
-                is_all_greedy=temperature == 0,
-            )
+            params = [
+                SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, sampling_seed=i)
+                for i in range(n)
+            ]
+            info = SamplingBatchInfo.from_params(params, vocab_size, torch.arange(n))
             sampler = Sampler()
             samples = time_each(lambda x: sampler(*x), [(logits, info)], rounds + 2)[2:]  # noqa: B023
             rows.append({"vocabulary": vocab_size, "sampling": name, "median ms": float(np.median(samples)) * 1e3})

@@ -16,6 +16,7 @@ from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 
 class TinySequence:
@@ -91,14 +92,8 @@ class TinyRunner:
             attn=AttentionMetadata(tuple(q_lens), self.config.attn_scale),
             sample_rows=torch.tensor(sample_rows, dtype=torch.int64),
             sample_slots=torch.zeros(num, dtype=torch.int64),
-            sampling=SamplingBatchInfo(
-                torch.zeros(num),
-                torch.ones(num),
-                torch.full((num,), self.config.vocab_size),
-                torch.zeros(num),
-                torch.zeros(num, dtype=torch.int64),
-                torch.zeros(num, dtype=torch.int64),
-                True,
+            sampling=SamplingBatchInfo.from_params(
+                [SamplingParams(temperature=0)] * num, self.config.vocab_size, torch.zeros(num, dtype=torch.int64)
             ),
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,27 +14,23 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from support import fake_flashinfer
 
 
-def info(n, vocab_size, temperature=1.0, top_p=1.0, top_k=-1, seed=0, position=0, min_p=0.0):
+def info(n, vocab_size, temperature=1.0, top_p=1.0, top_k=-1, min_p=0.0, seed=0, position=0):
     """Each argument a number for all rows or a list."""
 
-    def column(value, dtype):
-        return torch.tensor(value if isinstance(value, list) else [value] * n, dtype=dtype)
-
-    temperatures, top_ks = column(temperature, torch.float32), column(top_k, torch.int64)
-    return SamplingBatchInfo(
-        temperatures=temperatures,
-        top_ps=column(top_p, torch.float32),
-        top_ks=torch.where(top_ks < 0, vocab_size, top_ks),
-        min_ps=column(min_p, torch.float32),
-        seeds=column(seed, torch.int64),
-        positions=column(position, torch.int64),
-        is_all_greedy=bool((temperatures == 0).all()),
-    )
+    columns = [
+        value if isinstance(value, list) else [value] * n
+        for value in (temperature, top_p, top_k, min_p, seed, position)
+    ]
+    params = [
+        SamplingParams(temperature=t, top_p=p, top_k=k, min_p=m, sampling_seed=s)
+        for t, p, k, m, s in zip(*columns[:-1])
+    ]
+    return SamplingBatchInfo.from_params(params, vocab_size, torch.tensor(columns[-1], dtype=torch.int64))
 
 
-def row_of(batch, i):
-    pick = {k: v[i : i + 1] for k, v in vars(batch).items() if isinstance(v, torch.Tensor)}
-    return SamplingBatchInfo(**pick, is_all_greedy=bool((pick["temperatures"] == 0).all()))
+def row_of(batch, vocab_size, i):
+    columns = (batch.temperatures, batch.top_ps, batch.top_ks, batch.min_ps, batch.seeds, batch.positions)
+    return info(1, vocab_size, *(column[i].item() for column in columns))
 
 
 def chi_square(counts, probs):
@@ -69,7 +66,7 @@ def expected_probs(logits, temperature, top_k, top_p):
 def test_distribution(temperature, top_k, top_p, seed):
     vocab_size, draws = 40, 20000
     logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(7)) * 1.2
-    batch = info(draws, vocab_size, temperature, top_p, top_k, seed, list(range(draws)))
+    batch = info(draws, vocab_size, temperature, top_p, top_k, seed=seed, position=list(range(draws)))
     tokens = Sampler()(logits.expand(draws, -1).contiguous(), batch)
     probs = expected_probs(logits, temperature, top_k, top_p)
     if int((probs > 0).sum()) == 1:
@@ -120,7 +117,7 @@ def test_a_row_does_not_see_its_neighbours():
         )
         together = Sampler()(logits, batch)
         assert together.dtype == torch.int64 and together.shape == (n,)
-        alone = torch.cat([Sampler()(logits[i : i + 1], row_of(batch, i)) for i in range(n)])
+        alone = torch.cat([Sampler()(logits[i : i + 1], row_of(batch, vocab_size, i)) for i in range(n)])
         assert torch.equal(together, alone), f"seed {seed}"
         greedy = batch.temperatures == 0
         assert torch.equal(together[greedy], logits.argmax(-1)[greedy]), f"seed {seed}"
@@ -170,7 +167,9 @@ def test_top_p_beyond_the_first_look():
     mixed = torch.stack((logits, peaked)).repeat(50, 1)
     batch = info(100, vocab_size, top_p=0.95, seed=list(range(100)))
     together = Sampler()(mixed, batch)
-    assert torch.equal(together, torch.cat([Sampler()(mixed[i : i + 1], row_of(batch, i)) for i in range(100)]))
+    assert torch.equal(
+        together, torch.cat([Sampler()(mixed[i : i + 1], row_of(batch, vocab_size, i)) for i in range(100)])
+    )
 
 
 def cut_batch(seed):
@@ -233,7 +232,8 @@ def test_a_gpu_draws_what_the_cpu_draws(monkeypatch, seed, with_kernels):
     if not with_kernels:
         monkeypatch.setattr("sgl_kernel.sampling.has_renorm_kernels", lambda probs: False)
     logits, batch = cut_batch(seed)
-    there = SamplingBatchInfo(**{k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in vars(batch).items()})
+    columns = {name: value.cuda() for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
+    there = replace(batch, **columns, cuts=replace(batch.cuts, limited=batch.cuts.limited.cuda()))
     numbers = random_uniform(batch.seeds, batch.positions)
     assert torch.equal(random_uniform(there.seeds, there.positions).cpu(), numbers)
     drawn, want = Sampler()(logits.cuda(), there).cpu(), Sampler()(logits, batch)

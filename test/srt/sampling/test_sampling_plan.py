@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -112,19 +111,16 @@ def test_what_the_host_knows_is_what_the_columns_say(seed: int):
     specs = [spec_of(rng) for _ in range(rng.randint(0, 6))]
     params = [spec.params for spec in specs]
     info = SamplingBatchInfo.from_params(params, VOCAB_SIZE, torch.zeros(len(params), dtype=torch.int64))
-    asked = SamplingBatchInfo(**{f.name: getattr(info, f.name) for f in fields(info) if f.name != "cuts"}).known_cuts(
-        VOCAB_SIZE
-    )
-    known = info.known_cuts(VOCAB_SIZE)
-    assert known is info.cuts
-    for field in fields(known):
-        a, b = getattr(known, field.name), getattr(asked, field.name)
-        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b, field.name
-    drawn = info.temperatures > 0
-    limited = drawn & ((info.top_ks < VOCAB_SIZE) | (info.top_ps < 1))
-    assert known.num_limited == limited.sum()
-    if known.limited is not None:
-        assert torch.equal(known.limited, limited.nonzero()[:, 0])
+    cuts, drawn = info.cuts, info.temperatures > 0
+    by_top_k, by_top_p = drawn & (info.top_ks < VOCAB_SIZE), drawn & (info.top_ps < 1)
+    limited = by_top_k | by_top_p
+    assert info.is_all_greedy == (not drawn.any()) and cuts.has_greedy == (not drawn.all())
+    assert (cuts.has_top_k, cuts.has_top_p) == (by_top_k.any(), by_top_p.any())
+    assert cuts.has_min_p == (info.min_ps > 0).any() and cuts.num_limited == limited.sum()
+    assert cuts.deepest_top_k == max(info.top_ks[limited].tolist(), default=VOCAB_SIZE)
+    assert (cuts.limited is None) == (cuts.num_limited in (0, len(params)))
+    if cuts.limited is not None:
+        assert torch.equal(cuts.limited, limited.nonzero()[:, 0])
 
 
 @pytest.mark.parametrize("top,token_ids", [(0, ()), (3, ()), (0, (4, 1)), (60, (2,))])

@@ -40,8 +40,8 @@ class Sampler:
     """Top-k, top-p and min-p all use the probabilities after temperature and before any cut, as SGLang does. A token
     that ties with the last kept one is kept too, so that ties do not depend on the order of a sort.
 
-    With `SamplingBatchInfo.cuts` known, it waits for no device. On a GPU the last bits of a row's probabilities may
-    depend on the shape of the batch, as those of its logits do: a token at the border of a cut may be kept or not.
+    It waits for no device. On a GPU the last bits of a row's probabilities may depend on the shape of the batch, as
+    those of its logits do: a token at the border of a cut may be kept or not.
     """
 
     @torch.inference_mode()
@@ -50,7 +50,7 @@ class Sampler:
         if info.is_all_greedy or logits.shape[0] == 0:
             return logits.argmax(dim=-1)
 
-        cuts = info.known_cuts(logits.shape[1])
+        cuts = info.cuts
         is_greedy = info.temperatures <= 0
         temperatures = info.temperatures.masked_fill(is_greedy, 1.0).unsqueeze(1)
         # Shifted before the division, so that a tiny temperature does not overflow.

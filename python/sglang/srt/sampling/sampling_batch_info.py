@@ -37,8 +37,7 @@ class SamplingBatchInfo:
 
     temperatures, top_ps: (n,) float32. top_ks: (n,) int64, the vocabulary's size at most. seeds: (n,) int64.
     min_ps: (n,) float32. positions: (n,) int64, index of the token to be drawn in its sequence (prompt included).
-    is_all_greedy: every temperature is 0. cuts: None lets the sampler read them off the columns, which waits for a
-    device; `from_params` knows them.
+    is_all_greedy: every temperature is 0.
     """
 
     temperatures: torch.Tensor
@@ -48,7 +47,7 @@ class SamplingBatchInfo:
     seeds: torch.Tensor
     positions: torch.Tensor
     is_all_greedy: bool
-    cuts: SamplingCuts | None = None
+    cuts: SamplingCuts
 
     @classmethod
     def from_params(
@@ -59,54 +58,33 @@ class SamplingBatchInfo:
         device: torch.device = CPU,
     ) -> SamplingBatchInfo:
         """positions: on `device`."""
-        columns = _Columns(
-            np.minimum([p.temperature for p in params], np.finfo(np.float32).max).astype(np.float32),
-            np.array([p.top_p for p in params], np.float32),
-            np.array([min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params], np.int64),
-            np.array([p.min_p for p in params], np.float32),
-        )
+        temperatures = np.minimum([p.temperature for p in params], np.finfo(np.float32).max).astype(np.float32)
+        top_ps = np.array([p.top_p for p in params], np.float32)
+        top_ks = np.array([min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params], np.int64)
+        min_ps = np.array([p.min_p for p in params], np.float32)
+        # In the precision of the columns: what rounds to 1 there cuts nothing.
+        drawn = temperatures > 0
+        by_top_k, by_top_p = drawn & (top_ks < vocab_size), drawn & (top_ps < 1)
+        rows = np.flatnonzero(by_top_k | by_top_p)
         return cls(
-            temperatures=to_device(columns.temperatures, device),
-            top_ps=to_device(columns.top_ps, device),
-            top_ks=to_device(columns.top_ks, device),
-            min_ps=to_device(columns.min_ps, device),
+            temperatures=to_device(temperatures, device),
+            top_ps=to_device(top_ps, device),
+            top_ks=to_device(top_ks, device),
+            min_ps=to_device(min_ps, device),
             seeds=to_device(np.array([p.sampling_seed or 0 for p in params], np.int64), device),
             positions=positions,
-            is_all_greedy=bool((columns.temperatures <= 0).all()),
-            cuts=columns.cuts(vocab_size, device),
+            is_all_greedy=not drawn.any(),
+            cuts=SamplingCuts(
+                num_limited=len(rows),
+                limited=to_device(rows, device) if 0 < len(rows) < len(params) else None,
+                deepest_top_k=int(top_ks[rows].max()) if len(rows) else vocab_size,
+                has_top_k=bool(by_top_k.any()),
+                has_top_p=bool(by_top_p.any()),
+                has_min_p=bool((min_ps > 0).any()),
+                has_greedy=not drawn.all(),
+            ),
         )
 
     def at(self, positions: torch.Tensor) -> SamplingBatchInfo:
         """The same rows, about to draw the tokens at `positions`."""
         return replace(self, positions=positions)
-
-    def known_cuts(self, vocab_size: int) -> SamplingCuts:
-        """`cuts`; read off the columns where they were not given."""
-        if self.cuts is not None:
-            return self.cuts
-        host = (self.temperatures, self.top_ps, self.top_ks, self.min_ps)
-        return _Columns(*(column.cpu().numpy() for column in host)).cuts(vocab_size, self.top_ks.device)
-
-
-@dataclass(frozen=True)
-class _Columns:
-    """As in `SamplingBatchInfo`, in the same precision: what rounds to 1 there cuts nothing."""
-
-    temperatures: np.ndarray
-    top_ps: np.ndarray
-    top_ks: np.ndarray
-    min_ps: np.ndarray
-
-    def cuts(self, vocab_size: int, device: torch.device) -> SamplingCuts:
-        drawn = self.temperatures > 0
-        by_top_k, by_top_p = drawn & (self.top_ks < vocab_size), drawn & (self.top_ps < 1)
-        rows = np.flatnonzero(by_top_k | by_top_p)
-        return SamplingCuts(
-            num_limited=len(rows),
-            limited=to_device(rows, device) if 0 < len(rows) < len(drawn) else None,
-            deepest_top_k=int(self.top_ks[rows].max()) if len(rows) else vocab_size,
-            has_top_k=bool(by_top_k.any()),
-            has_top_p=bool(by_top_p.any()),
-            has_min_p=bool((self.min_ps > 0).any()),
-            has_greedy=not drawn.all(),
-        )
