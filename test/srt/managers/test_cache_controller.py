@@ -8,7 +8,7 @@ import pytest
 from sglang.srt.managers.slab_withdrawal import SlabWithdrawal
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.node import Node, Receipt, is_hole
-from sglang.srt.mem_cache.slab_ledger import SlabLedger
+from sglang.srt.mem_cache.slab_ledger import SlabLedger, SlabReport
 from sglang.srt.mem_cache.transfer import (
     D2H,
     D2P,
@@ -496,13 +496,15 @@ class PeerRig(Rig):
         assert node.frames[DEVICE] is None and node.frames[PEER] is not None
         return node
 
-    def withdraw(self, is_readable: bool = True) -> None:
-        """The first four pages of the peer go; no request reads them."""
-        runs = [np.arange(4, dtype=np.int32)]
-        readable, unreadable = (runs, []) if is_readable else ([], runs)
+    def withdraw(self, readable: bytes = b"\1") -> SlabWithdrawal:
+        """The pages of the peer go, in as many slabs as there are bytes; no request reads them."""
         assert self.peer is not None
-        slabs = SlabLedger(self.peer, [(0, self.peer.num_pages)], mapped=True)
-        SlabWithdrawal(self.controller, slabs).withdraw(readable, unreadable, losing=lambda ids: None)
+        size = self.peer.num_pages // len(readable)
+        frames = [(i * size, (i + 1) * size) for i in range(len(readable))]
+        withdrawal = SlabWithdrawal(self.controller, SlabLedger(self.peer, frames, mapped=True))
+        withdrawal.update(SlabReport(bytes(len(readable)), readable=readable), losing=lambda ids: None)
+        assert withdrawal.counters["slabs_withdrawn"] == len(readable)
+        return withdrawal
 
 
 def test_what_leaves_the_device_goes_to_the_peer():
@@ -600,10 +602,10 @@ def test_what_a_lost_slab_alone_had_moves_to_the_host():
     rig.withdraw()
     assert ops_of(rig) == [(Ticket(P2H, 0), [2, 3], [2, 3], None)], "the host has the other one"
     rig.peer.reap(10)
-    assert top.frames[PEER] is None and rig.states(PEER) == "FFDD" and rig.lengths("abcd") == (0, 0)
+    assert top.frames[PEER] is None and rig.states(PEER) == "LLDD" and rig.lengths("abcd") == (0, 0)
     rig.at(10).commit(Ticket(P2H, 0))
     rig.peer.reap(10)
-    assert rig.states(PEER) == "FFFF" and rig.lengths("abcd") == (0, 4)
+    assert rig.states(PEER) == "LLLL" and rig.lengths("abcd") == (0, 4)
 
 
 def test_what_cannot_be_read_is_not_moved_to_the_host():
@@ -613,9 +615,20 @@ def test_what_cannot_be_read_is_not_moved_to_the_host():
     rig.copy(low, HOST)
     rig.copy(top, PEER)
     rig.controller.drop(top, DEVICE)
-    rig.withdraw(is_readable=False)
+    rig.withdraw(b"\0")
     rig.check()
     assert rig.ledger.take_ops()[0] == () and is_hole(top) and low.frames[HOST] is not None
+
+
+def test_slabs_that_cannot_be_read_any_more_are_dropped_and_others_are_moved():
+    rig = PeerRig(peer=6)
+    lost, moved = (rig.insert(text) for text in ("abc", "xyz"))
+    for node in (lost, moved):
+        rig.copy(node, PEER)
+        rig.controller.drop(node, DEVICE)
+    rig.withdraw(b"\0\1")
+    rig.check()
+    assert ops_of(rig) == [(Ticket(P2H, 0), [3, 4, 5], [0, 1, 2], None)] and lost.parent is None
 
 
 def test_a_move_to_the_host_takes_no_copy_of_what_leaves_the_device():
@@ -752,9 +765,10 @@ def test_what_is_streamed_while_it_is_loaded_keeps_its_source(is_streamed: bool)
     if is_streamed:
         rig.tree.note_stream(node, 5)
     ticket = load(rig, [node])
-    rig.withdraw()
+    withdrawal = rig.withdraw()
     assert (node.frames[PEER] is not None) == is_streamed
     rig.at(10).commit(ticket)
-    rig.withdraw()
+    withdrawal.note_end()
+    withdrawal.update(SlabReport(b"\0"), losing=lambda ids: None)
     assert node.frames[PEER] is None and node.frames[DEVICE] is not None
     rig.check()

@@ -9,7 +9,6 @@ from managers.test_scheduler import Driver
 from sglang.simulator.simulation import RequestTimes, SimulatedHardware, Simulation
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
 from sglang.srt.managers.scheduler_config import SchedulerConfig
-from sglang.srt.mem_cache.slab_ledger import SlabReport
 from sglang.srt.mem_cache.transfer import H2D, P2D, Tier
 from sglang.srt.model_executor.launch import Launch
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -100,25 +99,6 @@ def test_loads_from_peers_do_not_make_a_batch_bound_by_loading() -> None:
         order[tier] = times["asks"].ttft < times["new"].ttft
         assert rig.scheduler.counters["deprioritised"] == (tier == Tier.HOST)
     assert order == {Tier.PEER: True, Tier.HOST: False}
-
-
-def test_slabs_that_cannot_be_read_any_more_are_dropped_and_others_are_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(num_peer_pages=12, slabs=((0, 4), (4, 8), (8, 12)))
-    cache = rig.scheduler.cache
-    dropped: list[tuple[list[int], bool]] = []
-
-    def note(runs: list[np.ndarray], unreadable: list[np.ndarray], losing: object) -> None:
-        dropped.extend((run.tolist(), moves) for moves, each in ((False, unreadable), (True, runs)) for run in each)
-
-    def update(report: SlabReport) -> None:
-        cache.update_borrowed(report, losing=lambda ids: None)
-
-    monkeypatch.setattr(cache.borrowed, "withdraw", note)
-    update(SlabReport(b"\1\1\1"))
-    update(SlabReport(b"\0\0\1", readable=b"\1\0\1"))
-    assert dropped == [([4, 5, 6, 7], False), ([0, 1, 2, 3], True)]
-    update(SlabReport(b"\0\0\0"))
-    assert dropped[2:] == [([8, 9, 10, 11], True)] and cache.all_counters()["slabs_withdrawn"] == 3
 
 
 @pytest.mark.parametrize(("peer_s", "order"), [(1.0, (Tier.PEER, Tier.HOST)), (2.0, (Tier.HOST, Tier.PEER))])

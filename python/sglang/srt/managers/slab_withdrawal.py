@@ -17,7 +17,7 @@ peer that is lost with all its slabs.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
@@ -59,44 +59,35 @@ class SlabWithdrawal:
 
     @property
     def has_more(self) -> bool:
-        """Whether the next call of `withdraw` has something to do, without anything else happening."""
+        """Whether the next call of `update` has something to do, without anything else happening."""
         return bool(self._leaving) or (self._is_due and bool(self._going))
 
     def update(self, report: SlabReport, losing: Callable[[set[int]], None]) -> bool:
-        """report: what all ranks have mapped. Pages of other slabs go. losing: see `withdraw`. Returns whether slabs
-        have begun to go."""
-        return self._withdraw_slabs(self.slabs.update(report.mapped), report, losing)
+        """report: what all ranks have mapped. Pages of other slabs go. losing: called with the ids of nodes that are
+        about to be lost though requests read them; it ends their holds. Returns whether slabs have begun to go."""
+        return self._withdraw(self.slabs.update(report.mapped), report, losing)
 
     def give_back(self, slabs: list[int], losing: Callable[[set[int]], None]) -> bool:
         """These slabs have begun to drain; as `update`."""
-        return self._withdraw_slabs(slabs, SlabReport(), losing)
+        return self._withdraw(slabs, SlabReport(), losing)
 
-    def _withdraw_slabs(self, slabs: list[int], report: SlabReport, losing: Callable[[set[int]], None]) -> bool:
+    def _withdraw(self, slabs: list[int], report: SlabReport, losing: Callable[[set[int]], None]) -> bool:
+        """Have the pages of slabs go, and those that were to go before."""
         self.counters["slabs_withdrawn"] += len(slabs)
-        readable, unreadable = (
-            [self.slabs.frames_of(slab) for slab in slabs if report.is_readable(slab) == is_readable]
-            for is_readable in (True, False)
-        )
-        self.withdraw(readable, unreadable, losing)
+        if slabs:
+            runs = [self.slabs.frames_of(slab) for slab in slabs]
+            # Nothing can be copied of what cannot be read.
+            unreadable = [not report.is_readable(slab) for slab in slabs]
+            self._tried[np.concatenate(runs)] = np.repeat(unreadable, [len(run) for run in runs])
+            self._going += runs
+            self._leaving.clear()
+            self._is_due = True
+        self._go_on(losing)
         # Perhaps nothing causes another step.
         self._peer.reap(self._controller.clock.done)
         return bool(slabs)
 
-    def withdraw(
-        self,
-        runs: Sequence[np.ndarray],
-        unreadable: Sequence[np.ndarray],
-        losing: Callable[[set[int]], None],
-    ) -> None:
-        """Have the pages of runs of frames go, and those that were to go before. unreadable: runs of which nothing
-        can be copied. losing: called with the ids of nodes that are about to be lost though requests read them; it
-        ends their holds."""
-        for new, has_failed in ((runs, False), (unreadable, True)):
-            if new:
-                self._going += new
-                self._tried[np.concatenate(new)] = has_failed
-                self._leaving.clear()
-                self._is_due = True
+    def _go_on(self, losing: Callable[[set[int]], None]) -> None:
         if self._leaving:
             self._drop_some()
             return
