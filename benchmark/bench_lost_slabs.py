@@ -19,7 +19,7 @@ import numpy as np
 from common import print_table, write_json
 
 from sglang.srt.managers.cache_controller import HiCacheController
-from sglang.srt.managers.progress import COUNTED, Progress, reduce_progress
+from sglang.srt.managers.progress import COUNTED, Progress
 from sglang.srt.managers.slab_withdrawal import SlabWithdrawal
 from sglang.srt.managers.transfer_ledger import Pools, TransferLedger
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
@@ -34,6 +34,7 @@ from sglang.srt.peer.lent_places import LentOptions, LentPlaces
 from sglang.srt.peer.protocol.borrower import SlabLent
 from sglang.srt.peer.protocol.messages import LeaseId
 from sglang.srt.utils.time_units import LaunchClock, Seconds
+from support.reduction import reduce_progress
 
 PAGE = 16
 SLAB_PAGES = 8

@@ -33,7 +33,6 @@ from sglang.srt.managers.engine_core import EngineCore
 from sglang.srt.managers.kv_cache import KVCache
 from sglang.srt.managers.launch_batches import ExtendBatch, LaunchRecord
 from sglang.srt.managers.layer_streaming import LayerStreaming
-from sglang.srt.managers.progress import reduce_progress
 from sglang.srt.managers.schedule_batch import EndReason
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.storage_controller import StorageController
@@ -60,6 +59,7 @@ from sglang.srt.sampling.penalties import PenaltyTable
 from sglang.srt.utils.time_units import NO_LAUNCH
 from support import soak as soak_module
 from support.kv_oracle import OracleError
+from support.reduction import reduce_progress
 from support.residency_events import CopiedTwiceError
 from support.soak import Soak, StuckError
 from support.soak_config import SoakConfig

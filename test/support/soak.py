@@ -35,7 +35,6 @@ from sglang.srt.managers.io_struct import (
     TokenizedGenerateReqInput,
     ids_to_bytes,
 )
-from sglang.srt.managers.progress import reduce_progress
 from sglang.srt.managers.schedule_batch import BatchDecision, StorageRequest
 from sglang.srt.managers.schedule_policy import QUEUE_POLICIES
 from sglang.srt.managers.scheduler import SCHEDULING_COUNTERS, Scheduler
@@ -50,6 +49,7 @@ from support.coming_and_going import ComingAndGoing
 from support.hash_model import DIM, HEADS, HashModel
 from support.kv_oracle import PagedMemory, check_kv, check_stored
 from support.kv_subscriber import WatchedByRouter
+from support.reduction import reduce_progress
 from support.residency_events import ResidencyEvents
 from support.soak_config import EOS, TENANT, SoakConfig, scheduler_config
 from support.soak_rank import ALL_NETS, build_rank

@@ -10,7 +10,7 @@ import pytest
 from sglang.srt.managers.engine_core import EngineCore, ReplayMismatchError, StepRecorder, replay
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
 from sglang.srt.managers.launch_batches import LaunchRecord
-from sglang.srt.managers.progress import COUNTS_PER_STEP, Progress, pack_progress, reduce_progress
+from sglang.srt.managers.progress import COUNTS_PER_STEP, Progress, pack_progress
 from sglang.srt.managers.schedule_batch import StepInputs
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_config import SchedulerConfig
@@ -31,6 +31,7 @@ from sglang.srt.mem_cache.transfer import (
 from sglang.srt.model_executor.executor import StepResult
 from sglang.srt.model_executor.launch import Launch
 from sglang.srt.sampling.sampling_params import SamplingParams
+from support.reduction import reduce_progress
 from support.soak import Soak
 from support.soak_config import SoakConfig
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from sglang.srt.managers.progress import COUNTED, Progress, reduce_progress
+from sglang.srt.managers.progress import COUNTED, Progress
 from sglang.srt.mem_cache.slab_ledger import SlabReport
 from sglang.srt.peer.borrowed_places import BorrowedOptions, BorrowedPlaces
 from sglang.srt.peer.protocol.borrower import (
@@ -21,6 +21,7 @@ from sglang.srt.peer.protocol.borrower import (
 )
 from sglang.srt.peer.protocol.messages import LeaseId
 from sglang.srt.utils.peer_timing import PeerTiming
+from support.reduction import reduce_progress
 
 SLAB_BYTES = 100
 PATIENCE_S = 2.0

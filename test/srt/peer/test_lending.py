@@ -11,7 +11,6 @@ import pytest
 from sglang.simulator.simulation import SimulatedHardware, Simulation
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, bytes_to_ids, ids_to_bytes
 from sglang.srt.managers.kv_cache import KVCache
-from sglang.srt.managers.progress import reduce_progress
 from sglang.srt.managers.schedule_batch import BatchDecision
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_config import SchedulerConfig
@@ -23,6 +22,7 @@ from sglang.srt.peer.lending import DeviceLending, LendingConfig, OwnCache, why_
 from sglang.srt.sampling.sampling_params import SamplingParams
 from support.coming_and_going import LentOut
 from support.hash_model import HashModel
+from support.reduction import reduce_progress
 from support.soak_config import SoakConfig
 from support.soak_rank import build_rank
 from support.storage_rig import StorageRig, tokens

@@ -6,7 +6,6 @@ holds a number whose minimum holds for all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -173,8 +172,3 @@ def _agreed_report(columns: _Columns, least: np.ndarray) -> SlabReport:
         sources=sources.tobytes(),
         num_wanted=tuple((-columns.of(least, "negated_num_wanted")).tolist()),
     )
-
-
-def reduce_progress(ranks: Sequence[Progress]) -> Progress:
-    """The progress on which all ranks agree: see `unpack_progress`."""
-    return unpack_progress(np.min([pack_progress(rank) for rank in ranks], axis=0), ranks[0])
