@@ -189,6 +189,10 @@ def grammars() -> GrammarCache:
     import xgrammar
 
     info = xgrammar.TokenizerInfo(["</s>", *"123456"], vocab_size=7, stop_token_ids=[EOS])
-    file = Path(tempfile.mkdtemp(prefix="soak")) / "vocabulary.json"
-    file.write_text(info.serialize_json())
-    return GrammarCache(file, None)
+    with tempfile.TemporaryDirectory(prefix="soak") as folder:
+        file = Path(folder) / "vocabulary.json"
+        file.write_text(info.serialize_json())
+        cache = GrammarCache(file, None)
+        # The first grammar reads the file.
+        cache.get(GrammarSpec("regex", "1"))
+    return cache
