@@ -235,13 +235,13 @@ def test_an_engine_that_goes_before_it_is_welcome_leaves_nothing(server: ProxySe
 
 
 def test_an_engine_elsewhere_is_told_why_the_plane_refuses_it(server: ProxyServer, monkeypatch: pytest.MonkeyPatch):
-    begin = PlaneSession._open
+    begin = PlaneSession.begin
 
     def open_too_large(self: PlaneSession, link: Any) -> None:
         vars(self._source.layout)["piece_bytes"] = 4 << 20
         begin(self, link)
 
-    monkeypatch.setattr(PlaneSession, "_open", open_too_large)
+    monkeypatch.setattr(PlaneSession, "begin", open_too_large)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ours = socket.create_connection(listener.getsockname())
         theirs, peer = listener.accept()

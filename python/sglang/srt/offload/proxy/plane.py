@@ -151,10 +151,9 @@ class Plane:
             session = self._sessions[self._next_id] = PlaneSession(self, self._next_id, source)
             self._next_id += 1
         try:
-            session._open(link)
+            session.begin(link)
         except BaseException:
-            session._end_later()
-            self.forget(session._id)
+            self.forget(session.id)
             raise
         return session
 
@@ -241,7 +240,7 @@ class Plane:
         with self._lock:
             session = self._sessions.get(number)
         if session is not None:
-            session._take(kind, body)
+            session.take(kind, body)
 
     def _ended(self) -> None:
         if not self._is_closing:
@@ -255,7 +254,7 @@ class PlaneSession:
 
     def __init__(self, plane: Plane, id: int, source: Source) -> None:
         self._plane = plane
-        self._id = id
+        self.id = id
         self._source = source
         self._connections = PieceConnections(source.store)
         self._opened: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -277,34 +276,71 @@ class PlaneSession:
         with self._lock:
             self._ends[operation] = on_end
         head = struct.pack("<QI", operation, len(keys) // KEY_BYTES)
-        self._plane.send(b"".join((head, keys, pages)), _GET, self._id)
+        self._plane.send(b"".join((head, keys, pages)), _GET, self.id)
 
     def give_up(self, operation: int) -> None:
         """Begin no new piece of a fetch, and deliver no more; it ends soon."""
-        self._plane.send(struct.pack("<Q", operation), _GIVE_UP, self._id)
+        self._plane.send(struct.pack("<Q", operation), _GIVE_UP, self.id)
 
     def ping(self) -> None:
         """`Source.note_alive` follows if the plane does its work."""
-        self._plane.send(b"", _PING, self._id)
+        self._plane.send(b"", _PING, self.id)
 
     def send(self, payload: bytes) -> None:
         """Send a message to an engine elsewhere soon, before data, in order."""
-        self._plane.send(payload, _SEND, self._id)
+        self._plane.send(payload, _SEND, self.id)
 
     def close(self) -> None:
         """After the ends of all fetches. Messages to an engine elsewhere are sent first."""
         self._end_later()
-        self._plane.send(b"", _CLOSE, self._id)
+        self._plane.send(b"", _CLOSE, self.id)
         self._closed.wait()
-        self._plane.forget(self._id)
+        self._plane.forget(self.id)
         self._connections.close()
+
+    # -- for the plane ----------------------------------------------------------------------------------------------
+
+    def begin(self, link: PoolLink | FrameLink) -> None:
+        """Raises PlaneRefused."""
+        try:
+            # Now: the thread that reads the events cannot wait until one is left.
+            self._later_thread.start()
+        except RuntimeError as error:
+            raise PlaneRefused(f"the proxy has no thread for it: {error}") from error
+        try:
+            self._open(link)
+        except BaseException:
+            self._end_later()
+            raise
+
+    def take(self, kind: int, body: bytes) -> None:
+        """An event, on the thread that reads them, which must not wait."""
+        if kind == _NEED:
+            # A store that does not answer holds up only those who wait for it.
+            try:
+                threading.Thread(target=self._connect, args=_NEEDED.unpack(body), name="connect", daemon=True).start()
+            except RuntimeError:  # no thread is left: others wait too
+                self._do_soon(kind, body)
+        elif kind == _FAILED:
+            thread, node, how, error, has_answered = _FAILURE.unpack_from(body)
+            text = body[_FAILURE.size :].decode("utf-8", "replace")
+            self._connections.note_failed(thread, node, how, error, has_answered, text)
+        elif kind == _OPENED:
+            self._opened.put(body.decode())
+        elif kind == _CLOSED:
+            self._closed.set()
+        elif kind == _PONG:
+            self._source.note_alive()
+        elif kind == _ENDED and not self._num_later:
+            self._end(body)
+        elif kind in (_ENDED, _BAD, _REDIRECT):
+            self._do_soon(kind, body)
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _end_later(self) -> None:
         self._later.put(None)
-        if self._later_thread.ident is not None:
-            self._later_thread.join()
+        self._later_thread.join()
 
     def _open(self, link: PoolLink | FrameLink) -> None:
         source, codec, layout = self._source, self._source.codec, self._source.layout
@@ -331,37 +367,9 @@ class PlaneSession:
             link.key if isinstance(link, FrameLink) else b"",
             link.number if isinstance(link, FrameLink) else 0,
         )
-        try:
-            # Now: the thread that reads the events cannot wait until one is left.
-            self._later_thread.start()
-        except RuntimeError as error:
-            raise PlaneRefused(f"the proxy has no thread for it: {error}") from error
-        self._plane.send(fields + store.prefix, _OPEN, self._id, fds)
+        self._plane.send(fields + store.prefix, _OPEN, self.id, fds)
         if reason := self._opened.get():
             raise PlaneRefused(f"the proxy's data plane cannot serve it: {reason}")
-
-    def _take(self, kind: int, body: bytes) -> None:
-        """An event, on the thread that reads them, which must not wait."""
-        if kind == _NEED:
-            # A store that does not answer holds up only those who wait for it.
-            try:
-                threading.Thread(target=self._connect, args=_NEEDED.unpack(body), name="connect", daemon=True).start()
-            except RuntimeError:  # no thread is left: others wait too
-                self._do_soon(kind, body)
-        elif kind == _FAILED:
-            thread, node, how, error, has_answered = _FAILURE.unpack_from(body)
-            text = body[_FAILURE.size :].decode("utf-8", "replace")
-            self._connections.note_failed(thread, node, how, error, has_answered, text)
-        elif kind == _OPENED:
-            self._opened.put(body.decode())
-        elif kind == _CLOSED:
-            self._closed.set()
-        elif kind == _PONG:
-            self._source.note_alive()
-        elif kind == _ENDED and not self._num_later:
-            self._end(body)
-        elif kind in (_ENDED, _BAD, _REDIRECT):
-            self._do_soon(kind, body)
 
     def _do_soon(self, kind: int, body: bytes) -> None:
         with self._lock:
@@ -373,18 +381,18 @@ class PlaneSession:
             node, connection = self._connections.connect(thread, hash_slot)
             with connection:
                 self._send_route()
-                self._plane.send(_NEEDED.pack(thread, node), _CONNECTED, self._id, [connection.fileno()])
+                self._plane.send(_NEEDED.pack(thread, node), _CONNECTED, self.id, [connection.fileno()])
         except Exception as failure:  # also of the system: a piece that waits for a connection gets an answer
             if not isinstance(failure, StoreFailure):
                 logger.exception("the data plane gets no connection")
-            self._plane.send(_NEEDED.pack(thread, 0), _CONNECTED, self._id)
+            self._plane.send(_NEEDED.pack(thread, 0), _CONNECTED, self.id)
 
     def _send_route(self) -> None:
         """If it is another one than before."""
         with self._route_lock:
             route = self._connections.changed_route()
             if route is not None:
-                self._plane.send(bytes([route.is_cluster]) + route.node_of_slot, _ROUTES, self._id)
+                self._plane.send(bytes([route.is_cluster]) + route.node_of_slot, _ROUTES, self.id)
 
     def _do_later(self) -> None:
         work = {
@@ -445,7 +453,7 @@ class PlaneSession:
             pass  # counted and logged
         finally:
             piece = b"" if size is None else self._buffer[:size].tobytes()
-            self._plane.send(body[: _PLACE.size] + bytes([size is not None]) + piece, _BROUGHT, self._id)
+            self._plane.send(body[: _PLACE.size] + bytes([size is not None]) + piece, _BROUGHT, self.id)
 
 
 def _configuration(settings: ProxySettings) -> bytes:
