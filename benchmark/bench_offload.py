@@ -86,7 +86,7 @@ class Rig:
                 out = np.empty(self.codec.max_stored_bytes(end - start), np.uint8)
                 coded.append(out[: self.codec.encode(raw[start:end], i, key, out)])
                 self.pieces.append((i, key, coded[-1]))
-            assert writer.write(key, [[piece.data] for piece in coded]), self.store.last_failure
+            assert writer.write(key, [[piece.data] for piece in coded])
         writer.close()
         self.stored_bytes = sum(len(piece) for _, _, piece in self.pieces)
 

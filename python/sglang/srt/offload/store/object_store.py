@@ -117,7 +117,6 @@ class ObjectStore:
         self._usage_connections = self.connections()
         self._stats_lock = threading.Lock()
         self._counters = dict.fromkeys(_COUNTERS, 0)
-        self._last_failure = ""
         self._no_write_before = -float("inf")
         self._log = RareLog(logger, clock)
 
@@ -373,11 +372,6 @@ class ObjectStore:
         with self._stats_lock:
             return dict(self._counters)
 
-    @property
-    def last_failure(self) -> str:
-        """The reason of the last failure; "" if there was none."""
-        return self._last_failure
-
     def close(self) -> None:
         """Close the connections of this object. Threads close their readers and writers themselves."""
         self._health.close()
@@ -421,9 +415,7 @@ class ObjectStore:
         self.note_failure("storing a block", failure)
 
     def note_failure(self, what: str, failure: StoreFailure) -> None:
-        with self._stats_lock:
-            self._counters["failures"] += 1
-            self._last_failure = f"{what}: {failure}"
+        self.count(failures=1)
         # What is left out of the log has the same reason.
         reason = failure.code if isinstance(failure, ErrorReply) else type(failure).__name__
         self._log.warn(
