@@ -14,7 +14,7 @@ from sglang.serving_benchmark.runner import Outcome
 
 def record(start: float, steps: list[tuple[float, str, int | None]], end: float, **fields: object) -> RequestRecord:
     """steps: (time, new text, tokens so far)."""
-    made = RequestRecord(prompt_len=10, asked_len=8, start_s=start)
+    made = RequestRecord(prompt_len=10, start_s=start)
     for now, text, tokens in steps:
         made.add(Progress(text=text, num_tokens=tokens), now)
     for name, value in fields.items():
@@ -36,7 +36,7 @@ def test_events_count_where_the_server_counts_nothing() -> None:
 
 
 def test_an_answer_that_came_whole_has_no_times_of_tokens() -> None:
-    made = RequestRecord(prompt_len=10, asked_len=8, start_s=0.0)
+    made = RequestRecord(prompt_len=10, start_s=0.0)
     made.add(Progress(text="abc", num_tokens=3, prompt_tokens=12, cached_tokens=4), None)
     made.finish(2.0)
     assert (made.ttft_s, made.itl_s, made.prompt_len, made.cached_tokens) == (None, [], 12, 4)

@@ -12,9 +12,6 @@ import numpy as np
 from sglang.serving_benchmark.records import RequestRecord
 from sglang.serving_benchmark.runner import Outcome
 
-# Latencies by the names in keys: seconds in, milliseconds out.
-LATENCIES = ("e2e_latency", "ttft", "tpot", "itl")
-
 
 def latency_samples(records: Sequence[RequestRecord]) -> dict[str, list[float]]:
     """Seconds. tpot: of a request, per token after the first text."""

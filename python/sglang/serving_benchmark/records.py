@@ -26,8 +26,6 @@ class Progress:
 class RequestRecord:
     # Of the prompt: as the client counts until the server tells.
     prompt_len: int
-    # Tokens that were asked for.
-    asked_len: int
     # On the caller's clock, when the request was sent.
     start_s: float
     # From the start to the first text; None: none came, or the answer came whole.

@@ -173,7 +173,7 @@ async def send_ask(
 ) -> RequestRecord:
     """Send one request and read its answer to the end. A failure stands in the record."""
     body = orjson.dumps(target.backend.request_body(ask, target.settings))
-    record = RequestRecord(prompt_len, ask.output_len, clock())
+    record = RequestRecord(prompt_len, clock())
     try:
         timeout = asyncio.timeout(target.settings.timeout_s)
         async with timeout, send(target.server, "POST", target.backend.path, body) as reply:

@@ -247,8 +247,8 @@ def test_hub_names(tmp_path, monkeypatch):
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    config = ModelConfig.from_pretrained("somebody/model-1.5B", revision="v2")
-    assert (asked["name"], asked["revision"]) == ("somebody/model-1.5B", "v2")
+    config = ModelConfig.from_pretrained("somebody/model-1.5B")
+    assert asked["name"] == "somebody/model-1.5B"
     assert "*.safetensors" in asked["allow_patterns"] and "*.bin" not in asked["allow_patterns"]
     assert config.model_path == "somebody/model-1.5B" and config.local_path == tmp_path
 

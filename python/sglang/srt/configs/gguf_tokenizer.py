@@ -20,11 +20,11 @@ _ENDS = frozenset(("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>", "<|endoftext|>
 _REMEDY = "give its tokenizer as a directory with --tokenizer-path"
 
 
-def _words(letters: str, digits: str, newlines: str = r"\r\n") -> str:
+def _words(digits: str) -> str:
     """The pattern that Llama 3, Qwen 2 and others share: contractions, words, digits, punctuation, space."""
     return (
-        rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?{letters}|\p{{N}}{digits}"
-        rf"| ?[^\s\p{{L}}\p{{N}}]+[{newlines}]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}"
+        rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     )
 
 
@@ -61,8 +61,8 @@ class _PreTokenizer:
 
 _GPT2 = _PreTokenizer()
 _DIGITS = _PreTokenizer(single_digits=True)
-_LLAMA3 = _PreTokenizer(_words(r"\p{L}+", "{1,3}"), ignore_merges=True, adds_bos=True)
-_QWEN2 = _PreTokenizer(_words(r"\p{L}+", ""), normalizes=True)
+_LLAMA3 = _PreTokenizer(_words("{1,3}"), ignore_merges=True, adds_bos=True)
+_QWEN2 = _PreTokenizer(_words(""), normalizes=True)
 # Values of tokenizer.ggml.pre, as llama.cpp's converter writes them.
 _PRE_TOKENIZERS = {
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais"), _GPT2),

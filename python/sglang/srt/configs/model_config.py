@@ -115,14 +115,11 @@ class ModelConfig:
         model_path: str,
         dtype: str = "auto",
         context_length: int | None = None,
-        revision: str | None = None,
         model_impl: str = "auto",
     ) -> ModelConfig:
-        """model_path: as --model-path. dtype: one of `DTYPE_CHOICES`.
-        context_length: None takes the model's own; more than its positions reach is refused. revision: of a hub name.
-        model_impl: as --model-impl takes it.
-        """
-        local_path = resolve_model_path(model_path, revision)
+        """model_path: as --model-path. dtype: one of `DTYPE_CHOICES`. context_length: None takes the model's own;
+        more than its positions reach is refused. model_impl: as --model-impl takes it."""
+        local_path = resolve_model_path(model_path)
         stamps = stamp_files(local_path)
         raw = read_config_json(local_path)
         architecture = pick_architecture(model_path, raw, model_impl)

@@ -52,9 +52,9 @@ class ModelConfigError(ValueError):
     """The model cannot be served as asked; the message has the reason and the remedy."""
 
 
-def resolve_model_path(model_path: str, revision: str | None = None) -> Path:
+def resolve_model_path(model_path: str) -> Path:
     """The directory of a model, downloaded or written first where need be. Raises `ModelConfigError`."""
-    return _resolve(model_path, "model", "config.json", _HUB_PATTERNS, revision)
+    return _resolve(model_path, "model", "config.json", _HUB_PATTERNS)
 
 
 def resolve_tokenizer_path(tokenizer_path: str) -> Path:
@@ -63,7 +63,7 @@ def resolve_tokenizer_path(tokenizer_path: str) -> Path:
     return _resolve(tokenizer_path, "tokenizer", "the tokenizer's files", patterns)
 
 
-def _resolve(name: str, what: str, files: str, patterns: Sequence[str], revision: str | None = None) -> Path:
+def _resolve(name: str, what: str, files: str, patterns: Sequence[str]) -> Path:
     if name == EMBEDDED_MODEL:
         try:
             return ensure_embedded_model()
@@ -93,7 +93,7 @@ def _resolve(name: str, what: str, files: str, patterns: Sequence[str], revision
     import huggingface_hub
 
     try:
-        return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(patterns)))
     except Exception as e:
         # The hub's own errors span several lines; the first has the reason.
         reason = (str(e).strip().splitlines() or [type(e).__name__])[0]

@@ -37,8 +37,7 @@ logger = logging.getLogger(__name__)
 class ZmqEventPublisher:
     """Raises ValueError if an endpoint cannot be used, with what to do."""
 
-    def __init__(self, config: KVEventsConfig, rank: int = 0) -> None:
-        self._rank = rank
+    def __init__(self, config: KVEventsConfig) -> None:
         self._topic = config.topic.encode()
         self._queue: queue.SimpleQueue[tuple[int, EventBatch] | None] = queue.SimpleQueue()
         self._max_queued = config.max_queue_size
@@ -85,7 +84,7 @@ class ZmqEventPublisher:
             if self.num_dropped & (self.num_dropped - 1) == 0:
                 logger.warning("KV events: %d batches were dropped, the publisher does not keep up", self.num_dropped)
             return
-        events.attn_dp_rank = self._rank
+        events.attn_dp_rank = 0
         self._queue.put((number, events))
         self._waker.send(b"")
 

@@ -98,7 +98,7 @@ class MistralDetector(BaseFormatDetector):
     def call_format(cls, tools: Sequence[Tool], template: str, single: bool) -> dict[str, Any] | None:
         if _ARGS in template:
             return calls_format([_named_tag(tool, template) for tool in tools], "", single)
-        calls = calls_format([_json_tag("", tool, "}") for tool in tools], ", ", single)
+        calls = calls_format([_json_tag(tool) for tool in tools], ", ", single)
         return {"type": "sequence", "elements": [_text(f"{_CALLS} ["), calls, _text("]")]}
 
     @classmethod
@@ -106,7 +106,7 @@ class MistralDetector(BaseFormatDetector):
         tools = [loose(tool) for tool in tools]
         if _ARGS in template:
             return triggered_format(_CALLS, [_named_tag(tool, template) for tool in tools], single)
-        calls = calls_format([_json_tag("", tool, "}") for tool in tools], ", ", single)
+        calls = calls_format([_json_tag(tool) for tool in tools], ", ", single)
         tag = {"type": "tag", "begin": f"{_CALLS} [", "content": calls, "end": "]"}
         return triggered_format(_CALLS, [tag], True)
 
@@ -119,8 +119,8 @@ def _text(text: str) -> dict[str, Any]:
     return {"type": "const_string", "value": text}
 
 
-def _json_tag(begin: str, tool: Tool, end: str) -> dict[str, Any]:
-    return schema_tag(f'{begin}{{"name": "{tool.name}", "arguments": ', tool, end)
+def _json_tag(tool: Tool) -> dict[str, Any]:
+    return schema_tag(f'{{"name": "{tool.name}", "arguments": ', tool, "}")
 
 
 def _named_tag(tool: Tool, template: str) -> dict[str, Any]:

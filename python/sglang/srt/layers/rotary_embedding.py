@@ -23,8 +23,6 @@ from sgl_kernel.elementwise import reference
 from sglang.srt.layers.kv_scale import KVScale
 from sglang.srt.mem_cache.kv_view import KVView
 
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
-
 
 def rope_frequencies(
     head_dim: int, context_length: int, rope_parameters: dict[str, Any]

@@ -73,8 +73,7 @@ class EvictionHeap:
 class EvictionOrder:
     """What each tier gives up next. Owns the candidates of all tiers.
 
-    policy: of `EVICTION_POLICIES`. split: the tree's, which cuts a node behind so many tokens. adds_up: whether peers
-    and host first give up copies of what nearer tiers have, see placement.py.
+    policy: of `EVICTION_POLICIES`. split: the tree's, which cuts a node behind so many tokens.
     """
 
     def __init__(
@@ -82,9 +81,9 @@ class EvictionOrder:
         policy: Callable[[Node, LaunchSeq], Rank],
         page_size: int,
         split: Callable[[Node, int], Node],
-        adds_up: bool = False,
     ) -> None:
-        self.adds_up = adds_up
+        # Whether peers and host first give up copies of what nearer tiers have, see placement.py.
+        self.adds_up = False
         # Where nodes are loaded from, the fastest tier first.
         self.load_order: tuple[Tier, ...] = (Tier.PEER, Tier.HOST)
         # Nodes are cut between these: pages, or the blocks of storage, which takes no part of one.

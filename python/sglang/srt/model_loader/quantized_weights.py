@@ -159,7 +159,7 @@ class QuantizedWeights:
         if name.endswith(".weight") and scale_name is not None:
             scale = self._needed(scale_name, held)
             wanted = torch.int8 if self._quantization.is_int else torch.float8_e4m3fn
-            _check_matrix(held, values, wanted, "has a scale beside it")
+            _check_matrix(held, values, wanted)
             check_scales(scale_name, self._files[scale_name], scale, may_be_any=False)
             return ScaledTensor(held, values, scale, self._quantization.block)
         if values.get_shape() and values[:1].dtype.itemsize == 1:
@@ -222,6 +222,7 @@ class ScaledTensor:
         return self._values[slice(*rows), slice(*columns)].float() * scale
 
 
-def _check_matrix(name: str, values: Readable, dtype: torch.dtype, what: str) -> None:
+def _check_matrix(name: str, values: Readable, dtype: torch.dtype) -> None:
     if len(values.get_shape()) != 2 or values[:1].dtype != dtype:
-        raise ModelConfigError(f"{name!r} {what}, but is no matrix of {str(dtype).removeprefix('torch.')}.")
+        wanted = str(dtype).removeprefix("torch.")
+        raise ModelConfigError(f"{name!r} has a scale beside it, but is no matrix of {wanted}.")

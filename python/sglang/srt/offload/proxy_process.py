@@ -5,7 +5,6 @@ makes connected sockets, and tries to free pages of a proxy that hangs."""
 from __future__ import annotations
 
 import json
-import logging
 import os
 import socket
 import subprocess
@@ -19,8 +18,6 @@ from sglang.srt.mem_cache.block_store import StoreError
 from sglang.srt.offload.proxy.settings import ProxySettings
 from sglang.srt.offload.store.address import Endpoint, StoreAddress
 from sglang.srt.offload.store.embedded import EmbeddedStore
-
-logger = logging.getLogger(__name__)
 
 _CONNECT_TIMEOUT_S = 5.0
 # The environment variable in which the proxy finds the URL of its store.

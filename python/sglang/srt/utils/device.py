@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +14,6 @@ _INSTRUCTIONS = {
     torch.bfloat16: {"avx512_bf16", "amx_bf16", "bf16", "sve_bf16", "svebf16"},
     torch.float16: {"avx512_fp16", "amx_fp16", "fp16_arith", "asimdhp"},
 }
-
-logger = logging.getLogger(__name__)
 
 
 def cpu_has_instructions_for(dtype: torch.dtype) -> bool:

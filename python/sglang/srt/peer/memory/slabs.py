@@ -93,7 +93,6 @@ class Slabs(ABC):
         self.slab_bytes = slab_bytes
         self.stride_bytes = stride_bytes
         self.tail_bytes = tail_bytes
-        self.granularity = granularity
         # Per slab: None if it is not mapped, -1 if another process allocated it, else its file descriptor.
         self._fds: list[int | None] = [None] * num_slabs
         weakref.finalize(self, _close_all, self._fds)
