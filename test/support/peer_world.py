@@ -101,13 +101,13 @@ class World:
     # -- lives --------------------------------------------------------------------------------------------------
 
     def start_lender_side(self, name: str) -> None:
-        life = next(self._lives)
-        lender = self.lender_class(life, NUM_SLABS, SLAB_BYTES, self._token, timing=TIMING, slab_socket=name)
+        life, strict = next(self._lives), self.rng.random() < 0.2
+        lender = self.lender_class(life, NUM_SLABS, SLAB_BYTES, self._token, strict, TIMING, slab_socket=name)
         self.lender_sides[name] = LenderSide(name, life, lender=lender)
 
     def start_borrower_side(self, name: str) -> None:
-        life, strict = next(self._lives), self.rng.random() < 0.2
-        borrowers = {w: self.borrower_class(w, BorrowerConfig(name, life, SLAB_BYTES, strict)) for w in ("w0", "w1")}
+        life = next(self._lives)
+        borrowers = {w: self.borrower_class(w, BorrowerConfig(name, life, SLAB_BYTES)) for w in ("w0", "w1")}
         self.borrower_sides.append(BorrowerSide(name, life, borrowers=borrowers))
         for borrower in borrowers.values():
             borrower.set_demand(self.rng.randrange(7 * SLAB_BYTES), self.rng.randrange(3))
@@ -123,8 +123,9 @@ class World:
     def kill_borrower_side(self, borrower_side: BorrowerSide) -> None:
         self.borrower_sides.remove(borrower_side)
         for lender_side in self.lender_sides.values():
-            states, leases = lender_side.lender.states, lender_side.lender._leases.values()
-            fetched = [each for each in leases if not each.strict and states[each.slab] != LeaseState.GRANTED]
+            lender = lender_side.lender
+            leases = () if lender.strict else lender._leases.values()
+            fetched = [each for each in leases if lender.states[each.slab] != LeaseState.GRANTED]
             if any(lease.borrower == borrower_side.id for lease in fetched):
                 self._tell_death(lender_side, borrower_side.id)
         self.seen.add("borrower died")

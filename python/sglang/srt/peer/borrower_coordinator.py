@@ -60,8 +60,8 @@ class _LenderLink:
 
 
 class BorrowerCoordinator(Coordinator[BorrowerEvent]):
-    """endpoints: of the lenders, which may start later. name, page_bytes, strict: see `Register`. id: of this life.
-    Raises PeerError."""
+    """endpoints: of the lenders, which may start later. name, page_bytes: see `Register`. id: of this life. Raises
+    PeerError."""
 
     def __init__(
         self,
@@ -69,13 +69,12 @@ class BorrowerCoordinator(Coordinator[BorrowerEvent]):
         name: str,
         page_bytes: int,
         notify: Callable[[], None] = lambda: None,
-        strict: bool = False,
         heartbeat_s: float = 0.5,
     ) -> None:
         for endpoint in endpoints:
             check_endpoint(endpoint)
         super().__init__("peer-borrower", notify, heartbeat_s)
-        config = BorrowerConfig(name, time.monotonic_ns(), page_bytes, strict, heartbeat_s)
+        config = BorrowerConfig(name, time.monotonic_ns(), page_bytes, heartbeat_s)
         self._links: dict[str, _LenderLink] = {}
         for endpoint in dict.fromkeys(endpoints):
             dealer = self._open(zmq.DEALER)

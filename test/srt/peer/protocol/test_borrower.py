@@ -12,8 +12,8 @@ EPOCH = 1000
 _sequences = itertools.count()
 
 
-def borrower(strict: bool = False) -> Borrower:
-    return Borrower("lender", BorrowerConfig("a", 5, 10, strict, heartbeat_s=1.0))
+def borrower() -> Borrower:
+    return Borrower("lender", BorrowerConfig("a", 5, 10, heartbeat_s=1.0))
 
 
 def terms(number: int, due_in_s: float | None = None, strict: bool = False) -> Lease:
@@ -122,11 +122,11 @@ def test_the_death_of_a_lender_ends_what_it_wanted():
 
 
 def test_strict_leases_need_no_memory():
-    owner = borrower(strict=True)
+    owner = borrower()
     owner.receive(view(terms(0, strict=True)), 0)
     assert owner.take_events() == [SlabLent("lender", lease(0), 40, 100, None, b"t", "SOCKET")]
     message = sent(owner)
-    assert message.register.strict and message.mapped == () and owner.leases_to_fetch() == []
+    assert message.mapped == () and owner.leases_to_fetch() == []
 
 
 def test_the_lenders_death_ends_its_leases_for_good():

@@ -38,7 +38,6 @@ def heartbeat(
         incarnation=borrower.incarnation,
         page_bytes=fields.pop("page_bytes", 10),
         demand_bytes=demand,
-        strict=fields.pop("strict", False),
         slab_value_us=fields.pop("value_us", 0),
     )
     message = {"sequence": next(_sequences), "epoch": EPOCH, "mapped": (), "given_back": given_back}
@@ -306,16 +305,16 @@ def test_a_lease_that_was_not_fetched_ends_at_once():
 
 
 def test_a_strict_lease_is_never_fetched_and_ends_at_its_deadline():
-    for owner, heartbeat_strict in ((lender(1, strict=True), False), (lender(1), True)):
-        owner.receive(heartbeat(strict=heartbeat_strict), 0)
-        owner.lend([0], 0)
-        (lease,) = leases_of(owner)
-        assert lease.strict and fetch(owner, lease) is None
-        owner.recall(1, 3.0)
-        owner.tick(2.9)
-        assert owner.states == [HELD]
-        owner.tick(3.0)
-        assert owner.states == [GIVEN_BACK]
+    owner = lender(1, strict=True)
+    owner.receive(heartbeat(), 0)
+    owner.lend([0], 0)
+    (lease,) = leases_of(owner)
+    assert lease.strict and fetch(owner, lease) is None
+    owner.recall(1, 3.0)
+    owner.tick(2.9)
+    assert owner.states == [HELD]
+    owner.tick(3.0)
+    assert owner.states == [GIVEN_BACK]
 
 
 @pytest.mark.parametrize(

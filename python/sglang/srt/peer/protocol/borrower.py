@@ -109,7 +109,6 @@ class BorrowerConfig:
     name: str
     incarnation: int
     page_bytes: int
-    strict: bool = False
     # A heartbeat is repeated after so many seconds.
     heartbeat_s: float = 0.5
 
@@ -227,7 +226,6 @@ class Borrower:
                 page_bytes=self.config.page_bytes,
                 demand_bytes=self._demand_bytes,
                 slab_value_us=self._value_us,
-                strict=self.config.strict,
             ),
             epoch=self.epoch,
             mapped=tuple(number for number in held if not self._leases[number].terms.strict),

@@ -124,7 +124,6 @@ class _GrantedLease:
     slab: int
     borrower: BorrowerId
     token: bytes
-    strict: bool
     # Of the recall; None: the slab is not recalled.
     deadline: float | None = None
 
@@ -265,20 +264,19 @@ class Lender:
         """A borrower asks for the memory of a lease. Returns the slab, which the borrower may map from now on; None:
         the borrower must not have it."""
         lease = self._claimed_lease(message)
-        if lease is None or lease.strict or self.states[lease.slab] not in _USABLE:
+        if lease is None or self.strict or self.states[lease.slab] not in _USABLE:
             return None
         self.states[lease.slab] = LeaseState.HELD
         return lease.slab
 
     def may_stage(self, message: Stage) -> bool:
         """Whether the sender has the strict lease that the message names."""
-        lease = self._claimed_lease(message)
-        return lease is not None and lease.strict
+        return self.strict and self._claimed_lease(message) is not None
 
     def copy_grants(self) -> dict[int, CopyGrant]:
         """By number of the lease: the slabs that may be copied from and to at present."""
-        leases = self._leases.values()
-        return {lease.number: CopyGrant(lease.slab, lease.borrower, lease.token) for lease in leases if lease.strict}
+        leases = self._leases.values() if self.strict else ()
+        return {lease.number: CopyGrant(lease.slab, lease.borrower, lease.token) for lease in leases}
 
     def on_borrower_death(self, borrower_id: BorrowerId) -> None:
         """The borrower's process is proven to have ended, and with it its mappings."""
@@ -299,7 +297,7 @@ class Lender:
             is_superseded, is_silent = self._is_superseded(borrower_id), self._is_silent(borrower, now)
             for lease in list(borrower.leases.values()) if is_superseded or is_silent else ():
                 # Of what was never mapped no process needs to be heard, and none is watched.
-                if is_superseded or lease.strict or self.states[lease.slab] == LeaseState.GRANTED:
+                if is_superseded or self.strict or self.states[lease.slab] == LeaseState.GRANTED:
                     self._recall(lease, now + self.timing.grace_s)
             self._check_allowance(borrower, now)
             if is_silent and not borrower.leases:
@@ -387,7 +385,7 @@ class Lender:
         usable = [lease for lease in borrower.leases.values() if self.states[lease.slab] in _USABLE]
         for lease in sorted(usable, key=lambda each: each.slab)[:num_excess]:
             # A strict one needs no more time: its borrower has mapped nothing.
-            self._recall(lease, now if lease.strict else now + self.timing.grace_s)
+            self._recall(lease, now if self.strict else now + self.timing.grace_s)
 
     def _grant_offered(self, now: Seconds) -> LendOutcome:
         """Give offered slabs to borrowers, and those that were offered for long to the engine."""
@@ -417,11 +415,10 @@ class Lender:
 
     def _grant(self, slab: int, borrower_id: BorrowerId) -> None:
         borrower = self._borrowers[borrower_id]
-        strict = self.strict or borrower.register.strict
-        lease = _GrantedLease(self._next_number, slab, borrower_id, self._make_token(), strict)
+        lease = _GrantedLease(self._next_number, slab, borrower_id, self._make_token())
         self._next_number += 1
         self._leases[slab] = borrower.leases[lease.number] = lease
-        self.states[slab] = LeaseState.HELD if strict else LeaseState.GRANTED
+        self.states[slab] = LeaseState.HELD if self.strict else LeaseState.GRANTED
         borrower.is_sent = False
 
     def _recall(self, lease: _GrantedLease, deadline: float) -> None:
@@ -432,7 +429,7 @@ class Lender:
             self._borrowers[lease.borrower].is_sent = False
 
     def _expire(self, lease: _GrantedLease) -> None:
-        if lease.strict:
+        if self.strict:
             self._end_lease(lease)
             return
         self.states[lease.slab] = LeaseState.QUARANTINED
@@ -460,7 +457,7 @@ class Lender:
                     slab=lease.slab,
                     size_bytes=self.slab_bytes,
                     token=lease.token,
-                    strict=lease.strict,
+                    strict=self.strict,
                     due_in_s=None if lease.deadline is None else max(0.0, lease.deadline - now),
                 )
                 for lease in borrower.leases.values()
@@ -487,4 +484,4 @@ class Lender:
                 assert lease.borrower in self._borrowers and lease.slab == slab
                 assert self._borrowers[lease.borrower].leases[lease.number] is lease
                 assert (lease.deadline is None) == (state in _USABLE)
-                assert not (lease.strict and state in (LeaseState.GRANTED, LeaseState.QUARANTINED))
+                assert not (self.strict and state in (LeaseState.GRANTED, LeaseState.QUARANTINED))

@@ -61,8 +61,6 @@ class Register(msgspec.Struct, frozen=True, kw_only=True):
     demand_bytes: _Amount
     # What a slab saves the borrower, see `SlabUse`: in microseconds. 0: nothing, or it is not known.
     slab_value_us: _Amount = 0
-    # The borrower maps no slab: the lender copies for it.
-    strict: bool = False
 
 
 class BorrowerHeartbeat(msgspec.Struct, tag=True, frozen=True, kw_only=True):
