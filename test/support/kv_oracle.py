@@ -7,7 +7,6 @@ the wrong place under the right tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,16 +15,11 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.node import Node
 from sglang.srt.mem_cache.transfer import Tier
 from sglang.srt.utils.device import to_device
+from support.pool_pages import Pool, pages_of
 
 
 class OracleError(AssertionError):
     pass
-
-
-class PagedMemory(Protocol):
-    kv: torch.Tensor
-
-    def pages(self, frames: torch.Tensor) -> torch.Tensor: ...
 
 
 def tokens_to(node: Node) -> np.ndarray:
@@ -40,7 +34,7 @@ def tokens_to(node: Node) -> np.ndarray:
 
 def check_kv(
     scheduler: Scheduler,
-    memory: dict[Tier, PagedMemory],
+    memory: dict[Tier, Pool],
     reference: Callable[[np.ndarray], np.ndarray],
     atol: float = 0.0,
 ) -> int:
@@ -75,7 +69,7 @@ def check_kv(
             frames = node.frames[tier]
             if frames is None or node.tickets[tier] is not None or node.fences[tier] >= scheduler.clock.done:
                 continue
-            found = pool.pages(to_device(frames.astype(np.int64), pool.kv.device)).cpu().to(torch.float64).numpy()
+            found = pages_of(pool, to_device(frames.astype(np.int64), pool.kv.device)).cpu().to(torch.float64).numpy()
             good = np.array_equal(found, wanted) if atol == 0 else np.allclose(found, wanted, rtol=0, atol=atol)
             if not good:
                 raise OracleError(f"{node}: wrong bytes on {tier.name.lower()} for tokens {tokens_to(node)[:32]}…")

@@ -72,10 +72,11 @@ from sglang.srt.sampling.logprob_types import LogprobSpec, TokenLogprob
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.clock import monotonic
 from sglang.srt.utils.cuda_stream import make_stream
-from sglang.srt.utils.device import CPU, settle_memory, to_device
+from sglang.srt.utils.device import CPU, settle_memory
 from sglang.srt.utils.stream import ThreadStream
 from sglang.srt.utils.time_units import Seconds
 from support.faults import FaultyExecutor, FaultyLink
+from support.pool_pages import poison
 
 GREEDY = SamplingParams(max_new_tokens=16, temperature=0.0, ignore_eos=True, sampling_seed=0)
 
@@ -96,7 +97,7 @@ class Generation:
 
 
 def _poison(pool: DevicePool | MHATokenToKVPoolHost | ElasticPool, frames: np.ndarray) -> None:
-    pool.poison(to_device(frames.astype(np.int64), pool.kv.device))
+    poison(pool, frames)
     if pool.kv.is_cuda:
         # Not before the device has done so may anybody write there, on whatever stream.
         torch.cuda.synchronize(pool.kv.device)
@@ -260,13 +261,13 @@ class LocalEngine:
         sources |= {tier: each for tier, each in below.items() if each is not None}
         if isinstance(self.peer_pool, BorrowedPool):
             sources[Tier.PEER] = self.peer_pool.seen_by_stream()
-        poison: dict[Tier, Callable[[np.ndarray], None]] = {Tier.DEVICE: partial(_poison, pool)}
+        poisons: dict[Tier, Callable[[np.ndarray], None]] = {Tier.DEVICE: partial(_poison, pool)}
         # Each with what is added to the seed.
         linked: list[tuple[str, HasPages, int]] = []
         for tier, each in below.items():
             if each is None:
                 continue
-            poison[tier] = partial(_poison, each)
+            poisons[tier] = partial(_poison, each)
             linked += [(LOAD_LINKS[tier], each, 0), (BACKUP_LINKS[tier], each, 1)]
         if self.peer_pool is not None and self.host_pool is not None:
             linked += [(P2H, self.peer_pool, 2), (P2P, self.peer_pool, 3)]
@@ -308,12 +309,12 @@ class LocalEngine:
                 if filled is not None and not isinstance(filled, ElasticPool):
                     filled.kv.fill_(float("nan"))
             if self.layer_stream is not None:
-                self.layer_stream.poison()
+                self.layer_stream.kv.view(torch.uint8).fill_(255)
         self.core = EngineCore(
             Scheduler(config),
             executor,
             {**links, **storage_links},
-            poison if debug else None,
+            poisons if debug else None,
             StepRecorder(record, config) if record is not None else None,
             self.borrowed,
         )

@@ -9,6 +9,7 @@ import torch
 
 from sglang.srt.mem_cache.page_layout import Component, PageLayout
 from sglang.srt.mem_cache.page_memory import PageMemory
+from support.pool_pages import pages_of
 
 LAYERS = 3
 
@@ -41,7 +42,7 @@ def fill(pool: Any, rng: np.random.Generator) -> None:
 
 def contents(layout: PageLayout, pool: Any, frames: np.ndarray) -> list[np.ndarray]:
     """Of each component, the bytes of pages `frames`: (num_layers, n, ...) uint8. Padding is no content."""
-    copy = pool.pages(torch.from_numpy(frames).long()).contiguous().view(-1).view(torch.uint8)
+    copy = pages_of(pool, torch.from_numpy(frames).long()).contiguous().view(-1).view(torch.uint8)
     pages = PageMemory(layout, len(frames), copy, "page_first").kv_pages
     return [each.contiguous().view(torch.uint8).numpy() for each in pages.components]
 

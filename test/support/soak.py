@@ -47,8 +47,9 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.time_units import Seconds
 from support.coming_and_going import ComingAndGoing
 from support.hash_model import DIM, HEADS, HashModel
-from support.kv_oracle import PagedMemory, check_kv, check_stored
+from support.kv_oracle import check_kv, check_stored
 from support.kv_subscriber import WatchedByRouter
+from support.pool_pages import Pool
 from support.reduction import reduce_progress
 from support.residency_events import ResidencyEvents
 from support.soak_config import EOS, TENANT, SoakConfig, scheduler_config
@@ -303,7 +304,7 @@ class Soak:
         if "oracle" not in self.nets:
             return
         for rank in self.ranks:
-            memory: dict[Tier, PagedMemory] = {Tier.DEVICE: rank.device_pool}
+            memory: dict[Tier, Pool] = {Tier.DEVICE: rank.device_pool}
             if rank.host_pool is not None:
                 memory[Tier.HOST] = rank.host_pool
             if rank.peer_pool is not None:

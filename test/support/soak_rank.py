@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 
 from sglang.srt.constrained.grammar_rows import GrammarRows
@@ -46,6 +48,7 @@ from support.faults import (
 )
 from support.hash_model import DIM, HEADS, HashModel
 from support.memory_store import MemoryStore, OverlappingMemoryStore
+from support.pool_pages import poison
 from support.soak_config import EOS, SoakConfig, scheduler_config
 from support.soak_requests import grammars
 from support.stream_emulator import StreamEmulator
@@ -118,13 +121,13 @@ def build_rank(
     host_pool = peer_pool = None
     stores: list[MemoryStore] = []
     slabs: ComingAndGoing | LentOut | None = None
-    poison = {Tier.DEVICE: lambda frames: pool.poison(torch.from_numpy(frames).to(torch.int64))}
+    poisons: dict[Tier, Callable[[np.ndarray], None]] = {Tier.DEVICE: partial(poison, pool)}
     if config.lend_rate:
-        slabs = LentOut(scheduler.config.slabs, config.lend_rate, config.seed * 10 + rank, poison[Tier.DEVICE])
+        slabs = LentOut(scheduler.config.slabs, config.lend_rate, config.seed * 10 + rank, poisons[Tier.DEVICE])
     if config.num_host_pages:
         host_pool = sources[Tier.HOST] = host = MHATokenToKVPoolHost(pool, config.num_host_pages, config.host_layout)
         host.kv.fill_(empty)
-        poison[Tier.HOST] = lambda frames: host.poison(torch.from_numpy(frames).to(torch.int64))
+        poisons[Tier.HOST] = partial(poison, host)
         below: dict[str, HasPages] = {H2D: host, D2H: host}
         upper: dict[str, HasPages] = {P2H: host}
         if scheduler.config.num_swap_pages:
@@ -134,12 +137,12 @@ def build_rank(
         if scheduler.config.num_peer_pages:
             peer_pool = sources[Tier.PEER] = peer = MHATokenToKVPoolHost(pool, config.num_peer_pages)
             peer.kv.fill_(empty)
-            poison[Tier.PEER] = lambda frames: peer.poison(torch.from_numpy(frames).to(torch.int64))
+            poisons[Tier.PEER] = partial(poison, peer)
             below |= {P2D: peer, D2P: peer, P2H: peer, P2P: peer}
             upper[P2P] = peer
             if config.slab_rate:
                 ranges, seed = scheduler.config.slabs, config.seed * 10 + rank
-                slabs = ComingAndGoing(ranges, config.slab_rate, seed, poison[Tier.PEER], config.gives_back)
+                slabs = ComingAndGoing(ranges, config.slab_rate, seed, poisons[Tier.PEER], config.gives_back)
         for i, (name, other) in enumerate(below.items()):
             links[name] = FaultyLink(
                 name,
@@ -172,8 +175,8 @@ def build_rank(
             pool, emulator.stream(CHECK), seed=config.seed * 10 + rank, fail_rate=config.check_fail_rate
         )
     if "poison" not in nets:
-        poison = {}
-    core = EngineCore(scheduler, executor, {**links, **storage_links, **checks}, poison, record, slabs)
+        poisons = {}
+    core = EngineCore(scheduler, executor, {**links, **storage_links, **checks}, poisons, record, slabs)
     return Rank(core, emulator, pool, host_pool, peer_pool, slabs, stores, list(links.values()))
 
 

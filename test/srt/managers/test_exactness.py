@@ -24,6 +24,7 @@ from sglang.srt.mem_cache.transfer import Tier
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.device import to_device
 from support.local_engine import LocalEngine, device_under_test
+from support.pool_pages import pages_of
 from support.two_ranks import TwoRanks
 
 BLOCK = 64
@@ -105,7 +106,7 @@ def kv_bytes(engine: LocalEngine, prefix: np.ndarray) -> dict[Tier, bytes]:
             frames = np.concatenate([node.frames[tier] for node in match.path])[: PREFIX // rank.scheduler.page_size]
             pool = rank.device_pool if tier == Tier.DEVICE else rank.host_pool
             assert pool is not None
-            pages = pool.pages(to_device(frames.astype(np.int64), pool.kv.device)).cpu().contiguous()
+            pages = pages_of(pool, to_device(frames.astype(np.int64), pool.kv.device)).cpu().contiguous()
             found[tier] = found.get(tier, b"") + pages.view(torch.uint8).numpy().tobytes()
     return found
 

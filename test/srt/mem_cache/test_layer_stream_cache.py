@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.transfer import LoadFailedError, Tier
+from support.pool_pages import pages_of
 from support.stream_emulator import StreamEmulator
 
 LAYERS, PAGE = 3, 2
@@ -32,7 +33,7 @@ def pools() -> dict[Tier, MHATokenToKVPoolHost]:
 def cache(emulator: StreamEmulator, num_buffers: int, buffer_pages: int) -> LayerStreamCache:
     device = MHATokenToKVPool(4, PageLayout.kv(PAGE, LAYERS, 1, 2, torch.float64))
     made = LayerStreamCache(num_buffers, buffer_pages, device, pools(), emulator.stream("layer-stream"))
-    made.poison()
+    made.kv.view(torch.uint8).fill_(255)
     return made
 
 
@@ -65,7 +66,7 @@ def test_every_reader_finds_its_own_piece(num_buffers: int, seed: int):
             for _ in range(rng.randrange(1, 4))
         ]
         pieces = made.pieces(parts)
-        pages = torch.cat([sources[tier].pages(torch.from_numpy(frames).long()) for tier, frames in parts])
+        pages = torch.cat([pages_of(sources[tier], torch.from_numpy(frames).long()) for tier, frames in parts])
         for layer in range(LAYERS):
             pos = 0
             for piece in pieces:
@@ -141,7 +142,7 @@ def test_a_pool_that_copies_its_pages_itself_is_asked_for_them():
     device = MHATokenToKVPool(4, PageLayout.kv(PAGE, LAYERS, 1, 2, torch.float64))
     peer, host = CopyingPool(sources[Tier.PEER]), sources[Tier.HOST]
     made = LayerStreamCache(2, 4, device, {Tier.PEER: peer, Tier.HOST: host}, emulator.stream("layer-stream"))
-    made.poison()
+    made.kv.view(torch.uint8).fill_(255)
     (piece,) = made.pieces([(Tier.HOST, ids(3)), (Tier.PEER, ids(7, 2))])
     for layer in range(LAYERS):
         filled = made.fill(layer, piece)
@@ -149,7 +150,7 @@ def test_a_pool_that_copies_its_pages_itself_is_asked_for_them():
         filled.check()
         made.has_read(emulator.stream("compute").record())
         rows = filled.segment.pages
-        wanted = torch.cat([host.pages(torch.tensor([3])), sources[Tier.PEER].pages(torch.tensor([7, 2]))])[
+        wanted = torch.cat([pages_of(host, torch.tensor([3])), pages_of(sources[Tier.PEER], torch.tensor([7, 2]))])[
             :, :, layer
         ]
         assert torch.equal(torch.stack((filled.view.k[rows], filled.view.v[rows]), 1), wanted)

@@ -34,6 +34,7 @@ from sglang.srt.peer.protocol.elastic_units import stride_bytes
 from support.codec_cases import CONFIGS, round_trip
 from support.page_layouts import LAYERS, LAYOUTS, are_equal, contents, fill, layouts
 from support.plugin_fixture import block_keys
+from support.pool_pages import poison
 from support.remote_fixture import BUFFERS
 from support.stream_emulator import StreamEmulator
 
@@ -151,7 +152,7 @@ def test_slabs_with_padding(layout: PageLayout, rng: np.random.Generator):
     links = Links(peer, host)  # type: ignore[arg-type]
     links.copy(D2H, frames, there)
     assert are_equal(contents(layout, host, there), wanted)
-    peer.poison(torch.from_numpy(frames).long())
+    poison(peer, torch.from_numpy(frames).long())
     assert all((each == 0xFF).all() for each in contents(layout, peer, frames))
     links.copy(H2D, there, frames)
     assert are_equal(contents(layout, peer, frames), wanted)
@@ -169,7 +170,7 @@ def test_swap_file_and_buffers_of_a_layer(layout: PageLayout, rng: np.random.Gen
     links.copy(D2H, mine, there)
     emulator = StreamEmulator(SEED)
     cache = LayerStreamCache(2, 3, device, {Tier.HOST: host, Tier.DISK: swap}, emulator.stream("layer-stream"))
-    cache.poison()
+    cache.kv.view(torch.uint8).fill_(255)
     of_host = some(rng, NUM_PAGES, 2, False)
     parts = [(Tier.DISK, there[:5]), (Tier.HOST, of_host), (Tier.DISK, there[5:])]
     streamed = contents(layout, host, of_host)

@@ -36,6 +36,7 @@ from sglang.srt.utils.cuda_stream import CudaStream
 from sglang.srt.utils.device import settle_memory
 from sglang.srt.utils.stream import Event, ThreadEvent, ThreadStream
 from support.device_emulator import emulated_device, launch
+from support.pool_pages import pages_of
 from support.stream_emulator import EmulatedEvent, EmulatedStream, StreamEmulator
 
 LAYERS, HEADS, DIM = 3, 2, 4
@@ -113,7 +114,7 @@ def settle(stream: ThreadStream | EmulatedStream) -> None:
 @pytest.mark.parametrize("layout", ORDERS)
 def test_loads_and_backups_are_exact(stream, layout: str, io_backend: str, page_size: int, dtype: torch.dtype):
     pools = Pools(page_size, dtype, layout)
-    device, host = raw(pools.device.kv), raw(pools.host.pages(torch.arange(HOST_PAGES)))
+    device, host = raw(pools.device.kv), raw(pages_of(pools.host, torch.arange(HOST_PAGES)))
     h2d = CopyLink(H2D, pools.device, pools.host, stream, no_fence, options=CopyOptions(io_backend=io_backend))
     d2h = CopyLink(D2H, pools.device, pools.host, stream, no_fence, options=CopyOptions(io_backend=io_backend))
     ops = [
@@ -128,7 +129,7 @@ def test_loads_and_backups_are_exact(stream, layout: str, io_backend: str, page_
         pools.expect(op, device, host)
     settle(stream)
     assert np.array_equal(raw(pools.device.kv), device)
-    assert np.array_equal(raw(pools.host.pages(torch.arange(HOST_PAGES))), host)
+    assert np.array_equal(raw(pages_of(pools.host, torch.arange(HOST_PAGES))), host)
     assert h2d.poll() == [OpResult(0, True), OpResult(1, True), OpResult(2, True)]
     assert d2h.poll() == [OpResult(0, True), OpResult(1, True)]
     assert h2d.poll() == []
@@ -142,7 +143,9 @@ def test_operations_complete_in_order_and_notify(stream):
         link.submit(pools.load(seq, ids(seq), ids(seq % DEVICE_PAGES)))
     settle(stream)
     assert [r.seq for r in link.poll()] == list(range(20)) and len(notified) == 20
-    assert np.array_equal(raw(pools.device.pages(torch.tensor([7]))), raw(pools.host.pages(torch.tensor([19]))))
+    assert np.array_equal(
+        raw(pages_of(pools.device, torch.tensor([7]))), raw(pages_of(pools.host, torch.tensor([19])))
+    )
 
 
 def test_the_order_of_numbers_is_asserted(stream):

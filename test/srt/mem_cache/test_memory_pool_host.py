@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.memory_pool_host import (
 )
 from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.page_memory import ORDERS
+from support.pool_pages import pages_of, poison
 
 LAYERS, HEADS, DIM, PAGES = 3, 2, 4, 12
 
@@ -101,8 +102,8 @@ def test_one_layouts_bytes_are_the_others(layout: str):
     source.copy_out(frames, data)
     target.copy_in(there, data)
     assert torch.equal(
-        target.pages(torch.from_numpy(there).long()).view(torch.uint8),
-        source.pages(torch.from_numpy(frames).long()).view(torch.uint8),
+        pages_of(target, torch.from_numpy(there).long()).view(torch.uint8),
+        pages_of(source, torch.from_numpy(frames).long()).view(torch.uint8),
     )
 
 
@@ -110,8 +111,8 @@ def test_one_layouts_bytes_are_the_others(layout: str):
 def test_poison_fills_whole_pages_and_no_others(layout: str):
     pool = make_pool(layout, dtype=torch.float64)
     pool.kv.zero_()
-    pool.poison(torch.tensor([4, 9]))
-    bad = pool.pages(torch.arange(PAGES)).isnan().flatten(1)
+    poison(pool, torch.tensor([4, 9]))
+    bad = pages_of(pool, torch.arange(PAGES)).isnan().flatten(1)
     assert bad.all(1).nonzero().ravel().tolist() == bad.any(1).nonzero().ravel().tolist() == [4, 9]
 
 

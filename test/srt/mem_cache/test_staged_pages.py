@@ -17,6 +17,7 @@ from sglang.srt.mem_cache.transfer import D2S, Ticket, Tier, TransferOp
 from sglang.srt.utils.cuda_stream import make_stream
 from support.device_emulator import emulated_device
 from support.page_layouts import LAYOUTS
+from support.pool_pages import pages_of
 
 DEVICE = torch.device("cuda:0")
 NUM_PAGES, SEED = 23, 5
@@ -36,7 +37,7 @@ def test_what_a_link_writes_a_layer_stream_reads(
         pool, back = (MHATokenToKVPool(NUM_PAGES, layout, DEVICE) for _ in range(2))
         values = torch.from_numpy(rng.integers(0, 256, NUM_PAGES * layout.page_bytes, np.uint8))
         pool.kv.copy_(values.view(pool.kv.dtype).view(pool.kv.shape))
-        wanted, before = (each.pages(torch.from_numpy(mine).to(DEVICE)).cpu() for each in (pool, back))
+        wanted, before = (pages_of(each, torch.from_numpy(mine).to(DEVICE)).cpu() for each in (pool, back))
         swap = SwapFile(tmp_path, NUM_PAGES, layout)
         staged = StagedPages(swap.kv_pages, layout, DEVICE, half_pages * layout.page_bytes)
         swaps, loads = (make_stream(name, DEVICE) for name in (D2S, "layer-stream"))
@@ -55,6 +56,6 @@ def test_what_a_link_writes_a_layer_stream_reads(
         loads.when_done(lambda: None)  # else the device may be later than the thread, and than what reads here
         loads.close()
         loads.raise_if_dead()
-        found = back.pages(torch.from_numpy(mine).to(DEVICE)).cpu()
+        found = pages_of(back, torch.from_numpy(mine).to(DEVICE)).cpu()
     assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
     assert not torch.equal(before.view(torch.uint8), wanted.view(torch.uint8))

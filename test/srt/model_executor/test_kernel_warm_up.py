@@ -20,6 +20,7 @@ from sglang.srt.model_executor.kernel_warm_up import warm_up_kernels, warm_up_tr
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.peer.memory.cuda_slabs import SlabsConfig, reserve_slabs
 from sglang.srt.peer.memory.elastic_pool import ElasticPool
+from support.pool_pages import pages_of, poison
 from support.tiny_model import tiny_llama
 from support.triton_runs import needs_triton
 
@@ -48,11 +49,11 @@ def test_each_kind_of_batch_runs_and_only_the_scratch_page_is_written(tmp_path, 
     model = load_model(config, "auto", attention)
     layout = PageLayout.kv(page_size, 3, 2, 8, torch.float32)
     pool = MHATokenToKVPool(5, layout, has_scratch=True)
-    pool.poison(torch.arange(5))
+    poison(pool, torch.arange(5))
     warm_up_kernels(model, pool, 0.25, 97, Sampler(), attention, is_streaming)
     assert {(4,), (4, 1, 4, 1), (1, 1), (1,)} <= attention.forwards
     assert attention.partials == ({(1, False), (4, False), (4, True)} if is_streaming else set())
-    assert all(math.isnan(x) for x in pool.pages(torch.arange(5)).flatten().tolist())
+    assert all(math.isnan(x) for x in pages_of(pool, torch.arange(5)).flatten().tolist())
 
 
 @needs_triton
@@ -110,7 +111,7 @@ def test_in_slabs_nothing_but_the_scratch_page_is_written(tmp_path, page_size: i
     warm_up_kernels(load_model(config, "auto", WatchedAttention()), pool, 0.25, 97, Sampler(), None, False)
     warm_up_transfers(pool, MHATokenToKVPoolHost(pool, 7).kv_pages, "auto")
     assert all((slabs.slab(slab) == 7).all() for slab in (0, 1))
-    assert pool.pages(torch.tensor([pool.num_pages])).any()
+    assert pages_of(pool, torch.tensor([pool.num_pages])).any()
 
 
 @pytest.mark.parametrize("io_backend", ["auto", "dma"])
@@ -118,9 +119,9 @@ def test_a_page_goes_to_the_host_and_back(io_backend: str):
     pool = MHATokenToKVPool(5, PageLayout.kv(4, 3, 2, 8, torch.float32), has_scratch=True)
     host = MHATokenToKVPoolHost(pool, 7)
     frames = torch.arange(5)
-    pool.poison(frames)
+    poison(pool, frames)
     pool.kv_pages.k[:, 5] = 2.0
     warm_up_transfers(pool, host.kv_pages, io_backend)
-    assert all(math.isnan(x) for x in pool.pages(frames).flatten().tolist())
+    assert all(math.isnan(x) for x in pages_of(pool, frames).flatten().tolist())
     assert bool((pool.kv_pages.k[:, 5] == 2.0).all()) and bool((host.kv_pages.k[:, 0] == 2.0).all())
     assert not host.kv[1:].any()

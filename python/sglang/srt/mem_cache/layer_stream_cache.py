@@ -107,7 +107,6 @@ class LayerStreamCache:
         memory = torch.zeros(buffer_pages * layout.page_bytes, dtype=torch.uint8, device=device)
         buffers = PageMemory(layout, buffer_pages, memory, "layer_first")
         self.kv = buffers.kv
-        self._memory = memory
         self._buffers = buffers.kv_pages.layers
         self._views = [KVView.of_layer(buffer) for buffer in self._buffers]
         self._pages = torch.arange(buffer_pages, device=device)
@@ -162,10 +161,6 @@ class LayerStreamCache:
     def has_read(self, event: Event) -> None:
         """The piece that was filled last has been read when the event passes."""
         self._read[(self._next - 1) % self.num_buffers] = event
-
-    def poison(self) -> None:
-        """Fill the buffers with NaN, so that a read before the copy shows (tests)."""
-        self._memory.fill_(255)
 
     def _pool(self, tier: Tier) -> HasPages:
         return self._device_pool if tier == Tier.DEVICE else self._sources[tier]

@@ -41,14 +41,6 @@ class DevicePool(Protocol):
         """
         ...
 
-    def pages(self, frames: torch.Tensor) -> torch.Tensor:
-        """A copy of pages `frames` (n,) int64, page-first as on the host."""
-        ...
-
-    def poison(self, frames: torch.Tensor) -> None:
-        """Fill pages with NaN: reading them before they are written shows."""
-        ...
-
 
 class MHATokenToKVPool:
     """Pages of any `PageLayout`, zeros at first. Written by launches, on the compute stream, and by loads, on theirs;
@@ -70,9 +62,9 @@ class MHATokenToKVPool:
         if memory.is_cpu:
             ask_for_huge_pages(memory)
         memory.zero_()
-        self._memory = PageMemory(layout, num_in_memory, memory, "layer_first")
-        self.kv, self.kv_pages = self._memory.kv, self._memory.kv_pages
-        self._views = [KVView.of_layer(pages) for pages in self.kv_pages.layers]
+        pages = PageMemory(layout, num_in_memory, memory, "layer_first")
+        self.kv, self.kv_pages = pages.kv, pages.kv_pages
+        self._views = [KVView.of_layer(layer) for layer in self.kv_pages.layers]
         self._slots = [[view.components[i].flatten(0, 1) for i in layout.per_token] for view in self._views]
 
     def view(self, layer_id: int) -> KVView:
@@ -91,9 +83,3 @@ class MHATokenToKVPool:
                 store_rows(slots, loc, cast)
             else:
                 indexable(slots).index_copy_(0, loc, indexable(cast))
-
-    def pages(self, frames: torch.Tensor) -> torch.Tensor:
-        return self._memory.pages(frames)
-
-    def poison(self, frames: torch.Tensor) -> None:
-        self._memory.poison(frames)

@@ -100,13 +100,6 @@ class MHATokenToKVPoolHost:
             for at, first, n in runs:
                 np.copyto(mine[first : first + n], part[at : at + n])
 
-    def pages(self, frames: torch.Tensor) -> torch.Tensor:
-        """A copy of pages `frames` (n,) int64, page-first."""
-        return self._memory.pages(frames)
-
-    def poison(self, frames: torch.Tensor) -> None:
-        self._memory.poison(frames)
-
     def _canonical_parts(self) -> list[tuple[np.ndarray, int, int]]:
         """The memory as runs of canonical bytes: views (num_pages, ...) uint8, and the first and last byte of a
         canonical page that each is."""

@@ -66,28 +66,6 @@ class PageMemory:
         """Page-first memory as (num_pages, page_bytes) uint8."""
         return self.memory.view(self.num_pages, self.layout.page_bytes)
 
-    def pages(self, frames: torch.Tensor) -> torch.Tensor:
-        """A copy of pages `frames` (n,) int64, page-first, as `kv` of a page-first memory of n pages."""
-        if self.page_is_one_run:
-            # Reads no other page: there may be none behind its number.
-            rows = self._rows.index_select(0, frames)
-            return PageMemory(self.layout, len(frames), rows.view(-1), "page_first").kv
-        size = len(frames) * self.layout.page_bytes
-        memory = torch.zeros(size, dtype=torch.uint8, device=self.memory.device)
-        copy = PageMemory(self.layout, len(frames), memory, "page_first")
-        for to, of in zip(copy.kv_pages.components, self.kv_pages.components):
-            to.view(torch.uint8).copy_(of.view(torch.uint8).index_select(1, frames))
-        return copy.kv
-
-    def poison(self, frames: torch.Tensor) -> None:
-        """Set every bit of pages `frames` (n,) int64, which makes floats NaN: reading them before they are written
-        shows."""
-        if self.page_is_one_run:
-            self._rows.index_fill_(0, frames, 255)
-            return
-        for component in self.kv_pages.components:
-            component.view(torch.uint8).index_fill_(1, frames, 255)
-
 
 def torch_dtype(name: str) -> torch.dtype:
     """By a name of `page_layout.ITEM_BYTES`."""

@@ -38,6 +38,7 @@ from support.device_emulator import emulated_device
 from support.fake_cuda_driver import FakeCudaDriver
 from support.local_engine import LocalEngine
 from support.paged_attention import PagedAttention
+from support.pool_pages import pages_of, poison
 from support.slab_process import hold_cuda
 from support.tiny_model import tiny_llama
 
@@ -356,10 +357,10 @@ def test_store_pages_and_poison_are_those_of_the_other_pool(kind: str, page_size
                 where = pages.device
                 slots = (pages[:, None] * page_size + torch.arange(page_size, device=where)).view(-1)
                 each.store(layer, slots, *kv.to(where).unbind())
-        assert pool.kv.is_cuda and torch.equal(pool.pages(frames).cpu(), other.pages(there))
-        pool.poison(frames[:2])
-        assert torch.isnan(pool.pages(frames[:2])).cpu().all()
-        assert torch.equal(pool.pages(frames[2:]).cpu(), other.pages(there[2:]))
+        assert pool.kv.is_cuda and torch.equal(pages_of(pool, frames).cpu(), pages_of(other, there))
+        poison(pool, frames[:2])
+        assert torch.isnan(pages_of(pool, frames[:2])).cpu().all()
+        assert torch.equal(pages_of(pool, frames[2:]).cpu(), pages_of(other, there[2:]))
 
 
 @pytest.fixture(scope="module")
@@ -434,7 +435,7 @@ def test_graphs_of_a_lender_give_the_same_tokens(
         own = {"attention_backend": attention} if kind == "emulated" else {}
         found = answers(device="cuda", **graphs, **own)
         scratch = torch.from_numpy(np.array([pools[0].num_pages])).to(GPU)
-        assert pools[0].pages(scratch).cpu().view(torch.uint8).any(), "rows of padding are written there"
+        assert pages_of(pools[0], scratch).cpu().view(torch.uint8).any(), "rows of padding are written there"
         if kind == "gpu":
             assert found == answers(device="cuda")
     if kind == "emulated":

@@ -27,6 +27,7 @@ from sglang.srt.peer.memory.slabs import GRANULARITY, SlabRange
 from sglang.srt.peer.protocol.elastic_units import stride_bytes
 from support.local_engine import LocalEngine
 from support.page_layouts import layouts
+from support.pool_pages import pages_of, poison
 from support.stream_emulator import StreamEmulator
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memfd is Linux's")
@@ -45,6 +46,11 @@ def elastic(num_slabs: int = 4, page_size: int = 2, dtype: torch.dtype = torch.f
 
 def usable(pool: ElasticPool) -> np.ndarray:
     return np.concatenate([pool.frames_of(slab) for slab in range(pool.slabs.num_slabs)])
+
+
+def padding(pool: ElasticPool) -> np.ndarray:
+    """(n,) int32, the numbers that are no pages: a frame table lends them for good."""
+    return np.setdiff1d(np.arange(pool.num_pages, dtype=np.int32), usable(pool))
 
 
 def random_kv(num_tokens: int, seed: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,10 +75,10 @@ def test_where_pages_lie():
     assert pool.page_bytes == 1536 and pool.slabs.slab_bytes == 4096 and pool.slabs.stride_bytes == 12288
     assert (pool.slab_pages, pool.num_pages) == (2, 32) and pool.kv.shape == (32, 2, LAYERS, 2, HEADS, DIM)
     assert [pool.frames_of(i).tolist() for i in range(4)] == [[0, 1], [8, 9], [16, 17], [24, 25]]
-    assert pool.padding().tolist() == [f for f in range(32) if f % 8 > 1]
-    assert pool.frames_of(0).dtype == pool.padding().dtype == np.int32
+    assert padding(pool).tolist() == [f for f in range(32) if f % 8 > 1]
+    assert pool.frames_of(0).dtype == padding(pool).dtype == np.int32
     pool.slabs.slab(1)[pool.page_bytes :] = 0xFF
-    assert pool.pages(torch.tensor([8])).sum() == 0 and torch.isnan(pool.pages(torch.tensor([9]))).all()
+    assert pages_of(pool, torch.tensor([8])).sum() == 0 and torch.isnan(pages_of(pool, torch.tensor([9]))).all()
 
 
 def test_pages_need_one_stride():
@@ -91,13 +97,15 @@ def test_store_pages_and_poison_are_those_of_the_other_pool(page_size: int, dtyp
     fill(pool, frames)
     fill(other, np.arange(len(frames)))
     here, there = torch.from_numpy(frames).long(), torch.arange(len(frames))
-    assert torch.equal(pool.pages(here), other.pages(there)) and pool.pages(here).is_contiguous()
+    assert torch.equal(pages_of(pool, here), pages_of(other, there)) and pages_of(pool, here).is_contiguous()
     for layer in range(LAYERS):
         a, b = pool.view(layer), other.view(layer)
         assert a.page_size == page_size and a.k.stride()[-2:] == b.k.stride()[-2:]
         assert torch.equal(a.k[here], b.k) and torch.equal(a.v[here], b.v)
-    pool.poison(here[:2])
-    assert torch.isnan(pool.pages(here[:2])).all() and torch.equal(pool.pages(here[2:]), other.pages(there[2:]))
+    poison(pool, here[:2])
+    assert torch.isnan(pages_of(pool, here[:2])).all() and torch.equal(
+        pages_of(pool, here[2:]), pages_of(other, there[2:])
+    )
 
 
 def test_only_pages_that_are_named_are_touched():
@@ -108,17 +116,17 @@ def test_only_pages_that_are_named_are_touched():
     frames = pool.frames_of(2)
     fill(pool, frames)
     there = torch.from_numpy(frames).long()
-    assert pool.pages(there).isfinite().all()
+    assert pages_of(pool, there).isfinite().all()
     other = layer_first(2)
     copy_pages(pool.kv_pages, other.kv_pages, there, torch.arange(2))
     copy_pages(other.kv_pages, pool.kv_pages, torch.arange(2), there.flip(0))
-    assert torch.equal(pool.pages(there.flip(0)), other.pages(torch.arange(2)))
+    assert torch.equal(pages_of(pool, there.flip(0)), pages_of(other, torch.arange(2)))
     segments = [[KVSegment(there, 4)]]
     q = torch.randn(1, 4, DIM)
     out = TorchNativeAttnBackend().forward(q, pool.view(1), segments, AttentionMetadata((1,), 0.25))
     assert out.isfinite().all()
-    pool.poison(there)
-    assert torch.isnan(pool.pages(there)).all()
+    poison(pool, there)
+    assert torch.isnan(pages_of(pool, there)).all()
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 16])
@@ -163,7 +171,7 @@ def test_links_load_and_back_up(layout: str, page_size: int):
     host = MHATokenToKVPoolHost(pool, 8, layout)
     frames = np.random.default_rng(3).permutation(usable(pool))[:8].astype(np.int32)
     fill(pool, frames)
-    before = pool.pages(torch.from_numpy(frames).long())
+    before = pages_of(pool, torch.from_numpy(frames).long())
     emulator = StreamEmulator(4)
     stream = emulator.stream("link")
     d2h, h2d = (CopyLink(name, pool, host, stream, lambda seq: None) for name in (D2H, H2D))
@@ -171,12 +179,12 @@ def test_links_load_and_back_up(layout: str, page_size: int):
     d2h.submit(TransferOp(Ticket(D2H, 0), Tier.DEVICE, Tier.HOST, frames, places, 8 * pool.page_bytes))
     emulator.run(1 << 30)
     assert d2h.poll() == [OpResult(0, True)]
-    assert torch.equal(host.pages(torch.from_numpy(places).long()), before)
-    pool.poison(torch.from_numpy(frames).long())
+    assert torch.equal(pages_of(host, torch.from_numpy(places).long()), before)
+    poison(pool, torch.from_numpy(frames).long())
     h2d.submit(TransferOp(Ticket(H2D, 0), Tier.HOST, Tier.DEVICE, places, frames, 8 * pool.page_bytes))
     emulator.run(1 << 30)
     assert h2d.poll() == [OpResult(0, True)]
-    assert torch.equal(pool.pages(torch.from_numpy(frames).long()), before)
+    assert torch.equal(pages_of(pool, torch.from_numpy(frames).long()), before)
 
 
 SCRATCH_LAYOUTS = {
@@ -195,8 +203,8 @@ def test_a_scratch_page_lies_behind_all_slabs_and_is_never_lent(layout: PageLayo
     slabs.allocate_all()
     pool = ElasticPool(slabs, layout)
     assert pool.scratch_slot == pool.num_pages * pool.page_size
-    assert pool.scratch_slot // pool.page_size not in {*usable(pool).tolist(), *pool.padding().tolist()}
-    assert len(usable(pool)) + len(pool.padding()) == pool.num_pages == pool.slab_frames[-1][0] + pool._stride_pages
+    assert pool.scratch_slot // pool.page_size not in {*usable(pool).tolist(), *padding(pool).tolist()}
+    assert len(usable(pool)) + len(padding(pool)) == pool.num_pages == pool.slab_frames[-1][0] + pool._stride_pages
     # All are lent, and full of the borrower's bytes.
     borrower = SlabRange(num_slabs, slab_bytes)
     for slab in range(num_slabs):
@@ -213,7 +221,7 @@ def test_a_scratch_page_lies_behind_all_slabs_and_is_never_lent(layout: PageLayo
     for slab in range(num_slabs):
         borrower.unmap(slab)
         slabs.scrub(slab)
-    pool.poison(torch.from_numpy(usable(pool)).long())
+    poison(pool, torch.from_numpy(usable(pool)).long())
     slabs.close()
     for layer, stored in rows.items():
         for i, row in zip(layout.per_token, stored):
@@ -261,11 +269,11 @@ def test_a_lent_slab_shows_nothing_and_comes_back_clean():
     """Frame table, pools and slabs of both sides together: drained, scrubbed, lent, used, given back."""
     lender = elastic()
     table = FrameTable(lender.num_pages, lowest_first=True)
-    table.lend(lender.padding())
+    table.lend(padding(lender))
     everything = table.allocate(8)
     assert everything is not None and everything.tolist() == usable(lender).tolist()
     fill(lender, everything)
-    kept = lender.pages(torch.from_numpy(everything[:6]).long())
+    kept = pages_of(lender, torch.from_numpy(everything[:6]).long())
 
     # Slab 3 is drained and lent.
     assert np.flatnonzero(table.state[24:] == FrameState.HELD).tolist() == [0, 1]
@@ -286,12 +294,12 @@ def test_a_lent_slab_shows_nothing_and_comes_back_clean():
     os.close(fd)
     frames = torch.from_numpy(borrower.frames_of(1)).long()
     assert len(frames) == 4096 // page_bytes == 12
-    assert not borrower.pages(frames).any(), "the lender's bytes are not there"
+    assert not pages_of(borrower, frames).any(), "the lender's bytes are not there"
     generator = torch.Generator().manual_seed(7)
     own = torch.randn(12, 2, 2, 1, 1, 40, generator=generator).to(torch.bfloat16)
     borrower.kv[frames] = own
-    assert torch.equal(lender.pages(torch.from_numpy(everything[:6]).long()), kept), "nor within its reach"
-    assert torch.equal(borrower.pages(frames), own)
+    assert torch.equal(pages_of(lender, torch.from_numpy(everything[:6]).long()), kept), "nor within its reach"
+    assert torch.equal(pages_of(borrower, frames), own)
 
     # And back.
     slabs.unmap(1)
@@ -300,4 +308,4 @@ def test_a_lent_slab_shows_nothing_and_comes_back_clean():
     table.check_invariants()
     again = table.allocate(2)
     assert again is not None and again.tolist() == [24, 25]
-    assert not lender.pages(torch.from_numpy(again).long()).any(), "the borrower's bytes are gone"
+    assert not pages_of(lender, torch.from_numpy(again).long()).any(), "the borrower's bytes are gone"

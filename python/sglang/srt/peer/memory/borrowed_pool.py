@@ -175,12 +175,6 @@ class BorrowedPool(ElasticPool):
             copy_pages(pages, staged, src[positions], torch.arange(part.num_pages), backend=backend)
             state.copy(part, self._requests(part, whole, 0, to_slab=True))
 
-    def poison(self, frames: torch.Tensor) -> None:
-        """Poison those of the pages that are mapped."""
-        if self._is_strict.any():
-            frames = frames[~torch.from_numpy(self._is_strict)[frames // self._stride_pages]]
-        super().poison(frames)
-
     def _plan(self, state: _MoverState, frames: torch.Tensor, round_pages: int) -> _Plan:
         """Made once per operation: all its layers have the same page numbers."""
         if state.plan is None or state.plan.frames is not frames:

@@ -60,9 +60,9 @@ class ElasticPool:
         self.scratch_slot = self.num_pages * self.page_size if has_scratch else None
         num_in_memory = self.num_pages + has_scratch
         memory = slabs.tensor()[: num_in_memory * self.page_bytes]
-        self._memory = PageMemory(layout, num_in_memory, memory, "page_first")
-        self.kv, self.kv_pages = self._memory.kv, self._memory.kv_pages
-        self._views = [KVView.of_layer(pages) for pages in self.kv_pages.layers]
+        pages = PageMemory(layout, num_in_memory, memory, "page_first")
+        self.kv, self.kv_pages = pages.kv, pages.kv_pages
+        self._views = [KVView.of_layer(layer) for layer in self.kv_pages.layers]
 
     @property
     def slab_padding_bytes(self) -> int:
@@ -79,11 +79,6 @@ class ElasticPool:
         """[first, end) of the pages in each slab, for `SlabLedger`."""
         firsts = range(0, self.num_pages, self._stride_pages)
         return tuple((first, first + self.slab_pages) for first in firsts)
-
-    def padding(self) -> np.ndarray:
-        """(n,) int32, the numbers that are no pages: a frame table lends them for good."""
-        pages = np.arange(self.num_pages, dtype=np.int32)
-        return pages[pages % self._stride_pages >= self.slab_pages]
 
     def view(self, layer_id: int) -> KVView:
         return self._views[layer_id]
@@ -103,9 +98,3 @@ class ElasticPool:
                 indexable(pages)[:, 0].index_copy_(0, loc, indexable(cast))
             else:
                 indexable(pages).index_put_((loc // self.page_size, loc % self.page_size), indexable(cast))
-
-    def pages(self, frames: torch.Tensor) -> torch.Tensor:
-        return self._memory.pages(frames)
-
-    def poison(self, frames: torch.Tensor) -> None:
-        self._memory.poison(frames)

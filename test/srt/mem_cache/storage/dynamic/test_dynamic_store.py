@@ -27,6 +27,7 @@ from sglang.srt.mem_cache.storage.dynamic.block_troubles import MAX_REST_S, MAX_
 from sglang.srt.mem_cache.storage.dynamic.dynamic_store import PluginStore
 from sglang.srt.mem_cache.storage.registry import StoreParams, parse_backends, storage_backend
 from support.plugin_fixture import Blocks, FakePool, block_keys
+from support.pool_pages import pages_of
 
 BLOCK = 64
 
@@ -173,10 +174,12 @@ def test_blocks_come_back_into_the_real_host_pool(layout, v1):
     keys, frames = block_keys(5), np.random.default_rng(0).permutation(64).astype(np.int32)
     written, read = frames[:20], frames[20:40]
     others = torch.from_numpy(np.setdiff1d(np.arange(64), read))
-    before = pool.pages(others)
+    before = pages_of(pool, others)
     assert store.set(keys, written) == 5 and store.get(keys, read) == 5
-    assert torch.equal(pool.pages(torch.from_numpy(read).long()), pool.pages(torch.from_numpy(written).long()))
-    assert torch.equal(pool.pages(others), before)
+    assert torch.equal(
+        pages_of(pool, torch.from_numpy(read).long()), pages_of(pool, torch.from_numpy(written).long())
+    )
+    assert torch.equal(pages_of(pool, others), before)
 
 
 def test_blocks_of_other_namespaces_ranks_dtypes_and_sizes_are_never_found():

@@ -32,6 +32,7 @@ from sglang.srt.mem_cache.storage.registry import StoreParams, storage_backend
 from support.children import wait_until
 from support.disk_fixture import DATA, NUM_BLOCKS, SLOT_BYTES, Disk, fill
 from support.fake_pages import BLOCK_TOKENS, FakePages, key_of, keys_of
+from support.pool_pages import pages_of
 
 # -- round trips --------------------------------------------------------------------------------------------------
 
@@ -1157,12 +1158,12 @@ def test_the_real_host_pool(tmp_path: Path, layout: str):
     host = MHATokenToKVPoolHost(device, 64, layout)
     host.kv.copy_(torch.randn(host.kv.shape))
     frames = np.random.default_rng(0).permutation(64)[:24].astype(np.int32)
-    before = host.pages(torch.from_numpy(frames).long())
+    before = pages_of(host, torch.from_numpy(frames).long())
     store = HiCacheFile(tmp_path, "model A", host, BLOCK_TOKENS)
     assert store.set(keys_of(*range(6)), frames) == 6
     host.kv.zero_()
     # Elsewhere in the pool than they were.
     elsewhere = np.ascontiguousarray(frames[::-1])
     assert store.get(keys_of(*range(6)), elsewhere) == 6
-    assert torch.equal(host.pages(torch.from_numpy(elsewhere).long()), before)
+    assert torch.equal(pages_of(host, torch.from_numpy(elsewhere).long()), before)
     store.close()
