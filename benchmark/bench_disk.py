@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import percentiles, print_table, write_json
+from common import percentiles, print_table, timed, write_json
 
 from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.storage.file.file_store import HiCacheFile
@@ -82,12 +82,6 @@ def memory_of(size_bytes: int) -> np.ndarray:
     memory = np.frombuffer(mmap.mmap(-1, size_bytes), np.uint8)
     memory.view(np.uint64)[:] = np.arange(size_bytes // 8, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     return memory
-
-
-def timed(work: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 def each_file(folder: Path, work: Callable[[int], Any]) -> None:

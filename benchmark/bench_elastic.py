@@ -16,13 +16,11 @@ import argparse
 import ctypes
 import math
 import os
-import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from common import print_table, write_json
+from common import print_table, timed, write_json
 
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.page_layout import PageLayout
@@ -59,12 +57,6 @@ class LayerMajorPool:
         for layer in layers if after < before else reversed(layers):
             ctypes.memmove(base + layer * after, base + layer * before, kept)
         self.num_pages = num_pages
-
-
-def timed(work: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 class BlockMajor:

@@ -36,6 +36,13 @@ def summary(samples_s: Sequence[float]) -> dict[str, float]:
     return {"median_us": median * 1e6, "p99_us": p99 * 1e6, "num_samples": len(samples_s)}
 
 
+def timed(work: Callable[[], Any]) -> float:
+    """Seconds of work()."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
 def time_each(work: Callable[[Any], Any], items: Sequence[Any], rounds: int) -> list[float]:
     """Seconds of work(item), one sample per item and round. The items take turns, so that none stays in the cache."""
     clock = time.perf_counter

@@ -89,3 +89,19 @@ def fill(disk: Disk) -> tuple[HiCacheFile, list[list[bytes]]]:
             assert disk.get(store, keys[:1]) == 1 and not store._index.num_spare
     assert not store.has_room and store.stats()["evicted_blocks"] == 0
     return store, [keys[i : i + 4] for i in range(0, len(keys) - 3, 4)]
+
+
+def flip(path: Path, offset: int) -> None:
+    """One bit of a file."""
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte[0] ^ 0x10]))
+
+
+def swap(path: Path, a: int, b: int, size: int) -> None:
+    """Two parts of a file."""
+    data = bytearray(path.read_bytes())
+    data[a : a + size], data[b : b + size] = data[b : b + size], data[a : a + size]
+    path.write_bytes(data)

@@ -13,7 +13,6 @@ from benchmark.papers.runs import ALL_AT_ONCE, Runs
 from benchmark.papers.sensitivity import over_seeds
 from benchmark.papers.strata_micro import disk_result, figure3
 
-from benchmark import common
 from benchmark.papers import figures, strata
 
 TINY = {
@@ -28,13 +27,6 @@ TINY = {
 def runs() -> Runs:
     """Shared, as figures share their runs."""
     return Runs(scale=TINY, quiet=True)
-
-
-@pytest.fixture
-def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(common, "OUT", tmp_path / "out")
-    monkeypatch.setattr(figures, "OUT", tmp_path / "out")
-    return tmp_path / "out"
 
 
 def check(result: Result, runs: Runs, out: Path) -> None:

@@ -25,21 +25,11 @@ from benchmark.papers.swiftcache import (
 )
 from benchmark.simulator.profiles import MODELS
 
-from benchmark import common
-from benchmark.papers import figures
-
 LWM_24 = ContextSettings("vLLM", "LWM-7B", 24)
 # 0.9 of 24 GiB, less 6.74 billion parameters; bytes of KV, and of activations, per token.
 ROOM, KV, ACTIVE = 0.9 * 24 * 2**30 - 13.477e9, 2**19, 2 * 3 * (4096 + 11008)
 # Two workers, each without Qwen3-8B and the activations of 8,192 tokens.
 LENT = 2 * (0.9 * 24 * 2**30 - 16.381e9 - 8192 * 2 * 3 * (4096 + 12288))
-
-
-@pytest.fixture
-def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(common, "OUT", tmp_path / "out")
-    monkeypatch.setattr(figures, "OUT", tmp_path / "out")
-    return tmp_path / "out"
 
 
 def tokens(system: str, settings: ContextSettings = LWM_24) -> int:

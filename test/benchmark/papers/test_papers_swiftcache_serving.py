@@ -43,9 +43,6 @@ from benchmark.papers.swiftcache_workers import FILL, LOAD, burst_workload
 from benchmark.simulator.profiles import H20X4, MODELS, device_tokens
 from benchmark.simulator.workloads import SHAREGPT_LONG
 
-from benchmark import common
-from benchmark.papers import figures
-
 SCALE = {name: {"requests": 12, "answers": 0.02} for name in ("ShareGPT", "L-Eval")}
 TINY = {name: {"requests": 3, "answers": 0.02} for name in SCALE}
 # Two conversations of 30,000 tokens fit the device, and there are eleven.
@@ -58,13 +55,6 @@ SMALL = ServingSettings(
     bursts=0.0,
     **SCALE["ShareGPT"],  # type: ignore[arg-type]
 )
-
-
-@pytest.fixture
-def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(common, "OUT", tmp_path / "out")
-    monkeypatch.setattr(figures, "OUT", tmp_path / "out")
-    return tmp_path / "out"
 
 
 @pytest.fixture(scope="module")

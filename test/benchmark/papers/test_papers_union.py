@@ -16,21 +16,13 @@ from benchmark.papers.union import LIGHT, PARTS, WORKING_SETS, best_part, figure
 from benchmark.papers.union_runs import TIERS, UnionOutcome, UnionSettings, capacities, deal, simulate, workload_of
 from benchmark.simulator.workloads import Conversation, Turn, Workload
 
-from benchmark import common
-from benchmark.papers import figures, load_ratio
+from benchmark.papers import load_ratio
 
 TINY = {"share": 0.25, "turns": 1}
 QUESTIONS = {"counts": 0.015, "lengths": 0.1}
 SCALE = {"L-Eval": TINY, "LooGLE": QUESTIONS, "NarrativeQA": QUESTIONS, "ReviewMT": QUESTIONS}
 # Six conversations, and 84,000 tokens on the device.
 SMALL = UnionSettings("union", 0.5, 0.1, **TINY)  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(common, "OUT", tmp_path / "out")
-    monkeypatch.setattr(figures, "OUT", tmp_path / "out")
-    return tmp_path / "out"
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,18 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
-from test_load_scheduling import DECODE_S, DOCUMENT, RUNNER, TOKEN_S, Rig, fresh, gaps, request
+from test_load_scheduling import (
+    DECODE_S,
+    DOCUMENT,
+    RUNNER,
+    SMALL_POOL,
+    TOKEN_S,
+    Rig,
+    fresh,
+    gaps,
+    request,
+    run_questions,
+)
 
 from sglang.simulator.simulation import RequestTimes
 from sglang.srt.managers.scheduler_config import PriorityConfig
@@ -103,20 +114,10 @@ def test_held_batches_in_a_small_pool(seed: int) -> None:
         load_ratio=(0.0, 100.0, "auto")[seed],
         fails=lambda op: bool(rng.random() < 0.2),
         check_every=5,
-        num_device_pages=220,
-        num_host_pages=600,
-        context_len=200,
-        chunked_prefill_size=64,
+        **SMALL_POOL,
         insert_at=("launch", "completion")[seed % 2],
     )
-    documents = [fresh(int(n), i) for i, n in enumerate(rng.integers(60, 160, 8))]
-    at, arrivals = 0.0, []
-    for i in range(60):
-        at += (2.0, 0.0, float(rng.exponential(0.2)))[min(2, i % 10)]
-        document = documents[int(rng.integers(len(documents)))]
-        arrivals.append((at, request(f"r{i}", document + rng.integers(0, 9, 6).tolist(), int(rng.integers(1, 30)))))
-    times = rig.run(arrivals)
-    assert len(times) == 60 and {t.finish_reason for t in times.values()} == {"length"}
+    run_questions(rig, rng)
     assert rig.counter("bubbles_filled") > 0
 
 

@@ -628,6 +628,21 @@ def test_a_load_behind_an_endless_stream_of_device_hits_is_not_forgotten(pool: i
     assert sum(t.tokens[0] > first for t in times.values()) > 50, "the stream has ended"
 
 
+SMALL_POOL = {"num_device_pages": 220, "num_host_pages": 600, "context_len": 200, "chunked_prefill_size": 64}
+
+
+def run_questions(rig: Rig, rng: np.random.Generator) -> None:
+    """Sixty questions about eight documents, of which the pool holds few. All are answered."""
+    documents = [fresh(int(n), i) for i, n in enumerate(rng.integers(60, 160, 8))]
+    at, arrivals = 0.0, []
+    for i in range(60):
+        at += (2.0, 0.0, float(rng.exponential(0.2)))[min(2, i % 10)]
+        document = documents[int(rng.integers(len(documents)))]
+        arrivals.append((at, request(f"r{i}", document + rng.integers(0, 9, 6).tolist(), int(rng.integers(1, 30)))))
+    times = rig.run(arrivals)
+    assert len(times) == 60 and {t.finish_reason for t in times.values()} == {"length"}
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_all_together_in_a_small_pool(seed: int) -> None:
@@ -640,20 +655,10 @@ def test_all_together_in_a_small_pool(seed: int) -> None:
         fails=lambda op: bool(rng.random() < 0.2),
         taught=seed == 0,
         check_every=5,
-        num_device_pages=220,
-        num_host_pages=600,
-        context_len=200,
-        chunked_prefill_size=64,
+        **SMALL_POOL,
         insert_at=("launch", "completion")[seed % 2],
     )
-    documents = [fresh(int(n), i) for i, n in enumerate(rng.integers(60, 160, 8))]
-    at, arrivals = 0.0, []
-    for i in range(60):
-        at += (2.0, 0.0, float(rng.exponential(0.2)))[min(2, i % 10)]
-        document = documents[int(rng.integers(len(documents)))]
-        arrivals.append((at, request(f"r{i}", document + rng.integers(0, 9, 6).tolist(), int(rng.integers(1, 30)))))
-    times = rig.run(arrivals)
-    assert len(times) == 60 and {t.finish_reason for t in times.values()} == {"length"}
+    run_questions(rig, rng)
     print({name: rig.counter(name) for name in SCHEDULING_COUNTERS})
     assert rig.counter("bubbles_filled") > 0 and rig.counter("deferred") > 0
     assert (rig.counter("recomputed_instead") > 0) == (seed % 2 == 0)

@@ -46,6 +46,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.clock import monotonic
 from sglang.srt.utils.time_units import Seconds
 from support.children import child_environment
+from support.disk_fixture import flip, swap
 from support.faults import Gate
 from support.kv_oracle import check_kv
 from support.local_engine import Generation, LocalEngine
@@ -237,20 +238,6 @@ def until_all_comes_from_disk(engine: Engine, model: Model, text: np.ndarray, tu
 
 
 # -- on disk ------------------------------------------------------------------------------------------------------
-
-
-def flip(path: Path, offset: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)
-        file.seek(offset)
-        file.write(bytes([byte[0] ^ 0x10]))
-
-
-def swap(path: Path, a: int, b: int, size: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[a : a + size], data[b : b + size] = data[b : b + size], data[a : a + size]
-    path.write_bytes(data)
 
 
 def put_another_models_segment(path: Path) -> None:

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -22,7 +21,7 @@ import pytest
 import torch
 
 from sglang.srt.mem_cache.block_store import StoreError
-from sglang.srt.offload import proxy_client, remote_store, wire
+from sglang.srt.offload import remote_store, wire
 from sglang.srt.offload.frames import FrameConnection
 from sglang.srt.offload.proxy_client import ProxyClient
 from sglang.srt.offload.proxy_process import OtherProxy, ProxyElsewhere
@@ -68,14 +67,6 @@ def little_patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     """Where a test waits for reads to end without another session."""
     if not any(word in request.node.name for word in ("restarted", "dies", "on_the_way")):
         monkeypatch.setattr(remote_store, "ASK_AGAIN_S", 0.1)
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> LaterClock:
-    """By which a client knows when it has heard its proxy."""
-    one = LaterClock()
-    monkeypatch.setattr(proxy_client, "time", SimpleNamespace(monotonic=one))
-    return one
 
 
 def start_get(one: Remote, blocks: range) -> tuple[list[int], Callable[[], None]]:

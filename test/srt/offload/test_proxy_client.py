@@ -7,23 +7,15 @@ import socket
 import threading
 from collections.abc import Iterator
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 
-from sglang.srt.offload import proxy_client, wire
+from sglang.srt.offload import wire
 from sglang.srt.offload.proxy_client import ProxyClient
 from support.children import wait_until
 from support.clocks import LaterClock
 
 HELLO = wire.Hello(token="t", num_pages=1, pool_bytes=4096, layout={}, codec={}, namespace=b"n")
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> LaterClock:
-    one = LaterClock()
-    monkeypatch.setattr(proxy_client, "time", SimpleNamespace(monotonic=one))
-    return one
 
 
 @pytest.fixture

@@ -28,12 +28,11 @@ import torch
 
 from sglang.srt.mem_cache.block_store import ExistsFailed, OverlappingStore, StoreError
 from sglang.srt.mem_cache.transfer import Tier
-from sglang.srt.offload import proxy_client, remote_store, wire
+from sglang.srt.offload import remote_store, wire
 from sglang.srt.offload.proxy_process import OwnProxy
 from sglang.srt.offload.remote_store import RemoteStore, _Read
 from sglang.srt.offload.store.embedded import EmbeddedStore
 from support.children import children, wait_until
-from support.clocks import LaterClock
 from support.remote_fixture import BLOCK, BUFFERS, NUM, Remote, connection
 
 SOME = range(4)
@@ -232,14 +231,6 @@ def test_limits_of_tenants_hold_in_the_sessions_that_follow(remote):
     assert one.store.limit(b"alice---", -1, Tier.REMOTE)
     put(range(6))
     assert num_stored() == 9
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """By which a client knows when it has heard its proxy."""
-    one = LaterClock()
-    monkeypatch.setattr(proxy_client, "time", SimpleNamespace(monotonic=one))
-    return one
 
 
 @pytest.mark.sampled(1)

@@ -6,16 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from sglang.srt.peer.lender_coordinator import LenderCoordinator
 from sglang.srt.peer.memory.slabs import SlabFiles
-
-
-@pytest.fixture
-def private(tmp_path: Path) -> Path:
-    tmp_path.chmod(0o700)
-    return tmp_path
 
 
 def test_an_endpoints_socket_goes_with_its_coordinator(private: Path):

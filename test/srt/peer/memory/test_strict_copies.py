@@ -49,12 +49,6 @@ DEVICE_PAGES = 24
 NUM_LAYERS = LAYOUT.num_layers
 
 
-@pytest.fixture
-def private(tmp_path: Path) -> Path:
-    tmp_path.chmod(0o700)
-    return tmp_path
-
-
 class Rig:
     """A borrower's pools and links, and lenders in this process."""
 

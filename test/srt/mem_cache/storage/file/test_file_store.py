@@ -30,7 +30,7 @@ from sglang.srt.mem_cache.storage.file.segment import ALIGNMENT, ENTRY_BYTES, Se
 from sglang.srt.mem_cache.storage.file.segment_index import number_of
 from sglang.srt.mem_cache.storage.registry import StoreParams, storage_backend
 from support.children import wait_until
-from support.disk_fixture import DATA, NUM_BLOCKS, SLOT_BYTES, Disk, fill
+from support.disk_fixture import DATA, NUM_BLOCKS, SLOT_BYTES, Disk, fill, flip, swap
 from support.fake_pages import BLOCK_TOKENS, FakePages, key_of, keys_of
 from support.pool_pages import pages_of
 
@@ -202,20 +202,6 @@ def test_more_buffers_than_one_call_takes_and_calls_that_fall_short(tmp_path: Pa
 
 
 # -- damage -------------------------------------------------------------------------------------------------------
-
-
-def flip(path: Path, offset: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)
-        file.seek(offset)
-        file.write(bytes([byte[0] ^ 0x10]))
-
-
-def swap(path: Path, a: int, b: int, size: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[a : a + size], data[b : b + size] = data[b : b + size], data[a : a + size]
-    path.write_bytes(data)
 
 
 DAMAGE: dict[str, Callable[[Path], None]] = {
