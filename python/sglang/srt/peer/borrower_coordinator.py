@@ -34,6 +34,7 @@ from sglang.srt.peer.protocol.lender_breaker import Silence
 from sglang.srt.peer.protocol.messages import BorrowerId, Fetch, LeaseId, LenderHeartbeat, Refused, Slab
 from sglang.srt.utils.clock import monotonic
 from sglang.srt.utils.peer_endpoint import check_endpoint
+from sglang.srt.utils.peer_timing import PeerTiming
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(LenderHeartbeat)
@@ -69,7 +70,7 @@ class BorrowerCoordinator(Coordinator[BorrowerEvent]):
         name: str,
         page_bytes: int,
         notify: Callable[[], None] = lambda: None,
-        heartbeat_s: float = 0.5,
+        heartbeat_s: float = PeerTiming.heartbeat,
     ) -> None:
         for endpoint in endpoints:
             check_endpoint(endpoint)

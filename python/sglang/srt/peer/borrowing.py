@@ -22,6 +22,7 @@ import numpy as np
 
 from sglang.srt.mem_cache.slab_ledger import SlabLedger, SlabReport, SlabState, lender_of
 from sglang.srt.mem_cache.slab_use import Fading, SlabUse
+from sglang.srt.utils.peer_timing import PeerTiming
 from sglang.srt.utils.time_units import Seconds
 
 
@@ -30,11 +31,11 @@ class BorrowingConfig:
     """All in seconds."""
 
     # What was lacking in this time is asked for. A borrower that lacked and used nothing in it is idle.
-    demand_s: float = 10.0
+    demand_s: float = PeerTiming.demand
     # Slabs that were not used for this time are given back.
-    idle_s: float = 60.0
+    idle_s: float = PeerTiming.idle
     # A request that is longer than the memory that is there waits this long for what peers may lend.
-    patience_s: float = 30.0
+    patience_s: float = PeerTiming.patience
 
 
 @dataclass(frozen=True)

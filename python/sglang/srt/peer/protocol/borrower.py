@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 
 from sglang.srt.peer.protocol.leases import LeaseState
 from sglang.srt.peer.protocol.messages import BorrowerHeartbeat, Lease, LeaseId, LenderHeartbeat, Register
+from sglang.srt.utils.peer_timing import PeerTiming
 from sglang.srt.utils.time_units import Seconds
 
 
@@ -110,7 +111,7 @@ class BorrowerConfig:
     incarnation: int
     page_bytes: int
     # A heartbeat is repeated after so many seconds.
-    heartbeat_s: float = 0.5
+    heartbeat_s: float = PeerTiming.heartbeat
 
 
 class Borrower:

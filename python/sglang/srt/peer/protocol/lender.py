@@ -94,14 +94,14 @@ class LenderTiming:
     """All in seconds."""
 
     # A heartbeat is repeated after this time.
-    heartbeat_s: float = 0.5
+    heartbeat_s: float = PeerTiming.heartbeat
     # A borrower that sends nothing for this time is lent nothing more. It keeps what it has mapped: a process that
     # stands still goes on, and one that has ended is known by its pidfd.
-    silence_s: float = 30.0
+    silence_s: float = PeerTiming.silence
     # A borrower that has not given back enough by the deadline of a recall has so long for slabs that are named then.
-    grace_s: float = 20.0
+    grace_s: float = PeerTiming.grace
     # Slabs that no borrower takes are offered for this time.
-    offer_s: float = 2.0
+    offer_s: float = PeerTiming.offer
 
     @classmethod
     def of(cls, timing: PeerTiming) -> LenderTiming:
