@@ -37,7 +37,7 @@ import numpy as np
 from common import percentiles, print_table, timed, write_json
 
 from sglang.srt.mem_cache.page_layout import PageLayout
-from sglang.srt.mem_cache.storage.file.file_store import HiCacheFile
+from sglang.srt.mem_cache.storage.file.file_store import FileStoreOptions, HiCacheFile
 from sglang.srt.mem_cache.storage.file.write_budget import DEFAULT_REWRITE_SHARE
 
 BLOCK_TOKENS = 64
@@ -144,7 +144,7 @@ class Bench:
     def store(self, page_size: int, layer_first: bool, order: str, direct: bool = True) -> dict[str, float]:
         pool = Pool(self.memory, self.num_layers, page_size, layer_first)
         frames = self.frames(pool, order)
-        store = HiCacheFile(self.folder, "bench", pool, BLOCK_TOKENS, 4 * self.size_bytes)
+        store = HiCacheFile(self.folder, "bench", pool, BLOCK_TOKENS, FileStoreOptions(4 * self.size_bytes))
         if not direct:
             store._files._direct = False
 
@@ -241,8 +241,8 @@ def resident_bytes() -> int:
 
 
 def start_up(folder: Path, num_blocks: int, num_layers: int) -> list[dict[str, object]]:
-    pool = OnePage(num_layers)
-    empty = HiCacheFile(folder, "start", pool, BLOCK_TOKENS, 1 << 62)
+    pool, unlimited = OnePage(num_layers), FileStoreOptions(1 << 62)
+    empty = HiCacheFile(folder, "start", pool, BLOCK_TOKENS, unlimited)
     layout = empty._files.layout
     directory = empty._folder.path
     empty.close()
@@ -259,7 +259,7 @@ def start_up(folder: Path, num_blocks: int, num_layers: int) -> list[dict[str, o
             drop_from_page_cache(folder)
         before = resident_bytes()
         start = time.perf_counter()
-        store = HiCacheFile(folder, "start", pool, BLOCK_TOKENS, 1 << 62)
+        store = HiCacheFile(folder, "start", pool, BLOCK_TOKENS, unlimited)
         seconds = time.perf_counter() - start
         stats = store.stats()
         assert stats["blocks"] == num_blocks
@@ -308,9 +308,7 @@ def fronts(folder: Path, num_turns: int, rewrite_share: float, num_talks: int) -
         "fronts",
         pool,
         BLOCK_TOKENS,
-        8 * segment_bytes,
-        segment_bytes,
-        rewrite_share=rewrite_share,
+        FileStoreOptions(8 * segment_bytes, segment_bytes, rewrite_share=rewrite_share),
     )
 
     def put(keys: list[bytes]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sglang.srt.mem_cache.storage.file.file_store import HiCacheFile
+from sglang.srt.mem_cache.storage.file.file_store import FileStoreOptions, HiCacheFile
 from sglang.srt.mem_cache.storage.file.segment import ALIGNMENT, ENTRY_BYTES
 from support.fake_pages import BLOCK_TOKENS, FakePages, keys_of
 
@@ -41,8 +41,9 @@ class Disk:
         self.stores: list[HiCacheFile] = []
 
     def open(self, namespace: str = "model A", **options: object) -> HiCacheFile:
-        options = {"segment_bytes": DATA + 8 * (SLOT_BYTES + ENTRY_BYTES), "clock": self.clock, **options}
-        store = HiCacheFile(self.root, namespace, self.pool, BLOCK_TOKENS, **options)  # type: ignore[arg-type]
+        options = {"segment_bytes": DATA + 8 * (SLOT_BYTES + ENTRY_BYTES), **options}
+        settings = FileStoreOptions(**options)  # type: ignore[arg-type]
+        store = HiCacheFile(self.root, namespace, self.pool, BLOCK_TOKENS, settings, self.clock)
         self.stores.append(store)
         return store
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sglang.srt.mem_cache.storage.file.file_store import HiCacheFile
+from sglang.srt.mem_cache.storage.file.file_store import FileStoreOptions, HiCacheFile
 from support.fake_pages import BLOCK_TOKENS, FakePages, keys_of
 
 LONGEST = 6
@@ -47,17 +47,8 @@ def pool_of(page_size: int, page_first: bool = True) -> FakePages:
 
 def open_store(config: WorkerConfig, pool: FakePages, calls: list[int]) -> HiCacheFile:
     """calls: how many were made, the store's seconds: a pause is over after so many calls."""
-    return HiCacheFile(
-        Path(config.root),
-        "model",
-        pool,
-        BLOCK_TOKENS,
-        config.limit_bytes,
-        config.segment_bytes,
-        config.is_exclusive,
-        config.rewrite_share,
-        clock=lambda: float(calls[0]),
-    )
+    options = FileStoreOptions(config.limit_bytes, config.segment_bytes, config.is_exclusive, config.rewrite_share)
+    return HiCacheFile(Path(config.root), "model", pool, BLOCK_TOKENS, options, lambda: float(calls[0]))
 
 
 def work(config: WorkerConfig) -> dict[str, int]:

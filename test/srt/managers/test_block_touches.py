@@ -13,7 +13,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers.block_touches import MAX_BACK
 from sglang.srt.managers.storage_setup import PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.mem_cache.block_keys import to_bytes
-from sglang.srt.mem_cache.storage.file.file_store import HiCacheFile
+from sglang.srt.mem_cache.storage.file.file_store import FileStoreOptions, HiCacheFile
 from sglang.srt.mem_cache.transfer import D2H, STORE, StorageAction, StorageOp, Ticket, Tier
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.time_units import LaunchSeq, Seconds
@@ -325,16 +325,12 @@ class Engine(LocalEngine):
 
         def open_store(pool) -> HiCacheFile:
             block_bytes = BLOCK // PAGE * pool.page_bytes
-            limit_bytes = 120 * block_bytes + 16 * 4096
-            return HiCacheFile(
-                root,
-                "model",
-                pool,
-                BLOCK,
-                limit_bytes,
+            options = FileStoreOptions(
+                120 * block_bytes + 16 * 4096,
                 is_exclusive=setup.is_exclusive,
                 daily_write_bytes=daily_blocks * block_bytes,
             )
+            return HiCacheFile(root, "model", pool, BLOCK, options)
 
         super().__init__(
             model_config,

@@ -37,7 +37,7 @@ from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.storage.dynamic.dynamic_store import PluginStore
-from sglang.srt.mem_cache.storage.file.file_store import HiCacheFile
+from sglang.srt.mem_cache.storage.file.file_store import FileStoreOptions, HiCacheFile
 from sglang.srt.mem_cache.storage.file.segment import ALIGNMENT, ENTRY_BYTES
 from sglang.srt.mem_cache.storage.file.segment_writer import WRITE_PAUSE_S
 from sglang.srt.mem_cache.storage.registry import StoreParams
@@ -61,6 +61,7 @@ SLOT_BYTES = BLOCK * 256
 DATA = 2 * ALIGNMENT
 # Four blocks to a segment, so that six lie in two.
 SEGMENT_BYTES = DATA + 4 * (SLOT_BYTES + ENTRY_BYTES)
+OPTIONS = FileStoreOptions(segment_bytes=SEGMENT_BYTES)
 NUM_TOKENS = 100
 ALL = NUM_TOKENS // BLOCK * BLOCK
 SETUP = StorageSetup(
@@ -191,7 +192,7 @@ class Files:
         self.clock = Clock()
 
     def open_store(self, pool: MHATokenToKVPoolHost) -> HiCacheFile:
-        return HiCacheFile(self.root, "model", pool, BLOCK, segment_bytes=SEGMENT_BYTES, clock=self.clock)
+        return HiCacheFile(self.root, "model", pool, BLOCK, OPTIONS, self.clock)
 
     def engine(self, **options: Any) -> Engine:
         return Engine(self.model.config, self.open_store, **options)
@@ -281,7 +282,7 @@ def test_damage_on_disk(
     if what == "another model's segment":
         foreign = Engine(
             other_model.config,
-            lambda pool: HiCacheFile(tmp_path / "foreign", "another", pool, BLOCK, segment_bytes=SEGMENT_BYTES),
+            lambda pool: HiCacheFile(tmp_path / "foreign", "another", pool, BLOCK, OPTIONS),
         )
         foreign.ask(text)
         foreign.end()
@@ -955,7 +956,7 @@ def serve_until_killed(root: Path, model_path: str, seed: int) -> None:
     config = ModelConfig.from_pretrained(model_path, dtype="float32")
     engine = Engine(
         config,
-        lambda pool: HiCacheFile(root, "model", pool, BLOCK, segment_bytes=SEGMENT_BYTES),
+        lambda pool: HiCacheFile(root, "model", pool, BLOCK, OPTIONS),
         num_host_pages=160,
         num_device_pages=120,
     )
@@ -1054,7 +1055,8 @@ def run_randomly(model: Model, root: Path, page_size: int, seed: int, rounds: in
 
     def open_store(pool: MHATokenToKVPoolHost) -> HiCacheFile:
         # Room for some forty blocks, so that segments are evicted too.
-        return HiCacheFile(root, "model", pool, BLOCK, 30 * DATA + 40 * block_bytes, SEGMENT_BYTES, clock)
+        options = FileStoreOptions(30 * DATA + 40 * block_bytes, SEGMENT_BYTES)
+        return HiCacheFile(root, "model", pool, BLOCK, options, clock)
 
     engine = Engine(
         model.config,

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from sglang.srt.mem_cache.storage.file.eviction import Victim, choose_victim
-from sglang.srt.mem_cache.storage.file.file_store import HiCacheFile
+from sglang.srt.mem_cache.storage.file.file_store import FileStoreOptions, HiCacheFile
 from sglang.srt.mem_cache.storage.file.segment import ALIGNMENT, ENTRY_BYTES, SegmentLayout
 from sglang.srt.mem_cache.storage.file.segment_index import Segment, number_of
 from sglang.srt.mem_cache.storage.file.write_budget import WriteBudget
@@ -42,8 +42,8 @@ class Process:
     def __init__(self, root: Path, page_size: int = 16, real_time: bool = False, **options: object) -> None:
         self.pool = FakePages(32 * BLOCK_TOKENS // page_size, page_size)
         self.now = 0.0
-        settings = {"limit_bytes": LIMIT, "segment_bytes": SEGMENT_BYTES, "clock": lambda: self.now, **options}
-        self.store = HiCacheFile(root, "model", self.pool, BLOCK_TOKENS, **settings)  # type: ignore[arg-type]
+        settings = FileStoreOptions(**{"limit_bytes": LIMIT, "segment_bytes": SEGMENT_BYTES, **options})  # type: ignore[arg-type]
+        self.store = HiCacheFile(root, "model", self.pool, BLOCK_TOKENS, settings, lambda: self.now)
         self.cold = itertools.count(COLD)
         if not real_time:
             # Later than the times of files, so that no other process seems to use them.

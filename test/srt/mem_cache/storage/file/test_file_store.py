@@ -24,7 +24,7 @@ import pytest
 from sglang.srt.mem_cache.block_store import BlockStore, StoreError
 from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.storage.file import backend, segment_index, segment_writer, store_log
-from sglang.srt.mem_cache.storage.file.file_store import HiCacheFile
+from sglang.srt.mem_cache.storage.file.file_store import FileStoreOptions, HiCacheFile
 from sglang.srt.mem_cache.storage.file.folder import storage_secret
 from sglang.srt.mem_cache.storage.file.segment import ALIGNMENT, ENTRY_BYTES, SegmentLayout
 from sglang.srt.mem_cache.storage.file.segment_index import number_of
@@ -851,11 +851,11 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import numpy as np
 from support.fake_pages import BLOCK_TOKENS, FakePages, keys_of
-from sglang.srt.mem_cache.storage.file.file_store import HiCacheFile
+from sglang.srt.mem_cache.storage.file.file_store import FileStoreOptions, HiCacheFile
 
 root, seed, first, limit = Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5])
 pool = FakePages(64, token_bytes=1024)
-store = HiCacheFile(root, "model A", pool, BLOCK_TOKENS, limit, segment_bytes=3 << 20)
+store = HiCacheFile(root, "model A", pool, BLOCK_TOKENS, FileStoreOptions(limit, segment_bytes=3 << 20))
 print("ready", flush=True)
 rng = np.random.default_rng(seed)
 while True:
@@ -906,7 +906,7 @@ def test_kill_9_at_any_moment_leaves_only_what_is_right(tmp_path: Path):
             assert child.stdout.readline() == "stored\n"
         time.sleep(rng.uniform(0, 0.002))  # somewhere in the next one
         kill(child)
-        store = HiCacheFile(tmp_path, "model A", pool, BLOCK_TOKENS, limit, segment_bytes=3 << 20)
+        store = HiCacheFile(tmp_path, "model A", pool, BLOCK_TOKENS, FileStoreOptions(limit, segment_bytes=3 << 20))
         store.check_invariants()
         blocks = store.stats()["blocks"]
         present = [k for k in map(key_of, range(first + 5000)) if store.exists([k])]
@@ -946,7 +946,7 @@ def test_a_process_killed_while_it_began_a_segment(disk: Disk, written: int):
 def test_get_set_exists_and_stats_at_once(tmp_path: Path):
     limit = 4 << 20
     pool = FakePages(256, token_bytes=256)
-    store = HiCacheFile(tmp_path, "model A", pool, BLOCK_TOKENS, limit)
+    store = HiCacheFile(tmp_path, "model A", pool, BLOCK_TOKENS, FileStoreOptions(limit))
     stop = threading.Event()
     failures: list[BaseException] = []
     counts = dict.fromkeys(("set", "get", "got", "look"), 0)

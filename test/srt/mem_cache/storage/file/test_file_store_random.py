@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sglang.srt.mem_cache.storage.file.file_store import HiCacheFile
+from sglang.srt.mem_cache.storage.file.file_store import FileStoreOptions, HiCacheFile
 from sglang.srt.mem_cache.storage.file.segment_writer import WRITE_PAUSE_S
 from support.fake_pages import BLOCK_TOKENS, FakePages, keys_of
 
@@ -36,18 +36,13 @@ class World:
         self.store = self.open()
 
     def open(self) -> HiCacheFile:
-        segment_bytes = self.rng.choice((1, 50_000, 150_000))
-        return HiCacheFile(
-            self.root,
-            "m",
-            self.pool,
-            BLOCK_TOKENS,
+        options = FileStoreOptions(
             self.limit_bytes,
-            segment_bytes,
+            segment_bytes=self.rng.choice((1, 50_000, 150_000)),
             is_exclusive=self.rng.random() < 0.5,
             rewrite_share=self.rng.choice((0.0, 0.25, 1.0)),
-            clock=lambda: self.now,
         )
+        return HiCacheFile(self.root, "m", self.pool, BLOCK_TOKENS, options, lambda: self.now)
 
     def prompt(self) -> list[bytes]:
         """Neighbours, mostly: prompts share prefixes."""
@@ -131,12 +126,11 @@ class Sharer(World):
         super().__init__(root, seed)
 
     def open(self) -> HiCacheFile:
-        segment_bytes = self.rng.choice((1, 50_000, 150_000))
-        is_exclusive = self.rng.random() < 0.5
-        clock = self.clock
-        return HiCacheFile(
-            self.root, "m", self.pool, BLOCK_TOKENS, 0, segment_bytes, is_exclusive, clock=lambda: clock[0]
+        options = FileStoreOptions(
+            segment_bytes=self.rng.choice((1, 50_000, 150_000)), is_exclusive=self.rng.random() < 0.5
         )
+        clock = self.clock
+        return HiCacheFile(self.root, "m", self.pool, BLOCK_TOKENS, options, lambda: clock[0])
 
 
 @pytest.mark.sampled(3)

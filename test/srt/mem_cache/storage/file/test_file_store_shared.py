@@ -17,7 +17,7 @@ import pytest
 
 from sglang.srt.mem_cache.storage.file import folder as folder_module
 from sglang.srt.mem_cache.storage.file import shared_changes
-from sglang.srt.mem_cache.storage.file.file_store import HiCacheFile
+from sglang.srt.mem_cache.storage.file.file_store import FileStoreOptions, HiCacheFile
 from sglang.srt.mem_cache.storage.file.folder import storage_secret
 from sglang.srt.mem_cache.storage.file.segment import ALIGNMENT, ENTRY_BYTES
 from sglang.srt.mem_cache.storage.file.segment_writer import WRITE_PAUSE_S
@@ -35,8 +35,8 @@ class Process:
     def __init__(self, root: Path, page_size: int = 16, page_first: bool = True, **options: object) -> None:
         self.pool = FakePages(NUM_BLOCKS * BLOCK_TOKENS // page_size, page_size, page_first=page_first)
         self.now = 0.0
-        options = {"segment_bytes": SEGMENT_BYTES, "clock": lambda: self.now, **options}
-        self.store = HiCacheFile(root, "model", self.pool, BLOCK_TOKENS, **options)  # type: ignore[arg-type]
+        settings = FileStoreOptions(**{"segment_bytes": SEGMENT_BYTES, **options})  # type: ignore[arg-type]
+        self.store = HiCacheFile(root, "model", self.pool, BLOCK_TOKENS, settings, lambda: self.now)
 
     def frames(self, keys: list[bytes]) -> np.ndarray:
         return np.arange(len(keys) * self.pool.pages_per_block, dtype=np.int32)
@@ -390,7 +390,7 @@ def test_an_earlier_format_is_refused_by_name(start, tmp_path: Path, caplog):
         for number in (1, 2):
             (root / name / f"{number:08d}.kv").write_bytes(b"HiCacheS\x01\0\0\0".ljust(2 << 20, b"x"))
     pool = FakePages(64)
-    store = HiCacheFile(root, "v1 m float32 block 64 rank 0 of 1", pool, BLOCK_TOKENS, 6 << 20)
+    store = HiCacheFile(root, "v1 m float32 block 64 rank 0 of 1", pool, BLOCK_TOKENS, FileStoreOptions(6 << 20))
     assert store.stats()["refused_segments"] == 2 and store.stats()["read_errors"] == 0
     (line,) = [r.getMessage() for r in caplog.records]
     assert f"{root}/{'a' * 32}: 2 files with 4.19 MB" in line and "delete them" in line and "b" * 32 not in line

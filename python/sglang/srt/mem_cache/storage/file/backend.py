@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang.srt.mem_cache.block_store import BlockStore, StoreError
-from sglang.srt.mem_cache.storage.file.file_store import DEFAULT_SEGMENT_BYTES, HiCacheFile
+from sglang.srt.mem_cache.storage.file.file_store import DEFAULT_SEGMENT_BYTES, FileStoreOptions, HiCacheFile
 from sglang.srt.mem_cache.storage.file.folder import SEGMENT_SUFFIX, cannot_use, storage_secret
 from sglang.srt.mem_cache.storage.file.write_budget import DEFAULT_REWRITE_SHARE
 from sglang.srt.mem_cache.storage.registry import CONFIG_FLAG, StorageBackend, StoreParams
@@ -84,11 +84,13 @@ class FileBackend(StorageBackend):
             params.namespace,
             params.pool,
             params.block_tokens,
-            limit_bytes=int(values["limit_gb"] * 1e9) // params.tp_size,
-            segment_bytes=int(values["segment_mb"] * 1e6),
-            is_exclusive=params.is_exclusive,
-            rewrite_share=values["rewrite_share"],
-            daily_write_bytes=int(values["daily_write_gb"] * 1e9) // params.tp_size,
+            FileStoreOptions(
+                limit_bytes=int(values["limit_gb"] * 1e9) // params.tp_size,
+                segment_bytes=int(values["segment_mb"] * 1e6),
+                is_exclusive=params.is_exclusive,
+                rewrite_share=values["rewrite_share"],
+                daily_write_bytes=int(values["daily_write_gb"] * 1e9) // params.tp_size,
+            ),
         )
 
     def shared_secret(self, config: Mapping[str, Any]) -> bytes:

@@ -23,6 +23,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -51,12 +52,26 @@ _SEGMENTS_PER_LIMIT = 8
 _MAX_CREDIT_SEGMENTS = 8
 
 
+@dataclass(frozen=True)
+class FileStoreOptions:
+    """How much a store writes, and in which files."""
+
+    # Of all segments; 0: no limit but FREE_SHARE of the file system.
+    limit_bytes: int = 0
+    # Of one segment at most.
+    segment_bytes: int = DEFAULT_SEGMENT_BYTES
+    # See `StorageSetup`.
+    is_exclusive: bool = False
+    # See `WriteBudget`.
+    rewrite_share: float = DEFAULT_REWRITE_SHARE
+    daily_write_bytes: int = 0
+
+
 class HiCacheFile:
     """A namespace's blocks on disk.
 
     root: shared with other namespaces and ranks. namespace: everything that two engines must have in common to share
-    KV, beside the layout without its page size: the model's fingerprint, rank. limit_bytes: 0 for none but FREE_SHARE
-    of the file system. rewrite_share, daily_write_bytes: see `WriteBudget`. clock: seconds, for pauses between
+    KV, beside the layout without its page size: the model's fingerprint, rank. clock: seconds, for pauses between
     attempts, log lines and the last day.
 
     Raises StoreError where the folder cannot be used.
@@ -70,17 +85,15 @@ class HiCacheFile:
         namespace: str | bytes,
         pool: HostPages,
         block_tokens: int,
-        limit_bytes: int = 0,
-        segment_bytes: int = DEFAULT_SEGMENT_BYTES,
-        is_exclusive: bool = False,
-        rewrite_share: float = DEFAULT_REWRITE_SHARE,
-        daily_write_bytes: int = 0,
+        options: FileStoreOptions | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        options = options or FileStoreOptions()
+        limit_bytes, segment_bytes = options.limit_bytes, options.segment_bytes
         assert block_tokens % pool.page_size == 0
         self.block_tokens = block_tokens
         self.limit_bytes = limit_bytes
-        self._is_exclusive = is_exclusive
+        self._is_exclusive = options.is_exclusive
         self._pages_per_block = block_tokens // pool.page_size
         raw = namespace.encode() if isinstance(namespace, str) else namespace
         digest = namespace_digest(raw, block_tokens, pool.page_layout)
@@ -97,9 +110,9 @@ class HiCacheFile:
         self._log = StoreLog(self._folder.path, clock)
         layout = layout.fitting(segment_bytes)
         # With as many from each segment, what is copied is that share of what is stored.
-        max_copies = int(layout.num_slots * rewrite_share / (1 + rewrite_share))
+        max_copies = int(layout.num_slots * options.rewrite_share / (1 + options.rewrite_share))
         max_credit = _MAX_CREDIT_SEGMENTS * max_copies * layout.slot_bytes
-        self._budget = WriteBudget(rewrite_share, max_credit, daily_write_bytes, clock)
+        self._budget = WriteBudget(options.rewrite_share, max_credit, options.daily_write_bytes, clock)
         self._files = SegmentFiles(pool, layout, self._budget)
         self._sync = IndexSync(self._folder, self._files, self._log, clock)
         # Guards the index, and is not held during reads and writes.
