@@ -12,11 +12,14 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
+
+import msgspec
 
 from sglang.srt.offload.store.address import StoreAddress
 from sglang.srt.offload.store.embedded import server_binary, spawn
+from sglang.srt.offload.store.object_store import Manifest, ObjectStore
 from sglang.srt.offload.store.resp import ErrorReply, RespConnection, StoreFailure
 from sglang.srt.utils.parent_death import ends_with_parent
 from support.network import Elsewhere
@@ -194,6 +197,13 @@ class RedisSentinel:
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
+
+
+def manifest_of(store: ObjectStore, key: bytes) -> Manifest | None:
+    """None: the block is not stored. Does not count as a use. For a store on one node."""
+    with closing(RespConnection(store.address, 60.0)) as connection:
+        reply = connection.call("GET", store.name_of(key, b"m"))
+    return msgspec.msgpack.decode(reply, type=Manifest) if isinstance(reply, bytes) else None
 
 
 class FakeServer:

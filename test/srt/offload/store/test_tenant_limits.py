@@ -9,7 +9,7 @@ import pytest
 from sglang.srt.offload.store.object_store import ObjectStore
 from sglang.srt.offload.store.resp import ErrorReply, StoreFailure, StoreLost
 from sglang.srt.offload.store.tenant_limits import TenantLimits
-from support.store_servers import RedisServer
+from support.store_servers import RedisServer, manifest_of
 
 NUM_PIECES = 2
 ALICE, BOB = b"alice---", b"bob-----"
@@ -33,7 +33,7 @@ def write(store: ObjectStore, numbers: Sequence[int], tenant: bytes = ALICE) -> 
 
 
 def stored(store: ObjectStore, numbers: Sequence[int]) -> set[int]:
-    return {i for i in numbers if store.manifest(key_of(i)) is not None}
+    return {i for i in numbers if manifest_of(store, key_of(i)) is not None}
 
 
 def test_what_is_over_the_limit_goes_and_no_other_tenants(redis):

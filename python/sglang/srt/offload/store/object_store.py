@@ -241,16 +241,6 @@ class ObjectStore:
     def writer(self) -> BlockWriter:
         return BlockWriter(self)
 
-    def manifest(self, key: bytes) -> Manifest | None:
-        """None: the block is not stored, or its key holds something else. Raises StoreFailure."""
-        name = self.name_of(key, _MANIFEST)
-        with self._lock:
-            reply = self._control.pipeline([(name, (b"GET", name))])[0]
-        if isinstance(reply, StoreFailure):
-            raise reply
-        found = _decoded(reply) if isinstance(reply, bytes) else None
-        return found if found is not None and found.version == FORMAT_VERSION else None
-
     def forget(self, key: bytes) -> None:
         """Drop the manifest of a block that does not verify, then its pieces, so that it can be stored again."""
         try:
