@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from sglang.srt.mem_cache.page_layout import Component, PageLayout
-from sglang.srt.mem_cache.storage.file.page_buffers import HostPages
+from sglang.srt.mem_cache.storage.host_pages import HostPages
 
 BLOCK_TOKENS = 64
 

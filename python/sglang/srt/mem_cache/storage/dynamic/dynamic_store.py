@@ -27,17 +27,17 @@ import time
 import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from sglang.srt.mem_cache.block_store import ExistsFailed
 from sglang.srt.mem_cache.hicache_storage import STORAGE_BATCH_SIZE, HiCacheStorageExtraInfo
-from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.page_memory import torch_dtype
 from sglang.srt.mem_cache.pool_host import HostKVCache, bytes_of
 from sglang.srt.mem_cache.storage.dynamic.block_troubles import BlockTroubles
+from sglang.srt.mem_cache.storage.host_pages import HostPages
 from sglang.srt.mem_cache.storage.registry import StoreParams
 
 logger = logging.getLogger(__name__)
@@ -54,18 +54,6 @@ LOG_INTERVAL_S = 60.0
 
 # Stands for the answer of a call that raised.
 _RAISED = object()
-
-
-class HostPages(Protocol):
-    """What is used of the host pool (`MHATokenToKVPoolHost`)."""
-
-    page_layout: PageLayout
-    page_size: int
-    page_bytes: int
-
-    def copy_out(self, frames: np.ndarray, out: np.ndarray) -> None: ...
-
-    def copy_in(self, frames: np.ndarray, data: np.ndarray) -> None: ...
 
 
 class PluginStore:

@@ -31,7 +31,6 @@ import numpy as np
 from sglang.srt.mem_cache.block_store import StoreError
 from sglang.srt.mem_cache.storage.file.folder import NamespaceFolder, cannot_use, find_earlier_format
 from sglang.srt.mem_cache.storage.file.index_sync import IndexSync
-from sglang.srt.mem_cache.storage.file.page_buffers import HostPages
 from sglang.srt.mem_cache.storage.file.segment import VERSION, SegmentLayout, namespace_digest
 from sglang.srt.mem_cache.storage.file.segment_files import SegmentFiles
 from sglang.srt.mem_cache.storage.file.segment_index import Segment, number_of, runs, slot_of
@@ -39,6 +38,7 @@ from sglang.srt.mem_cache.storage.file.segment_writer import SegmentWriter
 from sglang.srt.mem_cache.storage.file.store_log import StoreLog
 from sglang.srt.mem_cache.storage.file.tenant_blocks import TenantBlocks
 from sglang.srt.mem_cache.storage.file.write_budget import DEFAULT_REWRITE_SHARE, WriteBudget
+from sglang.srt.mem_cache.storage.host_pages import HostPages
 from sglang.srt.mem_cache.storage.registry import CONFIG_FLAG
 from sglang.srt.mem_cache.transfer import Tier
 from sglang.srt.utils.byte_sizes import shown_size

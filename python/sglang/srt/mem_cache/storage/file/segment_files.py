@@ -14,11 +14,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 
-from sglang.srt.mem_cache.storage.file.page_buffers import HostPages, OtherPages, PageBuffers, aligned_empty
+from sglang.srt.mem_cache.storage.file.page_buffers import OtherPages, PageBuffers, aligned_empty
 from sglang.srt.mem_cache.storage.file.segment import ALIGNMENT, ENTRY_BYTES, KEY_BYTES, SegmentLayout, Table, pieces
 from sglang.srt.mem_cache.storage.file.shared_changes import try_flock
 from sglang.srt.mem_cache.storage.file.vectored import PartialTransferError, chained, transfer
 from sglang.srt.mem_cache.storage.file.write_budget import WriteBudget
+from sglang.srt.mem_cache.storage.host_pages import HostPages
 
 # Of payloads before their entries are written; of the scratch buffers.
 _BATCH_BYTES = 16 << 20
