@@ -257,13 +257,6 @@ def test_the_bound_holds(tokenizer):
         assert encoder.min_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False)), repr(text)
 
 
-def with_parts(make, **parts):
-    tokenizer = make()
-    for name, value in parts.items():
-        setattr(tokenizer.backend_tokenizer, name, value)
-    return tokenizer
-
-
 @pytest.mark.parametrize(
     "make, longest",
     [
