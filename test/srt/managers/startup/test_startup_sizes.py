@@ -103,4 +103,7 @@ def test_what_is_masked_on_the_host_is_no_graph(tmp_path: Path) -> None:
 
     assert size(model, False) == size(model, True) == size(windowed, True) == 8
     assert size(windowed, False) == size(model, True, "cpu") == 0
-    assert size(replace(model, model_impl="transformers"), True) == 0
+    of_transformers = replace(model, model_impl="transformers")
+    assert size(of_transformers, True) == 0
+    args = replace(args, cuda_graph_max_bs_decode=4)
+    assert size(of_transformers, True) == size(model, True) == 4 and size(of_transformers, False) == 0

@@ -18,6 +18,7 @@ import torch
 
 from sgl_kernel.kvcacheio import LayerFlagsError, pick_backend
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.model_families import NATIVE
 from sglang.srt.constrained.grammar_cache import GrammarCache
 from sglang.srt.constrained.grammar_rows import GrammarRows
 from sglang.srt.distributed.parallel_state import TensorParallelGroup
@@ -212,7 +213,8 @@ class EngineBuilder:
 
     def _open_executor(self, model: Any, attention: AttentionBackend, graph_batch_size: int) -> ModelExecutor:
         rank, config = self.rank, self.config
-        has_prefill_graphs = graph_batch_size and not self.args.disable_prefill_cuda_graph
+        is_cut = self.model.model_impl == NATIVE
+        has_prefill_graphs = graph_batch_size and is_cut and not self.args.disable_prefill_cuda_graph
         graph_prefill_tokens = self.args.cuda_graph_max_bs_prefill if has_prefill_graphs else 0
         layer_stream = None
         if config.layer_stream is not None:
@@ -258,7 +260,16 @@ class EngineBuilder:
             executor.warm_up()
         if graph_batch_size:
             rank.progress.stage(f"capturing CUDA graphs of up to {graph_batch_size} requests")
-        executor.capture_graphs()
+        try:
+            executor.capture_graphs()
+        except RuntimeError as error:
+            if self.model.model_impl == NATIVE:
+                raise
+            reason = str(error.__cause__ or error).partition("\n")[0]
+            raise StartupError(
+                f"decodes of {self.model.architecture} cannot be CUDA graphs ({reason}): leave out "
+                "--cuda-graph-max-bs-decode"
+            ) from error
         return executor
 
     def _open_tiers(self, executor: ModelExecutor) -> Storage:

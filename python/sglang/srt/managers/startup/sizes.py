@@ -188,14 +188,15 @@ def _host_pages(
 def graph_batch_size_for(
     args: ServerArgs, model: ModelConfig, config: SchedulerConfig, device: torch.device, computes_masked: bool
 ) -> int:
-    """The largest decode that is a CUDA graph; 0 for none. The code of transformers may not be captured: it may look
-    at tensors on the host. So does what computes windows for other backends. computes_masked: see
-    `AttentionBackend`."""
-    if device.type != "cuda" or args.disable_cuda_graph or model.model_impl == TRANSFORMERS:
+    """The largest decode that is a CUDA graph; 0 for none. What looks at tensors on the host cannot be captured. That
+    is what computes windows for backends that do not, and may be code of transformers, which is tried where the flag
+    asks for it. computes_masked: see `AttentionBackend`."""
+    if device.type != "cuda" or args.disable_cuda_graph:
         return 0
-    if not computes_masked and any(window is not None for window in model.windows):
+    if not computes_masked and (model.model_impl == TRANSFORMERS or any(each is not None for each in model.windows)):
         return 0
-    return min(args.cuda_graph_max_bs_decode or config.max_running_requests, config.max_running_requests)
+    default = 0 if model.model_impl == TRANSFORMERS else config.max_running_requests
+    return min(args.cuda_graph_max_bs_decode or default, config.max_running_requests)
 
 
 def layer_stream_sizes_for(
