@@ -46,7 +46,7 @@ SIZES = dict(
 )
 FAMILIES = {
     "llama": lambda **more: LlamaConfig(**SIZES, **more),
-    "mistral": lambda **more: MistralConfig(**SIZES, sliding_window=None, **more),
+    "mistral": lambda **more: MistralConfig(**SIZES, **{"sliding_window": None, **more}),
     "qwen2": lambda **more: Qwen2Config(**SIZES, **more),
     # The size of a head that transformers assumes, whatever the file has.
     "qwen3": lambda **more: Qwen3Config(**SIZES, head_dim=128, **more),
@@ -317,6 +317,24 @@ def test_a_sliding_window_makes_a_llama_a_mistral(tmp_path):
     file, _ = make(tmp_path, fields={"llama.attention.sliding_window": 32})
     config = ModelConfig.from_pretrained(str(file))
     assert config.architecture == "MistralForCausalLM" and set(config.windows) == {32}
+
+
+def test_a_sliding_window_hides_what_it_hid_before(tmp_path):
+    fields = {"mistral.attention.sliding_window": 32}
+    file, model = make(tmp_path, "mistral", fields=fields, sliding_window=32)
+    config = ModelConfig.from_pretrained(str(file))
+    ids = torch.randint(0, 298, (1, 90), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        wanted = model(ids).logits[0]
+    torch.testing.assert_close(logits_of(config, ids[0]), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_sliding_window_of_unknown_layers_is_refused(tmp_path):
+    file, _ = make(tmp_path, "qwen2", fields={"qwen2.attention.sliding_window": 32})
+    with pytest.raises(ModelConfigError, match=r"a sliding window of 32 tokens, and does not name its layers; give"):
+        ModelConfig.from_pretrained(str(file))
+    file, _ = make(tmp_path, "qwen2", "longer.gguf", fields={"qwen2.attention.sliding_window": 100_000})
+    assert set(ModelConfig.from_pretrained(str(file)).windows) == {None}
 
 
 # -- tokenizers -----------------------------------------------------------------------------------------------------

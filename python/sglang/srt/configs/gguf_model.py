@@ -200,6 +200,11 @@ def _config(fields: _Fields, tensors: Mapping[str, Any]) -> dict[str, Any]:
     window = fields.own("attention.sliding_window")
     if window and model_type == "llama":
         architecture, model_type = _ARCHITECTURES["mistral"]
+    if window and model_type != "mistral" and window < fields.number("context_length"):
+        raise GGUFError(
+            f"{file!r} has a sliding window of {window} tokens, and does not name its layers; give the model as a "
+            "directory in Hugging Face's format."
+        )
     num_heads = fields.number("attention.head_count")
     hidden_size = fields.number("embedding_length")
     head_dim = fields.own("attention.key_length") or hidden_size // num_heads
