@@ -48,6 +48,9 @@ class Kernel:
 
         return run
 
+    def warmup(self, *args: Any, grid: tuple[int, ...], **options: Any) -> Any:
+        assert self._is_interpreted, "only what a GPU runs is compiled by itself"
+
 
 @pytest.fixture(autouse=True)
 def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -121,10 +124,63 @@ def test_a_recording_keeps_the_memory_of_the_others() -> None:
     assert there() is not None
 
 
-def test_the_interpreter_runs_each_launch() -> None:
-    kernel = Kernel(is_interpreted=True)
+class OnGpu(torch.Tensor):
+    """A tensor that says it is a GPU's."""
+
+    is_cuda = True
+
+
+class LoadedLate:
+    """What Triton compiles: `run` loads it, and nothing is known of it before."""
+
+    packed_metadata = (4, 1, 0)
+    function: int | None = None
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    @property
+    def run(self) -> Callable[..., None]:
+        self.function = 0xF1
+        return lambda *values: self.calls.append(values)
+
+
+class KernelOfGpu(Kernel):
+    """Triton asks the driver about each tensor that it launches a kernel with, and the driver knows of none here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded = LoadedLate()
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Compiled | None]:
+        raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
+
+    def warmup(self, *args: Any, grid: tuple[int, ...], **options: Any) -> LoadedLate:
+        self.compiled += 1
+        return self.loaded
+
+
+def test_a_gpus_tensors_go_as_addresses_from_the_first_launch_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a range of slabs nothing may be mapped at its first address."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(triton_launch, "_stream", lambda on_gpu: 7 if on_gpu else 0)
+    kernel, host = KernelOfGpu(), torch.zeros(64)
+    x, y = (torch.zeros(64).as_subclass(OnGpu) for _ in range(2))
+    for tensor in (x, y):
+        launch(kernel, (7, 2), tensor, host, 5, BLOCK=32, LAST=None)
+    assert kernel.compiled == 1
+    before = (7, 2, 1, 7, 0xF1, LoadedLate.packed_metadata, None, None, None)
+    assert [values[:9] for values in kernel.loaded.calls] == [before] * 2
+    assert [values[9] for values in kernel.loaded.calls] == [x.data_ptr(), y.data_ptr()]
+    assert all(values[10] is host and values[11:] == (5, 32, None) for values in kernel.loaded.calls)
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_the_interpreter_runs_each_launch(on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    kernel, x = Kernel(is_interpreted=True), torch.zeros(4)
     for _ in range(3):
-        launch(kernel, (1,), torch.zeros(4), torch.zeros(4), 1, BLOCK=1, LAST=False)
+        launch(kernel, (1,), x.as_subclass(OnGpu) if on_gpu else x, x, 1, BLOCK=1, LAST=False)
     assert kernel.compiled == 3 and not triton_launch._kept
 
 

@@ -64,14 +64,23 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> _C
         kept.run(_stream(on_gpu), *kept.before, *passed, *kept.constants)
         return kept
     constants = tuple(options[name] for name in kernel.arg_names[len(args) :])
-    done = kernel[grid](*args, **options)
+    # On a GPU it is only compiled, and launched below: Triton asks the driver about the address of each tensor, which
+    # fails for a range of slabs whose first place has no memory.
+    done = kernel.warmup(*args, grid=grid, **options) if on_gpu else None
+    is_launched = done is None
+    if is_launched:
+        done = kernel[grid](*args, **options)
     if done is None:  # the interpreter's
         return None
     if len(_kept) >= _MOST_KEPT:
         _kept.clear()
+    # The first look at `run` loads the kernel, and brings `function`.
+    run = partial(done.run, *(*grid, 1, 1)[:3])
     # No metadata of a launch, and no hooks.
     before = (done.function, done.packed_metadata, None, None, None)
-    found = _kept[key] = _Compiled(partial(done.run, *(*grid, 1, 1)[:3]), before, constants)
+    found = _kept[key] = _Compiled(run, before, constants)
+    if not is_launched:
+        found.run(_stream(on_gpu), *found.before, *passed, *found.constants)
     return found
 
 
