@@ -3,6 +3,7 @@
     python benchmark/bench_gpu_engine.py [--device cpu] [--parts prefill,decode,stream,documents] [--budget-s N]
                                          [--variant-s N] [--documents N] [--document-tokens N]
                                          [--piece-tokens N] [--fp8-weights] [--fp8-kv] [--io-backend NAME]
+                                         [--model-impl transformers]
 
 *Documents*: questions about documents that are on the host and not on the device, in rounds, as in LooGLE. A round's
 questions come at once and in random order, several to a document. Variants: no hierarchy; copies of pages of 32
@@ -12,7 +13,8 @@ a full batch, beside the time to read the weights and the KV once. *Stream*: a r
 twice as long, layer by layer through a stream cache. On the CPU the embedded model's shape, everything tiny: that
 shows that the script runs.
 
---fp8-weights and --fp8-kv are e4m3, --io-backend is that of *everything*; each has a report of its own.
+--fp8-weights and --fp8-kv are e4m3, --io-backend is that of *everything*, --model-impl is whose code computes; each
+has a report of its own.
 
 A variant that takes longer than --variant-s for its rounds is cut off. Its whole rounds until then count, and the row
 is marked. A part that fails is a row with its error, and an exit code of 1.
@@ -43,6 +45,7 @@ from yardsticks import free_memory, matrix_flops, memory_bytes_per_s
 
 from sgl_kernel.quantized import MatrixFormat
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.model_families import NATIVE, TRANSFORMERS
 from sglang.srt.distributed.parallel_state import SINGLE_RANK
 from sglang.srt.layers.weights import QuantizedTarget
 from sglang.srt.managers.schedule_batch import BatchDecision
@@ -167,14 +170,16 @@ VARIANTS = (
 class Model:
     """Random weights, drawn on the device."""
 
-    def __init__(self, device: str, fp8_weights: bool = False, fp8_kv: bool = False) -> None:
+    def __init__(
+        self, device: str, fp8_weights: bool = False, fp8_kv: bool = False, model_impl: str = NATIVE
+    ) -> None:
         self.device = device
         with tempfile.TemporaryDirectory() as folder:
             path = "embedded"
             if device != "cpu":
                 Path(folder, "config.json").write_text(json.dumps(LLAMA_8B))
                 path = folder
-            self.config = ModelConfig.from_pretrained(path)
+            self.config = ModelConfig.from_pretrained(path, model_impl=model_impl)
         if fp8_weights:
             self.config = replace(self.config, weight_format=MatrixFormat(torch.float8_e4m3fn))
         if fp8_kv:
@@ -183,9 +188,12 @@ class Model:
         self.dtype = self.config.dtype
         c = self.config
         self.token_bytes = 2 * c.num_layers * c.num_kv_heads * c.head_dim * c.kv_dtype.itemsize
-        num_parameters = sum(math.prod(target.shape) for target in self.model.weight_targets().values())
-        self._table = c.vocab_size * c.hidden_size
-        tables = 1 if c.tie_word_embeddings else 2
+        self._table = c.vocab_size * c.hf_config.hidden_size
+        if model_impl == NATIVE:
+            num_parameters = sum(math.prod(target.shape) for target in self.model.weight_targets().values())
+        else:
+            num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        tables = 1 if c.hf_config.tie_word_embeddings else 2
         self._body = num_parameters - tables * self._table
         # The bytes that a decode reads: all but the table of embeddings, of which it reads a row per request.
         of_body = 1 if fp8_weights else c.dtype.itemsize
@@ -206,6 +214,10 @@ class Model:
         self.attention = Backend()
         with torch.device(self.device):
             model = get_model_class(self.config)(self.config, self.attention, SINGLE_RANK)
+        if self.config.model_impl != NATIVE:
+            # It has drawn its weights.
+            model.inspect_layers(torch.device(self.device))
+            return model.eval()
         torch.manual_seed(0)
         with torch.inference_mode():
             for name, target in sorted(model.weight_targets().items()):
@@ -261,6 +273,8 @@ class Rig:
                 "graph_batch_size": graph_batch_size,
                 "graph_prefill_tokens": ServerArgs.cuda_graph_max_bs_prefill if graph_batch_size else 0,
             }
+            if model.config.model_impl != NATIVE:
+                options["graph_prefill_tokens"] = 0
         options |= overrides
         self.engine = LocalEngine(
             model.config,
@@ -592,6 +606,7 @@ def main() -> None:
     parser.add_argument("--fp8-weights", action="store_true")
     parser.add_argument("--fp8-kv", action="store_true")
     parser.add_argument("--io-backend", default="auto")
+    parser.add_argument("--model-impl", choices=(NATIVE, TRANSFORMERS), default=NATIVE)
     args = parser.parse_args()
     deadline = time.monotonic() + args.budget_s
     sizes = Sizes() if args.device == "cuda" else TINY
@@ -604,14 +619,15 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     settings = {**vars(args), "sizes": vars(sizes)}
     backend = "" if args.io_backend == "auto" else f"_{args.io_backend}"
-    name = f"gpu_engine{'_fp8' * args.fp8_weights}{'_fp8kv' * args.fp8_kv}{backend}_{args.device}"
+    kind = f"{'_fp8' * args.fp8_weights}{'_fp8kv' * args.fp8_kv}{'_transformers' * (args.model_impl != NATIVE)}"
+    name = f"gpu_engine{kind}{backend}_{args.device}"
 
     def save(complete: bool = False) -> None:
         device = {"matrix_flops": bench.flops, "copy_bytes_per_s": bench.bytes_per_s}
         write_json(name, settings, rows, complete, device=device)
 
     began = time.monotonic()
-    model = Model(args.device, args.fp8_weights, args.fp8_kv)
+    model = Model(args.device, args.fp8_weights, args.fp8_kv, args.model_impl)
     bench = Bench(model, sizes, args.variant_s, deadline, args.io_backend)
     bench.measure_device()
     print(f"model and yardsticks after {time.monotonic() - began:.1f} s", flush=True)
