@@ -11,7 +11,7 @@ import torch
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
 from sglang.srt.layers.attention.cpu_backend import CpuAttnBackend
-from sglang.srt.layers.attention.masked_attention import masked_attention
+from sglang.srt.layers.attention.masked_attention import masked_attention, masked_partial
 from sglang.srt.layers.kv_scale import KVScale
 from sglang.srt.layers.radix_attention import RadixAttention, StreamedAttention
 from sglang.srt.mem_cache.kv_view import KVSegment, KVView
@@ -89,3 +89,15 @@ def test_random_requests(q_len: int, window: int | None) -> None:
     for seed in range(6):
         for mask in masks:
             check(seed, (1, 3, 16)[seed % 3], q_len, window, **mask)
+
+
+@pytest.mark.parametrize("num_queries", [17, 49, 108])
+def test_queries_that_see_nothing_change_no_others_in_bfloat16(num_queries: int) -> None:
+    torch.manual_seed(num_queries)
+    window, num_keys = 14, 59
+    view = KVView(*(torch.randn(num_keys, 1, KV_HEADS, HEAD_DIM).bfloat16() for _ in range(2)))
+    q = torch.randn(num_queries, KV_HEADS, HEAD_DIM).bfloat16()
+    meta = AttentionMetadata((num_queries,), 1.0, window)
+    out, lse = masked_partial(q, view, KVSegment(torch.arange(num_keys), num_keys), num_keys, meta)
+    assert out[: window - 1].isfinite().all() and lse[: window - 1].isfinite().all()
+    assert not out[window - 1 :].any() and (lse[window - 1 :] == -torch.inf).all()

@@ -54,7 +54,7 @@ def masked_partial(
     for first in range(0, len(q), _BLOCK):
         at = slice(first, first + _BLOCK)
         out[at], lse[at] = _attend(q[at], k, v, distance + first, replace(meta, sinks=None))
-    return out.masked_fill_((lse == -math.inf)[..., None], 0.0), lse
+    return out, lse
 
 
 def seen_parts(
@@ -90,7 +90,7 @@ def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, distance: int, meta: AttentionMetadata
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q: (rows, num_q_heads, head_dim); k, v: (num_keys, num_kv_heads, head_dim). distance: the first query follows
-    the first key by so many tokens. Returns out, NaN for a query that sees no key, and (rows, num_q_heads) float32,
+    the first key by so many tokens. Returns out, zeros for a query that sees no key, and (rows, num_q_heads) float32,
     the lse, with sinks."""
     rows, num_heads, head_dim = q.shape
     num_keys, num_kv_heads = k.shape[:2]
@@ -111,6 +111,7 @@ def _attend(
         sinks = meta.sinks.float().view(num_kv_heads, -1, 1, 1).expand(-1, -1, rows, 1)
         scores = torch.cat((scores, sinks), -1)
     lse = scores.logsumexp(-1)
-    weights = scores[..., :num_keys].sub_(lse[..., None]).exp_().to(v.dtype)
+    # A query that sees no key has weights of 0, not NaN: products of bfloat16 may carry NaN to other rows.
+    weights = scores[..., :num_keys].sub_(lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp_().to(v.dtype)
     out = torch.einsum("kgrn,nkd->rkgd", weights, v).reshape(rows, num_heads, head_dim)
     return out, lse.permute(2, 0, 1).reshape(rows, num_heads)
