@@ -160,6 +160,10 @@ def test_rope_of_old_and_new_configs(tmp_path, changes, rope_type, theta, factor
         ({"num_key_value_heads": 3}, "cannot share 3 KV heads"),
         ({"head_dim": 9}, "transformers cannot read .* even rotary dimension"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "part of the head"),
+        (
+            {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 0},
+            "has to be 1 or more",
+        ),
     ],
 )
 def test_refuses_with_a_reason(tmp_path, changes, sentence):
@@ -168,6 +172,7 @@ def test_refuses_with_a_reason(tmp_path, changes, sentence):
 
 
 MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+PHI3 = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "pad_token_id": 0}
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 8}
 USED = {"use_sliding_window": True, "sliding_window": 100}
@@ -185,6 +190,11 @@ USED = {"use_sliding_window": True, "sliding_window": 100}
         (QWEN3 | {"use_sliding_window": False, "sliding_window": 100}, (None, None)),
         (QWEN3 | USED | {"max_window_layers": 0}, (100, 100)),
         ({"sliding_window": 100}, (None, None)),  # Llama has none, whatever its config carries
+        # transformers reads these of Qwen alone, and takes a Mistral with layer_types for a Ministral.
+        (MISTRAL | {"use_sliding_window": False, "sliding_window": 100}, (100, 100)),
+        (PHI3 | {"use_sliding_window": False, "sliding_window": 100}, (100, 100)),
+        (PHI3 | {"layer_types": ["full_attention"] * 2, "sliding_window": 100}, (100, 100)),
+        (MISTRAL | {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 100}, (None, 100)),
     ],
 )
 def test_sliding_windows(tmp_path, changes, windows):

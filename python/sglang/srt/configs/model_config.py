@@ -321,14 +321,19 @@ def _pick_dtype(dtype: str, hf_config: Any) -> torch.dtype:
 
 def _windows(hf_config: Any, context_length: int) -> tuple[int | None, ...]:
     """See `ModelConfig.windows`."""
-    num_layers, window = hf_config.num_hidden_layers, None
-    # Only where transformers' model of this family has one: other configs may carry the name without a reader.
-    if hasattr(type(hf_config), "sliding_window") and getattr(hf_config, "use_sliding_window", True):
-        window = hf_config.sliding_window
+    num_layers = hf_config.num_hidden_layers
+    # Only where transformers' model of this family has them: other configs may carry the names without a reader.
+    window, kinds = (
+        getattr(hf_config, name) if hasattr(type(hf_config), name) else None
+        for name in ("sliding_window", "layer_types")
+    )
+    if window is not None and window < 1:
+        raise ModelConfigError(f"A sliding_window of {window} hides a token from itself; it has to be 1 or more.")
     if window is None or window >= context_length:
         return (None,) * num_layers
-    kinds = getattr(hf_config, "layer_types", None) or ["sliding_attention"] * num_layers
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return tuple(
+        window if kind == "sliding_attention" else None for kind in kinds or ["sliding_attention"] * num_layers
+    )
 
 
 def _eos_token_ids(local_path: Path, hf_config: Any) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
+from sglang.srt.configs.model_families import MODEL_FAMILIES, TRANSFORMERS
 from sglang.srt.configs.model_files import ModelConfigError
 
 # Kinds of layers that keep nothing but keys and values of their own.
@@ -41,6 +42,11 @@ def check_transformers_config(model_path: str, architecture: str, hf_config: Any
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
     classes = model_class if isinstance(model_class, tuple) else (model_class,)
     found = [each for each in classes if each is not None and each.__name__ == architecture]
+    if not found and architecture in MODEL_FAMILIES:
+        raise ModelConfigError(
+            f"{model_path!r} has the architecture {architecture}, and transformers {__version__} reads its config as "
+            f"a {type(hf_config).__name__}, of another; use the native model, without --model-impl {TRANSFORMERS}."
+        )
     if not found:
         raise ModelConfigError(
             f"{model_path!r} has the architecture {architecture}, which is neither native here nor a causal language "
