@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
-from sglang.srt.layers.attention.masked_attention import masked_attention
+from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata, PartialMask
+from sglang.srt.layers.attention.masked_attention import masked_attention, masked_partial
 from sglang.srt.layers.attention.merge_state import merge_state
 from sglang.srt.mem_cache.kv_view import KVSegment, KVView, PagedSegments
 from sglang.srt.mem_cache.page_memory import indexable
@@ -258,6 +258,23 @@ def check_masks(backend: Any, case: Case) -> None:
         want = masked_attention(case.q.float(), case.view, case.segments, meta)
         error = (backend.forward(case.q, case.view, case.segments, meta) - want).abs().max()
         assert error < case.tolerance(), f"{case.name}, {mask}: off by {error}"
+
+
+def check_masked_partials(backend: Any, case: Case) -> None:
+    """As `masked_partial` has them in float32; of queries that follow a segment at once, and later."""
+    rows = zip(case.q.split(case.q_lens), case.segments)
+    for q, segment in [(q, segment) for q, of_req in rows for segment in of_req if segment.length and len(q) > 1]:
+        length = segment.length
+        for distance in (0,) if segment.causal else (length, length + 15):
+            for window, softcap in ((1, None), (9, None), (9, 0.7), (None, 0.7), (length + 11, 1.5)):
+                mask = PartialMask(window, softcap, distance)
+                got = backend.partial(q, case.view, segment, case.scale, mask)
+                want = masked_partial(q.float(), case.view, segment, case.scale, mask)
+                what = f"{case.name}, {mask} of {segment.length}"
+                assert torch.equal(got[1] == -math.inf, want[1] == -math.inf), what
+                for mine, right in zip(got, want):
+                    error = (mine - right).nan_to_num(nan=0.0).abs().max()
+                    assert error < case.tolerance() and not mine.isnan().any(), f"{what}: off by {error}"
 
 
 def check_partials(backend: Any, case: Case) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
+from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata, PartialMask
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.mem_cache.kv_view import KVSegment, KVView, PagedSegments
 from sglang.srt.mem_cache.page_memory import indexable
@@ -77,6 +77,6 @@ class PagedAttention:
         self.replayed += 1
 
     def partial(
-        self, q: torch.Tensor, view: KVView, segment: KVSegment, scale: float
+        self, q: torch.Tensor, view: KVView, segment: KVSegment, scale: float, mask: PartialMask | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._others.partial(q, view, segment, scale)
+        return self._others.partial(q, view, segment, scale, mask)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
+from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata, PartialMask
 from sglang.srt.layers.attention.cpu_backend import CpuAttnBackend
 from sglang.srt.layers.attention.masked_attention import masked_attention, masked_partial
 from sglang.srt.layers.kv_scale import KVScale
@@ -97,7 +97,7 @@ def test_queries_that_see_nothing_change_no_others_in_bfloat16(num_queries: int)
     window, num_keys = 14, 59
     view = KVView(*(torch.randn(num_keys, 1, KV_HEADS, HEAD_DIM).bfloat16() for _ in range(2)))
     q = torch.randn(num_queries, KV_HEADS, HEAD_DIM).bfloat16()
-    meta = AttentionMetadata((num_queries,), 1.0, window)
-    out, lse = masked_partial(q, view, KVSegment(torch.arange(num_keys), num_keys), num_keys, meta)
+    mask = PartialMask(window, None, num_keys)
+    out, lse = masked_partial(q, view, KVSegment(torch.arange(num_keys), num_keys), 1.0, mask)
     assert out[: window - 1].isfinite().all() and lse[: window - 1].isfinite().all()
     assert not out[window - 1 :].any() and (lse[window - 1 :] == -torch.inf).all()

@@ -37,9 +37,9 @@ class WatchedAttention(TorchNativeAttnBackend):
         self.forwards.add(meta.q_lens)
         return super().forward(q, view, segments, meta)
 
-    def partial(self, q, view, segment, scale):
+    def partial(self, q, view, segment, scale, mask=None):
         self.partials.add((q.shape[0], segment.causal))
-        return super().partial(q, view, segment, scale)
+        return super().partial(q, view, segment, scale, mask)
 
 
 @pytest.mark.parametrize(("page_size", "is_streaming"), [(1, True), (16, False)])

@@ -40,7 +40,7 @@ class NoAttention:
     def forward(self, q, view, segments, meta):
         return torch.empty_like(q)
 
-    def partial(self, q, view, segment, scale):
+    def partial(self, q, view, segment, scale, mask=None):
         return q.float(), q[..., 0].float()
 
     def view(self, layer_id):

@@ -12,7 +12,12 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionMetadata, longest_request
+from sglang.srt.layers.attention.base_attn_backend import (
+    AttentionBackend,
+    AttentionMetadata,
+    PartialMask,
+    longest_request,
+)
 from sglang.srt.layers.attention.masked_attention import masked_attention, masked_partial, seen_parts
 from sglang.srt.layers.attention.merge_state import merge_state, share_beside
 from sglang.srt.layers.kv_scale import KVScale
@@ -141,9 +146,12 @@ class StreamedAttention:
         backend, kv_scale, attn = self._attention.backend, self._attention.kv_scale, self._attn
         distance = req.first_query - position
         for part, offset, is_cut in seen_parts(segment, len(req.queries), distance, attn.window, view.page_size):
+            mask = None
             if is_cut or attn.softcap is not None:
-                out, lse = masked_partial(req.queries, view, part, distance - offset, attn)
+                mask = PartialMask(attn.window if is_cut else None, attn.softcap, distance - offset)
+            if mask is None or backend.computes_masked:
+                out, lse = backend.partial(req.queries, view, part, attn.scale, mask)
             else:
-                out, lse = backend.partial(req.queries, view, part, attn.scale)
+                out, lse = masked_partial(req.queries, view, part, attn.scale, mask)
             found = kv_scale.loaded(out), lse
             req.found = found if req.found is None else merge_state(*req.found, *found)

@@ -22,6 +22,7 @@ from sgl_kernel.kvcacheio import (
 from sgl_kernel.quantized import MOST_ROWS
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionMetadata
 from sglang.srt.layers.linear import Weight
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.kv_view import KVSegment, PagedSegments
 from sglang.srt.mem_cache.link import LAYERS_AT_ONCE, index_device, layer_groups
 from sglang.srt.mem_cache.memory_pool import DevicePool
@@ -77,7 +78,7 @@ def warm_up_kernels(
 
     with torch.inference_mode():
         inner = model.model if isinstance(model, PrefillGraphs) else model
-        modules = inner.modules() if isinstance(inner, nn.Module) else ()
+        modules = list(inner.modules()) if isinstance(inner, nn.Module) else []
         is_quantized = any(isinstance(each, Weight) and each.quantized is not None for each in modules)
         for reqs in (*_BATCHES, *(_BATCHES_OF_QUANTIZED if is_quantized else ())):
             compute(reqs)
@@ -86,8 +87,11 @@ def warm_up_kernels(
             # One request is so long that its keys are divided, too.
             compute(((_LONG, 4), (long, long)))
             q_lens.append(long)
+        windows = [each.window or 0 for each in modules if isinstance(each, RadixAttention)]
         for q_len in q_lens if is_streaming else ():
-            _stream(model, pool, _batch(((0, q_len),), pool, scale, device), q_len, device)
+            # So long that each window cuts it.
+            prefix_len = max([_LONG, *windows])
+            _stream(model, pool, _batch(((0, q_len),), pool, scale, device), q_len, prefix_len, device)
     logger.info("warmed kernels up in %.1f s", time.monotonic() - began)
 
 
@@ -134,12 +138,14 @@ def _batch(reqs: Sequence[tuple[int, int]], pool: DevicePool, scale: float, devi
     )
 
 
-def _stream(model: CausalLM, pool: DevicePool, batch: ForwardBatch, q_len: int, device: torch.device) -> None:
+def _stream(
+    model: CausalLM, pool: DevicePool, batch: ForwardBatch, q_len: int, prefix_len: int, device: torch.device
+) -> None:
     """A request behind a long prefix that is not on the device."""
     # The executor's own table has int32, the layer stream cache's pages int64.
     own = KVSegment(_scratch_pages(pool, q_len, device).to(torch.int32), q_len, q_len > 1)
-    batch.streamed = [StreamedRequest(slice(0, q_len), 0, _LONG, [own])]
-    prefix = KVSegment(_scratch_pages(pool, _LONG, device), _LONG)
+    batch.streamed = [StreamedRequest(slice(0, q_len), 0, prefix_len, [own])]
+    prefix = KVSegment(_scratch_pages(pool, prefix_len, device), prefix_len)
     state = model.embed(batch)
     for layer in range(model.num_layers):
         state = model.begin_layer(layer, state, batch, pool)

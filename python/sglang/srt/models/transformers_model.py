@@ -182,7 +182,7 @@ class TransformersForCausalLM(nn.Module):
         self.num_layers = config.num_layers
         self.backend = attn_backend
         # Of each layer, once its windows are known.
-        self.attention: list[RadixAttention] = []
+        self.attention = nn.ModuleList()
         # The pass that has begun last, until its end.
         self._under_way: _ForwardPass | None = None
 
@@ -211,10 +211,10 @@ class TransformersForCausalLM(nn.Module):
         windows = found.windows()
         with device:
             scales, heads = self.config.kv_scales, self.config.num_kv_heads
-            self.attention = [
+            self.attention = nn.ModuleList(
                 RadixAttention(layer, self.backend, kv_scale_of(scales, 0, layer, heads), windows[layer])
                 for layer in range(self.num_layers)
-            ]
+            )
         if logits.shape[-1] != self.config.vocab_size:
             raise found.refusal(f"it has {logits.shape[-1]} logits, and a vocabulary of {self.config.vocab_size}")
         for call, same in zip(found.calls, counted.calls):
@@ -237,6 +237,7 @@ class TransformersForCausalLM(nn.Module):
     def begin_layer(self, layer_id: int, state: _ForwardPass, batch: ForwardBatch, pool: KVPool) -> _ForwardPass:
         asked, attention, head_dim = state.asked, self.attention[layer_id], self.config.head_dim
         assert asked is not None and asked.layer == layer_id, f"{asked} attends in place of layer {layer_id}"
+        assert isinstance(attention, RadixAttention)
         q, k, v = (
             x[0].transpose(0, 1).to(self.config.dtype).contiguous() for x in (asked.query, asked.key, asked.value)
         )

@@ -25,6 +25,7 @@ from support.attention_cases import (
     Case,
     PagedCase,
     check_batch,
+    check_masked_partials,
     check_masks,
     check_partials,
     make_view,
@@ -62,7 +63,9 @@ def test_masks(page_size, layout):
     for seed in range(2):
         for reqs in (MIXED, DECODES, EXTENDS):
             check_masks(CpuAttnBackend(), PagedCase(seed, page_size, layout, torch.float32, reqs, torch.int64))
-        check_masks(CpuAttnBackend(), Case(seed, page_size, layout, torch.float32, q_lens=(1, 20, 1), max_prefix=90))
+        case = Case(seed, page_size, layout, torch.float32, q_lens=(1, 20, 1), max_prefix=90)
+        check_masks(CpuAttnBackend(), case)
+        check_masked_partials(CpuAttnBackend(), case)
     check_masks(CpuAttnBackend(), PagedCase(3, page_size, layout, torch.bfloat16, MIXED, torch.int64))
 
 

@@ -27,6 +27,7 @@ from support.attention_cases import (
     Case,
     PagedCase,
     check_batch,
+    check_masked_partials,
     check_masks,
     check_pages_and_graphs,
     check_partials,
@@ -157,8 +158,8 @@ def test_masks_compile_for_sm_90(masked: tuple[str, ...]):
 
 
 @needs_triton
-@pytest.mark.parametrize("pages", ["i64", "i32"])
-def test_partials_compile_for_sm_90(pages: str):
+@pytest.mark.parametrize(("pages", "masked"), [("i64", ()), ("i64", ("window", "cap")), ("i32", ())])
+def test_partials_compile_for_sm_90(pages: str, masked: tuple[str, ...]):
     """float32 out, and lse; of the pages of a buffer, and of the executor's table."""
     from sglang.srt.layers.attention.triton_backend import HOPPER_SHARED_BYTES, Tiles
     from sglang.srt.layers.attention.triton_kernels import decode_kernel, extend_kernel
@@ -173,8 +174,10 @@ def test_partials_compile_for_sm_90(pages: str):
         (extend_kernel, of_extend, tiles.extend.warps),
         (decode_kernel, of_decode, tiles.decode_warps(16, 128, torch.bfloat16)),
     ):
-        result = compiled(kernel, "bf16", given, num_warps, tiles.num_stages, pages, "fp32", starts="i32")
-        assert "st.global" in result.asm["ptx"]
+        result = compiled(
+            kernel, "bf16", given, num_warps, tiles.num_stages, pages, "fp32", starts="i32", masked=masked
+        )
+        assert "st.global" in result.asm["ptx"] and result.metadata.shared <= HOPPER_SHARED_BYTES
 
 
 def compiled(
@@ -395,6 +398,8 @@ def test_masks_on_a_gpu(page_size: int, dtype: torch.dtype):
     reqs = ((3000, 1), (3, 1), (3000, 20), (0, 1), (200, 200))
     options: dict[str, Any] = {"kv_heads": 8, "group": 4, "head_dim": 128}
     check_masks(TritonAttnBackend(), on_gpu(PagedCase(1, page_size, "layer_first", dtype, reqs, **options)))
+    case = Case(1, page_size, "layer_first", dtype, q_lens=(20, 300), max_prefix=3000, **options)
+    check_masked_partials(TritonAttnBackend(), on_gpu(case))
 
 
 @needs_triton
@@ -575,6 +580,9 @@ def masked(backend: Any) -> int:
     cases += [Case(3, 16, "block_major", torch.float32, q_lens=(1, 20, 1), max_prefix=90, **groups)]
     for case in cases:
         check_masks(backend, case)
+    long_prefix = Case(4, 3, "layer_first", torch.float32, q_lens=(1, 20, 3), max_prefix=700, **SMALL)
+    for case in (cases[-1], long_prefix):
+        check_masked_partials(backend, case)
     # Blocks that no query sees any more are not read.
     case = PagedCase(1, 64, "layer_first", torch.float32, ((700, 1), (700, 20)), **SMALL)
     want = [masked_attention(case.q, case.view, case.segments, replace(case.meta, window=each)) for each in (9, 90)]

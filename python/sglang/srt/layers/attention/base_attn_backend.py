@@ -33,6 +33,16 @@ class AttentionMetadata:
 
 
 @dataclass(frozen=True)
+class PartialMask:
+    """What hides tokens of a segment from queries, or caps scores. window, softcap: as in `AttentionMetadata`.
+    distance: the first query follows the segment's first token by so many."""
+
+    window: int | None
+    softcap: float | None
+    distance: int
+
+
+@dataclass(frozen=True)
 class BatchKey:
     """The batch for which a backend has made its plan, so that all layers but the first find the plan again. It holds
     the segments themselves (not their id()), so that no other segments can come to lie at the same address."""
@@ -73,7 +83,7 @@ class AttentionBackend(Protocol):
     compiled and plans are made. captures_extends: whether that holds for any numbers of queries, too, with as many
     rows as q has; the last request then has none. long_extend_len: known behind a batch with extends, the fewest
     queries of a request for which other kernels are compiled than for a few; None where there are no others.
-    computes_masked: whether `forward` takes windows, capped scores and sinks."""
+    computes_masked: whether `forward` takes windows, capped scores and sinks, and `partial` a mask."""
 
     capturing: bool
     captures_extends: bool
@@ -100,11 +110,12 @@ class AttentionBackend(Protocol):
         ...
 
     def partial(
-        self, q: torch.Tensor, view: KVView, segment: KVSegment, scale: float
+        self, q: torch.Tensor, view: KVView, segment: KVSegment, scale: float, mask: PartialMask | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of one request's queries to one segment.
 
-        q: (q_len, num_q_heads, head_dim). Returns out of the same shape, float32, and lse (q_len, num_q_heads)
-        float32, natural logarithm; an empty segment gives zeros and -inf.
+        q: (q_len, num_q_heads, head_dim). mask: of a single query it hides nothing. Returns out of the same shape,
+        float32, and lse (q_len, num_q_heads) float32, natural logarithm; a query that sees no token has zeros and
+        -inf.
         """
         ...

@@ -14,8 +14,13 @@ import numpy as np
 import torch
 
 from sgl_kernel.cpu.paged_attention import PagedAttention, takes_heads
-from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata, BatchKey, longest_request
-from sglang.srt.layers.attention.masked_attention import masked_attention
+from sglang.srt.layers.attention.base_attn_backend import (
+    AttentionMetadata,
+    BatchKey,
+    PartialMask,
+    longest_request,
+)
+from sglang.srt.layers.attention.masked_attention import masked_attention, masked_partial
 from sglang.srt.layers.attention.merge_state import share_beside
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.mem_cache.kv_view import KVSegment, KVView, PagedSegments, segment_slots
@@ -80,9 +85,11 @@ class CpuAttnBackend:
         """There are no CUDA graphs on the CPU."""
 
     def partial(
-        self, q: torch.Tensor, view: KVView, segment: KVSegment, scale: float
+        self, q: torch.Tensor, view: KVView, segment: KVSegment, scale: float, mask: PartialMask | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """q: (q_len, num_q_heads, head_dim). Returns out, same shape, float32, and lse (q_len, num_q_heads)."""
+        if mask is not None:
+            return masked_partial(q, view, segment, scale, mask)
         if not takes_heads(q, view.k):
             return self._torch.partial(q, view, segment, scale)
         out, lse = torch.empty(q.shape), torch.empty(q.shape[:2])

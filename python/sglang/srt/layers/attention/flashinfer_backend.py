@@ -28,7 +28,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata, BatchKey
+from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata, BatchKey, PartialMask
 from sglang.srt.mem_cache.kv_view import KVSegment, KVView, PagedSegments, segment_slots
 
 _LN_2 = math.log(2)
@@ -208,10 +208,11 @@ class FlashInferAttnBackend:
         graph.planned.plan_decode(_pages_of(segments), graph.shape)
 
     def partial(
-        self, q: torch.Tensor, view: KVView, segment: KVSegment, scale: float
+        self, q: torch.Tensor, view: KVView, segment: KVSegment, scale: float, mask: PartialMask | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """q: (q_len, num_q_heads, head_dim). Returns out, same shape, float32, and lse (q_len, num_q_heads). The
         kernels write out in q's dtype: FlashInfer has none that write float32."""
+        assert mask is None, "see computes_masked"
         assert not segment.causal or segment.length == q.shape[0], "a causal segment's tokens are the queries"
         lse = q.new_full(q.shape[:2], -math.inf, dtype=torch.float32)
         if segment.length == 0 or q.shape[0] == 0:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
-from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
+from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata, PartialMask
 from sglang.srt.mem_cache.kv_view import KVSegment, KVView, segment_slots
 from sglang.srt.mem_cache.page_memory import indexable
 
@@ -44,16 +43,16 @@ def masked_attention(
 
 
 def masked_partial(
-    q: torch.Tensor, view: KVView, segment: KVSegment, distance: int, meta: AttentionMetadata
+    q: torch.Tensor, view: KVView, segment: KVSegment, scale: float, mask: PartialMask
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `AttentionBackend.partial`, of meta's mask without its sinks. distance: in tokens, from the segment's first
-    to the first query. A query that sees no token of it has zeros and -inf."""
+    """As `AttentionBackend.partial`."""
+    meta = AttentionMetadata((), scale, mask.window, mask.softcap)
     (slots,) = segment_slots([segment], view.page_size)
     k, v = _gather(view, slots, q.dtype)
     out, lse = q.new_empty(q.shape, dtype=torch.float32), q.new_empty(q.shape[:2], dtype=torch.float32)
     for first in range(0, len(q), _BLOCK):
         at = slice(first, first + _BLOCK)
-        out[at], lse[at] = _attend(q[at], k, v, distance + first, replace(meta, sinks=None))
+        out[at], lse[at] = _attend(q[at], k, v, mask.distance + first, meta)
     return out, lse
 
 
@@ -61,7 +60,7 @@ def seen_parts(
     segment: KVSegment, num_queries: int, distance: int, window: int | None, page_size: int
 ) -> list[tuple[KVSegment, int, bool]]:
     """A segment without the tokens that no query sees any more, in two: what the last queries do not see, and what
-    all see. distance: as for `masked_partial`. Of each part its offset in the segment, and whether a window cuts it.
+    all see. distance: see `PartialMask`. Of each part its offset in the segment, and whether a window cuts it.
     """
     if window is None:
         return [(segment, 0, False)]

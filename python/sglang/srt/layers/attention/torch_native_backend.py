@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata, BatchKey
+from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata, BatchKey, PartialMask
 from sglang.srt.layers.attention.merge_state import merge_state
 from sglang.srt.mem_cache.kv_view import KVSegment, KVView, PagedSegments, segment_slots
 from sglang.srt.mem_cache.page_memory import indexable
@@ -163,9 +163,10 @@ class TorchNativeAttnBackend:
         """There are no CUDA graphs on the CPU."""
 
     def partial(
-        self, q: torch.Tensor, view: KVView, segment: KVSegment, scale: float
+        self, q: torch.Tensor, view: KVView, segment: KVSegment, scale: float, mask: PartialMask | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """q: (q_len, num_q_heads, head_dim). Returns out, same shape, float32, and lse (q_len, num_q_heads)."""
+        assert mask is None, "see computes_masked"
         q_len, num_heads, _ = q.shape
         if q_len == 0 or segment.length == 0:
             return q.new_zeros(q.shape, dtype=torch.float32), q.new_full(

@@ -20,7 +20,7 @@ import torch
 import triton
 
 from sgl_kernel.triton_launch import ALIGNMENT, Recording, launch
-from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata, BatchKey
+from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata, BatchKey, PartialMask
 from sglang.srt.layers.attention.triton_kernels import (
     decode_kernel,
     extend_kernel,
@@ -191,8 +191,7 @@ class _Mask:
 
     @classmethod
     def of(cls, meta: AttentionMetadata) -> _Mask:
-        cap = None if meta.softcap is None else meta.softcap * _LOG2_E
-        return cls(meta.scale * _LOG2_E, meta.window, cap, meta.sinks)
+        return cls(meta.scale * _LOG2_E, meta.window, _cap_of(meta.softcap), meta.sinks)
 
 
 @dataclass(frozen=True)
@@ -251,8 +250,8 @@ class TritonAttnBackend:
         # Of the last plan with extends.
         self._last_extends: tuple[Tiles, Heads] | None = None
         self._batch: _Batch | None = None
-        # By q_len, length and whether it is causal. A plan does not depend on the pages.
-        self._partials: OrderedDict[tuple[int, int, bool], _Plan] = OrderedDict()
+        # By q_len, length and the keys before the first query. A plan does not depend on the pages.
+        self._partials: OrderedDict[tuple[int, int, int], _Plan] = OrderedDict()
         self._captured: WeakKeyDictionary[PagedSegments, _CapturedExtends] = WeakKeyDictionary()
 
     @property
@@ -303,26 +302,30 @@ class TritonAttnBackend:
         captured.memory.copy_(there)
 
     def partial(
-        self, q: torch.Tensor, view: KVView, segment: KVSegment, scale: float
+        self, q: torch.Tensor, view: KVView, segment: KVSegment, scale: float, mask: PartialMask | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """q: (q_len, num_q_heads, head_dim). Returns out, same shape, float32, and lse (q_len, num_q_heads)."""
         assert not segment.causal or segment.length == q.shape[0], "a causal segment's tokens are the queries"
         assert segment.pages.shape[0] * view.page_size >= segment.skip + segment.length, (
             "a segment with too few pages"
         )
-        key = (q.shape[0], segment.length, segment.causal)
+        mask = mask or PartialMask(None, None, 0)
+        # Without a window queries see all of a segment before theirs, however far it is.
+        before = segment.length - q.shape[0] * segment.causal if mask.window is None else mask.distance
+        assert mask.window is None or q.shape[0] > 1, "a window of a single query"
+        key = (q.shape[0], segment.length, before)
         plan = self._partials.get(key)
         if plan is None:
-            q_lens, kv_lens, causal = (np.array([each]) for each in key)
-            before = kv_lens - q_lens * causal
-            plan = self._partials[key] = self._make_plan(q_lens, kv_lens, before, q, view)
+            q_lens, kv_lens, num_before = (np.array([each]) for each in key)
+            plan = self._partials[key] = self._make_plan(q_lens, kv_lens, num_before, q, view)
             if len(self._partials) > _KEPT_PARTIALS:
                 self._partials.popitem(last=False)
         self._partials.move_to_end(key)
         out = q.new_empty(q.shape, dtype=torch.float32)
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         table = _Table(segment.pages, may_skip=True, skip=segment.skip)
-        self._attend(q, view, table, plan, _Mask(scale * _LOG2_E), out, lse, launch)
+        of_scores = _Mask(scale * _LOG2_E, mask.window, _cap_of(mask.softcap))
+        self._attend(q, view, table, plan, of_scores, out, lse, launch)
         return out, lse
 
     # -- inside -------------------------------------------------------------------------------------------------
@@ -626,6 +629,11 @@ def _tiles_of_split(num_tiles: np.ndarray, most: int, least: int) -> int:
         else:
             low = middle + 1
     return low
+
+
+def _cap_of(softcap: float | None) -> float | None:
+    """For scores that are powers of two."""
+    return None if softcap is None else softcap * _LOG2_E
 
 
 def _heads_of(q: torch.Tensor, view: KVView) -> Heads:
