@@ -82,7 +82,7 @@ def check(seed: int, page_size: int, q_len: int, window: int | None, **mask: Any
     assert error < 1e-5, f"{what}, window {window}, {mask}: off by {error}"
 
 
-@pytest.mark.parametrize("window", [None, 1, 7, 64, 200])
+@pytest.mark.parametrize("window", [None, 1, 4, 64, 200])
 @pytest.mark.parametrize("q_len", [1, 5, 90])
 def test_random_requests(q_len: int, window: int | None) -> None:
     masks: list[dict[str, Any]] = [{}, {"softcap": 0.7}, {"sinks": SINKS}, {"softcap": 1.5, "sinks": SINKS}]
