@@ -42,7 +42,7 @@ class HashModel:
     NUM_LAYERS = 3
 
     def __init__(self, num_layers: int = NUM_LAYERS, vocab_size: int = 7, seed: int = 0) -> None:
-        self.num_layers = num_layers
+        self.num_layers, self.windows = num_layers, (None,) * num_layers
         self.vocab_size = vocab_size
         rng = np.random.default_rng(seed)
 
@@ -87,8 +87,16 @@ class HashModel:
         return attending
 
     def attend(
-        self, layer_id: int, state: _Attending, batch: ForwardBatch, place: int, view: KVView, segment: KVSegment
+        self,
+        layer_id: int,
+        state: _Attending,
+        batch: ForwardBatch,
+        place: int,
+        view: KVView,
+        segment: KVSegment,
+        position: int,
     ) -> _Attending:
+        assert position == state.positions[place], "pieces come in order"
         read, pos = self._gather(view, segment), state.positions[place]
         state.sums[batch.streamed[place].rows] += self._contributions(layer_id, read, pos).sum()
         state.positions[place] += segment.length

@@ -68,7 +68,7 @@ def check(seed: int, page_size: int, q_len: int, window: int | None, **mask: Any
     at = start
     while at < end:
         more = min(end, at + page_size * rng.randrange(1, 5))
-        streamed.attend(0, view, segment(pages, at, more, page_size))
+        streamed.attend(0, view, segment(pages, at, more, page_size), at)
         at = more
     got = torch.zeros(2 + q_len, KV_HEADS * GROUP * HEAD_DIM)
     streamed.write_to(got)

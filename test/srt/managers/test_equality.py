@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +33,7 @@ from sglang.srt.managers.engine_core import replay
 from sglang.srt.managers.scheduler_config import LayerStreamConfig
 from sglang.srt.managers.storage_setup import PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.mem_cache.frame_table import FrameState
+from sglang.srt.mem_cache.layer_stream_cache import FilledPiece, LayerStreamCache, Piece
 from sglang.srt.mem_cache.storage.file.file_store import HiCacheFile
 from sglang.srt.mem_cache.transfer import Tier
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -277,6 +279,31 @@ def test_longer_than_device_and_host(tmp_path: Path, name: str, fail_rate: float
     model.check(prompt, answer, 4)
     counters = engine.scheduler.state()["counters"]
     assert counters["swapped_tokens"] > 0 and (counters.get("failed_ops", 0) > 0) == (fail_rate > 0), "seed 3"
+    engine.close()
+
+
+def test_what_a_window_hides_is_not_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen's first layer sees all, the others 24 tokens."""
+    config = Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=24, max_window_layers=1)
+    model = Model(config, str(tmp_path))
+    engine = model.engine(
+        page_size=4,
+        num_device_pages=20,
+        num_host_pages=60,
+        chunked_prefill_size=32,
+        layer_stream=LayerStreamConfig(2, 5),
+    )
+    filled, fill = Counter[int](), LayerStreamCache.fill
+
+    def watched(cache: LayerStreamCache, layer: int, piece: Piece) -> FilledPiece:
+        filled[layer] += piece.num_pages
+        return fill(cache, layer, piece)
+
+    monkeypatch.setattr(LayerStreamCache, "fill", watched)
+    (prompt,) = prompts(9, [180])
+    (answer,) = engine.generate([prompt], greedy(12))
+    model.check(prompt, answer, 12)
+    assert filled[0] > 4 * filled[1] and filled[1] == filled[2], filled
     engine.close()
 
 

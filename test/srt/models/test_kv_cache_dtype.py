@@ -378,7 +378,7 @@ def test_attention_to_scaled_pages(scales: tuple[HeadScales, HeadScales]) -> Non
     own = [KVSegment(torch.arange(4, 9), 5, causal=True)]
     request = SimpleNamespace(rows=slice(4, 9), start=0, end=4, segments=own)
     streamed, found = StreamedAttention(attention, q, attn, [request], pool), torch.zeros_like(q)
-    streamed.attend(0, pool.view(0), KVSegment(torch.arange(4), 4))
+    streamed.attend(0, pool.view(0), KVSegment(torch.arange(4), 4), 0)
     streamed.write_to(found)
     assert torch.allclose(found[4:], wanted[4:], atol=1e-5)
     assert torch.equal(q, asked)

@@ -97,7 +97,7 @@ def test_a_model_waits_for_nothing(tmp_path, name, dtype, fused):
                 state = model.begin_layer(layer, state, batch, nothing)
                 if streamed:
                     segment = KVSegment(batch.out_loc[:4], 4)
-                    state = model.attend(layer, state, batch, 0, nothing.view(layer), segment)
+                    state = model.attend(layer, state, batch, 0, nothing.view(layer), segment, 4)
                 state = model.end_layer(layer, state, batch)
             logits = model.logits(state, batch)
             assert logits.shape == (sample_rows, 96) and logits.device == DEVICE

@@ -91,9 +91,8 @@ class _Streamed:
     rows: slice
     # (q_len, num_q_heads, head_dim).
     queries: torch.Tensor
-    # Positions in the request: of its first query, and of the next piece that streams.
+    # Its position in the request.
     first_query: int
-    next_piece: int
     found: PartialState | None = None
 
 
@@ -117,7 +116,7 @@ class StreamedAttention:
         for given in requests:
             queries = q[given.rows]
             num_tokens = sum(segment.length for segment in given.segments) + given.end - given.start
-            req = _Streamed(given.rows, queries, num_tokens - len(queries), given.start)
+            req = _Streamed(given.rows, queries, num_tokens - len(queries))
             self._requests.append(req)
             position = 0
             for segment in given.segments:
@@ -126,11 +125,10 @@ class StreamedAttention:
                 self._attend(req, view, segment, position)
                 position += segment.length
 
-    def attend(self, place: int, view: KVView, segment: KVSegment) -> None:
-        """The next piece of the request at this place among those that stream."""
-        req = self._requests[place]
-        self._attend(req, view, segment, req.next_piece)
-        req.next_piece += segment.length
+    def attend(self, place: int, view: KVView, segment: KVSegment, position: int) -> None:
+        """A piece of the request at this place among those that stream. position: of its first token in the
+        request."""
+        self._attend(self._requests[place], view, segment, position)
 
     def write_to(self, attended: torch.Tensor) -> None:
         """attended: (num_tokens, ...), of the whole batch, with a row's heads in order."""
@@ -142,7 +140,6 @@ class StreamedAttention:
             attended[req.rows] = out.reshape(attended[req.rows].shape).to(attended.dtype)
 
     def _attend(self, req: _Streamed, view: KVView, segment: KVSegment, position: int) -> None:
-        """position: of the segment's first token in the request."""
         backend, kv_scale, attn = self._attention.backend, self._attention.kv_scale, self._attn
         distance = req.first_query - position
         for part, offset, is_cut in seen_parts(segment, len(req.queries), distance, attn.window, view.page_size):

@@ -42,8 +42,9 @@ class Piece:
 
     # Per tier: its frames and the pages of the buffer that they fill, (n,) int64 each.
     copies: tuple[tuple[Tier, np.ndarray, np.ndarray], ...]
-    # Of all tiers together.
+    # Of all tiers together, from this one of the run that was cut.
     num_pages: int
+    first_page: int
     # `copies` as tensors where the copies read them. The first copy makes them, on the stream.
     indices: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
@@ -127,7 +128,7 @@ class LayerStreamCache:
             borders = np.flatnonzero(np.diff(of_tiers)) + 1
             for pos, end in zip((0, *borders.tolist()), (*borders.tolist(), len(of_piece))):
                 copies.append((Tier(int(of_tiers[pos])), of_piece[pos:end], np.arange(pos, end)))
-            pieces.append(Piece(tuple(copies), len(of_piece)))
+            pieces.append(Piece(tuple(copies), len(of_piece), first))
         return pieces
 
     def fill(self, layer: int, piece: Piece) -> FilledPiece:

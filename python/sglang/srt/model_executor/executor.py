@@ -345,12 +345,17 @@ class ModelExecutor:
         stream, cache = self.stream, self._layer_stream
         assert cache is not None, "a launch streams, and there is no layer stream cache"
         stream.enqueue(partial(self._begin_layer, run, layer))
+        window, page = self.model.windows[layer], self.page_size
         for place, prefix in enumerate(run.launch.streams):
+            first_seen = 0 if window is None else int(run.launch.starts[prefix.req]) + 1 - window
             for piece in self._pieces_of(prefix):
+                position = prefix.start + piece.first_page * page
+                if position + piece.num_pages * page <= first_seen:
+                    continue
                 filled = cache.fill(layer, piece)
                 stream.enqueue(partial(self._begin_wait, run))
                 stream.wait(filled.ready)
-                stream.enqueue(partial(self._attend, run, layer, place, filled))
+                stream.enqueue(partial(self._attend, run, layer, place, filled, position))
                 cache.has_read(stream.record())
         stream.enqueue(partial(self._end_layer, run, layer))
 
@@ -444,11 +449,11 @@ class ModelExecutor:
         self._end_wait(run, run.gates)
         self._guard(run, lambda batch: self.model.begin_layer(layer, run.state, batch, self.pool))
 
-    def _attend(self, run: _Run, layer: int, place: int, filled: FilledPiece) -> None:
+    def _attend(self, run: _Run, layer: int, place: int, filled: FilledPiece, position: int) -> None:
         self._end_wait(run, [filled])
         run.filled.append(filled)
         view, segment = filled.view, filled.segment
-        self._guard(run, lambda batch: self.model.attend(layer, run.state, batch, place, view, segment))
+        self._guard(run, lambda batch: self.model.attend(layer, run.state, batch, place, view, segment, position))
 
     def _end_layer(self, run: _Run, layer: int) -> None:
         self._guard(run, lambda batch: self.model.end_layer(layer, run.state, batch))

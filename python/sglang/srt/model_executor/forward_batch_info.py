@@ -82,9 +82,11 @@ class ForwardBatch:
 
 class CausalLM(Protocol):
     """A model that the executor can run layer by layer, so that the KV of later layers may still be on its way.
-    `state` holds what the model passes from layer to layer."""
+    `state` holds what the model passes from layer to layer. windows: of each layer, the tokens that a query sees,
+    itself included; None for all."""
 
     num_layers: int
+    windows: Sequence[int | None]
 
     def embed(self, batch: ForwardBatch) -> Any: ...
 
@@ -97,9 +99,17 @@ class CausalLM(Protocol):
     def begin_layer(self, layer_id: int, state: Any, batch: ForwardBatch, pool: KVPool) -> Any: ...
 
     def attend(
-        self, layer_id: int, state: Any, batch: ForwardBatch, place: int, view: KVView, segment: KVSegment
+        self,
+        layer_id: int,
+        state: Any,
+        batch: ForwardBatch,
+        place: int,
+        view: KVView,
+        segment: KVSegment,
+        position: int,
     ) -> Any:
-        """The rows of batch.streamed[place] attend to the next piece of its streamed tokens."""
+        """The rows of batch.streamed[place] attend to the next piece of its streamed tokens. Pieces that none of them
+        sees are left out. position: of the segment's first token in the request."""
         ...
 
     def end_layer(self, layer_id: int, state: Any, batch: ForwardBatch) -> Any: ...

@@ -22,7 +22,6 @@ from sgl_kernel.kvcacheio import (
 from sgl_kernel.quantized import MOST_ROWS
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionMetadata
 from sglang.srt.layers.linear import Weight
-from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.kv_view import KVSegment, PagedSegments
 from sglang.srt.mem_cache.link import LAYERS_AT_ONCE, index_device, layer_groups
 from sglang.srt.mem_cache.memory_pool import DevicePool
@@ -78,7 +77,7 @@ def warm_up_kernels(
 
     with torch.inference_mode():
         inner = model.model if isinstance(model, PrefillGraphs) else model
-        modules = list(inner.modules()) if isinstance(inner, nn.Module) else []
+        modules = inner.modules() if isinstance(inner, nn.Module) else ()
         is_quantized = any(isinstance(each, Weight) and each.quantized is not None for each in modules)
         for reqs in (*_BATCHES, *(_BATCHES_OF_QUANTIZED if is_quantized else ())):
             compute(reqs)
@@ -87,10 +86,9 @@ def warm_up_kernels(
             # One request is so long that its keys are divided, too.
             compute(((_LONG, 4), (long, long)))
             q_lens.append(long)
-        windows = [each.window or 0 for each in modules if isinstance(each, RadixAttention)]
         for q_len in q_lens if is_streaming else ():
             # So long that each window cuts it.
-            prefix_len = max([_LONG, *windows])
+            prefix_len = max(_LONG, *(window or 0 for window in model.windows))
             _stream(model, pool, _batch(((0, q_len),), pool, scale, device), q_len, prefix_len, device)
     logger.info("warmed kernels up in %.1f s", time.monotonic() - began)
 
@@ -149,7 +147,7 @@ def _stream(
     state = model.embed(batch)
     for layer in range(model.num_layers):
         state = model.begin_layer(layer, state, batch, pool)
-        state = model.attend(layer, state, batch, 0, pool.view(layer), prefix)
+        state = model.attend(layer, state, batch, 0, pool.view(layer), prefix, 0)
         state = model.end_layer(layer, state, batch)
 
 

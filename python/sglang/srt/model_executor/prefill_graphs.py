@@ -157,7 +157,7 @@ class PrefillGraphs:
             raise ValueError("CUDA graphs need a device pool with a scratch slot")
         self.model = model
         self._pool, self._scratch_slot = pool, pool.scratch_slot
-        self.num_layers = model.num_layers
+        self.num_layers, self.windows = model.num_layers, model.windows
         self._counts = token_counts(max_tokens)
         self._input_ids, self._positions = torch.zeros((2, max_tokens), dtype=torch.int64, device=device)
         self._out_loc = torch.full((max_tokens,), pool.scratch_slot, dtype=torch.int64, device=device)
@@ -223,9 +223,16 @@ class PrefillGraphs:
         return self.model.begin_layer(layer_id, state, batch, pool)
 
     def attend(
-        self, layer_id: int, state: Any, batch: ForwardBatch, place: int, view: KVView, segment: KVSegment
+        self,
+        layer_id: int,
+        state: Any,
+        batch: ForwardBatch,
+        place: int,
+        view: KVView,
+        segment: KVSegment,
+        position: int,
     ) -> Any:
-        return self.model.attend(layer_id, state, batch, place, view, segment)
+        return self.model.attend(layer_id, state, batch, place, view, segment, position)
 
     def end_layer(self, layer_id: int, state: Any, batch: ForwardBatch) -> Any:
         return self.model.end_layer(layer_id, state, batch)

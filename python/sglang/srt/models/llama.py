@@ -152,7 +152,7 @@ class LlamaForCausalLM(nn.Module):
         super().__init__()
         self.config = config
         self.group = group
-        self.num_layers = config.num_layers
+        self.num_layers, self.windows = config.num_layers, config.windows
         self.dtype = config.dtype
         self.attended_size = group.shard(config.num_heads).size * config.head_dim
         vocab = (config.vocab_size, config.hidden_size, config.dtype, group)
@@ -199,9 +199,10 @@ class LlamaForCausalLM(nn.Module):
         place: int,
         view: KVView,
         segment: KVSegment,
+        position: int,
     ) -> DecoderState:
         assert state.streamed is not None
-        state.streamed.attend(place, view, segment)
+        state.streamed.attend(place, view, segment, position)
         return state
 
     @torch.inference_mode()

@@ -181,8 +181,9 @@ class TransformersForCausalLM(nn.Module):
         self.config = config
         self.num_layers = config.num_layers
         self.backend = attn_backend
-        # Of each layer, once its windows are known.
-        self.attention = nn.ModuleList()
+        # Known once the layers were inspected, as is the attention of each.
+        self.windows: list[int | None] = [None] * config.num_layers
+        self.attention: list[RadixAttention] = []
         # The pass that has begun last, until its end.
         self._under_way: _ForwardPass | None = None
 
@@ -208,13 +209,13 @@ class TransformersForCausalLM(nn.Module):
         finally:
             _masks.reset(token)
         self.model.set_attn_implementation(PAGED)
-        windows = found.windows()
+        self.windows = found.windows()
         with device:
             scales, heads = self.config.kv_scales, self.config.num_kv_heads
-            self.attention = nn.ModuleList(
-                RadixAttention(layer, self.backend, kv_scale_of(scales, 0, layer, heads), windows[layer])
+            self.attention = [
+                RadixAttention(layer, self.backend, kv_scale_of(scales, 0, layer, heads), self.windows[layer])
                 for layer in range(self.num_layers)
-            )
+            ]
         if logits.shape[-1] != self.config.vocab_size:
             raise found.refusal(f"it has {logits.shape[-1]} logits, and a vocabulary of {self.config.vocab_size}")
         for call, same in zip(found.calls, counted.calls):
@@ -237,7 +238,6 @@ class TransformersForCausalLM(nn.Module):
     def begin_layer(self, layer_id: int, state: _ForwardPass, batch: ForwardBatch, pool: KVPool) -> _ForwardPass:
         asked, attention, head_dim = state.asked, self.attention[layer_id], self.config.head_dim
         assert asked is not None and asked.layer == layer_id, f"{asked} attends in place of layer {layer_id}"
-        assert isinstance(attention, RadixAttention)
         q, k, v = (
             x[0].transpose(0, 1).to(self.config.dtype).contiguous() for x in (asked.query, asked.key, asked.value)
         )
@@ -258,10 +258,17 @@ class TransformersForCausalLM(nn.Module):
 
     @torch.inference_mode()
     def attend(
-        self, layer_id: int, state: _ForwardPass, batch: ForwardBatch, place: int, view: KVView, segment: KVSegment
+        self,
+        layer_id: int,
+        state: _ForwardPass,
+        batch: ForwardBatch,
+        place: int,
+        view: KVView,
+        segment: KVSegment,
+        position: int,
     ) -> _ForwardPass:
         assert state.streamed is not None
-        state.streamed.attend(place, view, segment)
+        state.streamed.attend(place, view, segment, position)
         return state
 
     @torch.inference_mode()
