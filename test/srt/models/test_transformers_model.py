@@ -6,6 +6,7 @@ import copy
 import gc
 import json
 import random
+import threading
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -174,20 +175,53 @@ def test_a_layer_reads_and_writes_nothing_before_its_turn(pair: SimpleNamespace)
     assert_close(model.logits(state, batch), logits_of(pair.theirs, tokens)[-1:], "layer by layer")
 
 
-def test_a_pass_that_was_given_up_is_closed_by_the_next(pair: SimpleNamespace) -> None:
+def test_a_pass_that_is_given_up_leaves_nothing(pair: SimpleNamespace) -> None:
+    """Neither where it ends on its own thread, nor on another, and the next one is not disturbed."""
     (seq,) = pair.ours.start([pair.prompts[3]])
     batch, model, pool = pair.ours.batch([(seq, 8)]), pair.ours.model, pair.ours.pool
-    for num_layers in (0, 1):
+    batch.wants_hidden = True
+
+    def give_up(num_layers: int, held: list[Any]) -> None:
         state = model.embed(batch)
         for layer_id in range(num_layers):
             state = model.forward_layer(layer_id, state, batch, pool)
-        given_up = weakref.ref(state.asked.query)
-        del state
-        got = pair.ours.forward([(seq, 8)])
-        seq.num_cached = 0
-        gc.collect()
-        assert given_up() is None, "its tensors are kept"
-        assert_close(got, logits_of(pair.theirs, pair.prompts[3])[-1:], f"after {num_layers} layers")
+        given_up.append(weakref.ref(state.asked.query))
+        held.append(state)
+
+    for num_layers in (0, 1):
+        for is_same_thread in (True, False):
+            held: list[Any] = []
+            given_up: list[Any] = []
+            gc.disable()
+            try:
+                give_up(num_layers, held)
+                if is_same_thread:
+                    held.clear()
+                    assert given_up[0]() is None, "its tensors are kept"
+                else:
+                    in_thread(held.clear)
+                got = pair.ours.forward([(seq, 8)])
+                seq.num_cached = 0
+                assert given_up[0]() is None, "its tensors are kept beside the next pass"
+            finally:
+                gc.enable()
+            assert not model.model.base_model._forward_hooks
+            assert_close(got, logits_of(pair.theirs, pair.prompts[3])[-1:], f"after {num_layers} layers")
+
+
+def test_passes_of_a_thread_that_has_ended_disturb_no_others(pair: SimpleNamespace) -> None:
+    (seq,) = pair.ours.start([pair.prompts[3]])
+    batch = pair.ours.batch([(seq, 8)])
+    held: list[Any] = []
+    in_thread(lambda: held.append(pair.ours.model.embed(batch)))
+    got = pair.ours.forward([(seq, 8)])
+    assert_close(got, logits_of(pair.theirs, pair.prompts[3])[-1:], "beside it")
+
+
+def in_thread(work: Any) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
 
 
 class ShapesAlone:

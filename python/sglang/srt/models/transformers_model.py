@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from greenlet import greenlet
+from greenlet import getcurrent, greenlet
 from torch import nn
 from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
@@ -116,11 +116,12 @@ class _Asked:
 
 class _ForwardPass:
     """The forward pass of a batch, which stops wherever a layer attends, until it is given the result. On one thread.
-    One that does not come to its end is to be closed, as its stack keeps it and all its tensors."""
+    Nothing on its stack refers to it: one that does not come to its end is unwound with its last reference, and on
+    another thread than its own once that one runs the next pass."""
 
     def __init__(self, forward: Callable[[], torch.Tensor]) -> None:
+        self._greenlet = greenlet(_run)
         self._forward = forward
-        self._greenlet = greenlet(self._run)
         # None before the pass has begun, and at its end.
         self.asked: _Asked | None = None
         # At its end.
@@ -129,35 +130,40 @@ class _ForwardPass:
         self.attended: torch.Tensor | None = None
         self.streamed: StreamedAttention | None = None
 
-    def resume(self, attended: torch.Tensor | None = None) -> None:
+    def begin(self) -> None:
+        """Goes on to the first attention."""
+        self._go_on(self._forward)
+
+    def resume(self, attended: torch.Tensor) -> None:
         """Goes on to the next attention, or to the end. attended: (num_tokens, num_heads, head_dim), the result of
         what was asked for."""
-        if self.asked is not None and attended is not None:
-            query, value = self.asked.query, self.asked.value
-            attended = attended[None, ..., : value.shape[-1]].to(query.dtype)
-        self.asked = self._greenlet.switch(attended)
+        assert self.asked is not None
+        query, value = self.asked.query, self.asked.value
+        self._go_on(attended[None, ..., : value.shape[-1]].to(query.dtype))
 
-    def close(self) -> None:
-        if not self._greenlet.dead:
-            self._greenlet.throw()
+    def _go_on(self, given: Any) -> None:
+        found = self._greenlet.switch(given)
+        self.asked, self.logits = (None, found) if self._greenlet.dead else (found, None)
 
-    def _run(self, _: None) -> None:
-        with _using(self._ask):
-            self.logits = self._forward()
 
-    def _ask(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: Any,
-        kwargs: dict[str, Any],
-    ) -> torch.Tensor:
-        caller = self._greenlet.parent
-        assert caller is not None
-        found: torch.Tensor = caller.switch(_Asked(_layer_of(module), query, key, value, kwargs))
-        return found
+def _run(forward: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """The greenlet of a pass."""
+    with _using(_ask):
+        return forward()
+
+
+def _ask(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Any,
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    caller = getcurrent().parent
+    assert caller is not None
+    found: torch.Tensor = caller.switch(_Asked(_layer_of(module), query, key, value, kwargs))
+    return found
 
 
 class TransformersForCausalLM(nn.Module):
@@ -184,8 +190,6 @@ class TransformersForCausalLM(nn.Module):
         # Known once the layers were inspected, as is the attention of each.
         self.windows: list[int | None] = [None] * config.num_layers
         self.attention: list[RadixAttention] = []
-        # The pass that has begun last, until its end.
-        self._under_way: _ForwardPass | None = None
 
     def finish_loading(self) -> None:
         """Its layers are torch's own: there is nothing to pack."""
@@ -224,11 +228,8 @@ class TransformersForCausalLM(nn.Module):
 
     @torch.inference_mode()
     def embed(self, batch: ForwardBatch) -> _ForwardPass:
-        if (failed := self._under_way) is not None:
-            self._under_way = None
-            failed.close()
-        self._under_way = state = _ForwardPass(partial(self._forward_batch, batch))
-        state.resume()
+        state = _ForwardPass(partial(self._forward_batch, batch))
+        state.begin()
         return state
 
     def forward_layer(self, layer_id: int, state: _ForwardPass, batch: ForwardBatch, pool: KVPool) -> _ForwardPass:
@@ -277,8 +278,6 @@ class TransformersForCausalLM(nn.Module):
         if state.streamed is not None:
             state.streamed.write_to(state.attended)
         state.resume(state.attended)
-        if state.asked is None:
-            self._under_way = None
         return state
 
     def logits(self, state: _ForwardPass, batch: ForwardBatch) -> torch.Tensor:
