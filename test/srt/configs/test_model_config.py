@@ -201,7 +201,10 @@ def test_sliding_windows(tmp_path, changes, windows):
     path = write(tmp_path, **changes)
     assert ModelConfig.from_pretrained(path).windows == windows
     # Within the window attention is full.
-    assert ModelConfig.from_pretrained(path, context_length=100).windows == (None, None)
+    short = ModelConfig.from_pretrained(path, context_length=100)
+    assert short.windows == (None, None)
+    prints = {config.fingerprint("dummy") for config in (short, ModelConfig.from_pretrained(path))}
+    assert len(prints) == (1 if windows == (None, None) else 2)
 
 
 def test_a_mistral_without_a_window(tmp_path):

@@ -263,6 +263,9 @@ class ModelConfig:
             # Its long and its short factors rotate keys differently; the server's context decides which are used.
             original = self.rope_parameters["original_max_position_embeddings"]
             digest.update(f"long factors {self.context_length > original}".encode())
+        if any(window is not None for window in self.windows):
+            # Where the context is longer than the window, which the server's decides.
+            digest.update(f"windows {self.windows}".encode())
         if self.kv_dtype != self.dtype:
             digest.update(f"computed in {self.dtype}, scales {self.kv_scales}".encode())
         # A checkpoint that is quantised means the same numbers wherever it is dequantised.
