@@ -40,7 +40,8 @@ def poison(pool: Pool, frames: np.ndarray | torch.Tensor) -> None:
     if isinstance(frames, np.ndarray):
         frames = to_device(frames.astype(np.int64), pool.kv.device)
     if isinstance(pool, BorrowedPool):
-        is_strict = torch.tensor([pool.is_strict(place) for place in range(pool.slabs.num_slabs)])
-        frames = frames[~is_strict.repeat_interleave(pool.num_pages // pool.slabs.num_slabs)[frames]]
+        is_mapped = np.array([not pool.is_strict(place) for place in range(pool.slabs.num_slabs)])
+        pages = np.flatnonzero(is_mapped.repeat(pool.num_pages // pool.slabs.num_slabs))
+        frames = frames[torch.isin(frames, to_device(pages, frames.device))]
     for component in pool.kv_pages.components:
         component.view(torch.uint8).index_fill_(1, frames, 255)

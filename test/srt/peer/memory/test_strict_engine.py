@@ -219,8 +219,8 @@ def test_a_lender_that_ends_in_the_middle_of_a_streamed_request(
             for slab in engine.memory.pool._strict:
                 assert slab is not None
             engine.memory.pool._strict[:] = [slab._replace(token=b"?") for slab in engine.memory.pool._strict if slab]
-            for direction in engine.memory.pool._directions:
-                direction.plan = None
+            for state in engine.memory.pool._states:
+                state.plan = None
 
     def is_streamed() -> bool:
         for text in short:
