@@ -225,7 +225,7 @@ class ServerArgs:
         DEVICE,
         None,
         "on a GPU, the largest decode batch that is captured as a CUDA graph",
-        unset="--max-running-requests; none where transformers computes",
+        unset="as --max-running-requests; none where transformers computes",
     )
 
     page_size: int = arg(SCHEDULING, 1, "tokens per page of the KV cache")

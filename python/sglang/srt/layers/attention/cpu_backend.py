@@ -1,8 +1,9 @@
 """`CpuAttnBackend`: attention on the CPU that reads keys and values where they lie.
 
 Kernels in C read the pages of all requests at once: no Python runs per request. Other types than float32 and odd head
-sizes go to `TorchNativeAttnBackend`, which defines the result; with a mask, and capped scores, to `masked_attention`.
-Owns the plans of the forward batch it is working on. Writes no KV and reads only the slots that the segments name.
+sizes go to `TorchNativeAttnBackend`, which defines the result. With a mask they go to `masked_attention`, as do capped
+scores, and masks of `partial`. Owns the plans of the forward batch it is working on. Writes no KV and reads only the
+slots that the segments name.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from sglang.srt.mem_cache.kv_view import KVSegment, KVView, PagedSegments, segme
 
 @dataclass(frozen=True)
 class _Plans:
-    """The part of a batch's work that is the same in all layers with a window."""
+    """The part of a batch's work that is the same in all layers with the same window. longest: see
+    `longest_request`."""
 
     # What the plans were made for; a `PagedSegments` is known by its identity.
     batch: BatchKey | PagedSegments
@@ -60,11 +62,12 @@ class CpuAttnBackend:
         """q: (num_tokens, num_q_heads, head_dim). Returns the same shape and dtype, contiguous."""
         plans = self._plans
         if plans is None or not plans.matches(segments, view.page_size, meta.q_lens):
+            batch: BatchKey | PagedSegments
             if isinstance(segments, PagedSegments):
-                plans = _Plans(segments, longest_request(segments))
+                batch = segments
             else:
-                plans = _Plans(BatchKey.of(segments, view.page_size, meta.q_lens), longest_request(segments))
-            self._plans = plans
+                batch = BatchKey.of(segments, view.page_size, meta.q_lens)
+            plans = self._plans = _Plans(batch, longest_request(segments))
         window = None if meta.window is None or meta.window >= plans.longest else meta.window
         if meta.softcap is not None or not takes_heads(q, view.k):
             is_ordinary = window is None and meta.softcap is None and meta.sinks is None
