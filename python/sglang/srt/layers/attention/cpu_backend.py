@@ -1,9 +1,9 @@
 """`CpuAttnBackend`: attention on the CPU that reads keys and values where they lie.
 
 Kernels in C read the pages of all requests at once: no Python runs per request. Other types than float32 and odd head
-sizes go to `TorchNativeAttnBackend`, which defines the result. With a mask they go to `masked_attention`, as do capped
-scores, and masks of `partial`. Owns the plans of the forward batch it is working on. Writes no KV and reads only the
-slots that the segments name.
+sizes go to `TorchNativeAttnBackend`, which defines the result. With a mask they go to `masked_attention`, as do
+capped scores, and masks of `partial`. Owns the plans of the forward batch it is working on. Writes no KV and reads
+only the slots that the segments name.
 """
 
 from __future__ import annotations
