@@ -3,7 +3,7 @@
     python benchmark/bench_gpu_engine.py [--device cpu] [--parts prefill,decode,stream,documents] [--budget-s N]
                                          [--variant-s N] [--documents N] [--document-tokens N]
                                          [--piece-tokens N] [--fp8-weights] [--fp8-kv] [--io-backend NAME]
-                                         [--model-impl transformers]
+                                         [--model-impl transformers] [--experts]
 
 *Documents*: questions about documents that are on the host and not on the device, in rounds, as in LooGLE. A round's
 questions come at once and in random order, several to a document. Variants: no hierarchy; copies of pages of 32
@@ -13,8 +13,8 @@ a full batch, beside the time to read the weights and the KV once. *Stream*: a r
 twice as long, layer by layer through a stream cache. On the CPU the embedded model's shape, everything tiny: that
 shows that the script runs.
 
---fp8-weights and --fp8-kv are e4m3, --io-backend is that of *everything*, --model-impl is whose code computes; each
-has a report of its own.
+--fp8-weights and --fp8-kv are e4m3, --io-backend is that of *everything*, --model-impl is whose code computes,
+--experts takes the shape of Qwen3-30B-A3B, a mixture of experts; each has a report of its own.
 
 A variant that takes longer than --variant-s for its rounds is cut off. Its whole rounds until then count, and the row
 is marked. A part that fails is a row with its error, and an exit code of 1.
@@ -44,6 +44,7 @@ from common import percentiles, print_table, write_json
 from yardsticks import free_memory, matrix_flops, memory_bytes_per_s
 
 from sgl_kernel.quantized import MatrixFormat
+from sglang.srt.configs.experts import experts_of
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.model_families import NATIVE, TRANSFORMERS
 from sglang.srt.distributed.parallel_state import SINGLE_RANK
@@ -85,6 +86,46 @@ LLAMA_8B: dict[str, Any] = {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
     "vocab_size": 128256,
+}
+# The same of Qwen/Qwen3-30B-A3B.
+QWEN3_30B: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 151936,
+}
+# Of the mixture of experts on a CPU.
+TINY_EXPERTS: dict[str, Any] = {
+    "head_dim": 32,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "torch_dtype": "float32",
+    "vocab_size": 2048,
 }
 
 # As upstream's cache: first come, first served, shared once complete.
@@ -171,13 +212,19 @@ class Model:
     """Random weights, drawn on the device."""
 
     def __init__(
-        self, device: str, fp8_weights: bool = False, fp8_kv: bool = False, model_impl: str = NATIVE
+        self,
+        device: str,
+        fp8_weights: bool = False,
+        fp8_kv: bool = False,
+        model_impl: str = NATIVE,
+        has_experts: bool = False,
     ) -> None:
         self.device = device
         with tempfile.TemporaryDirectory() as folder:
             path = "embedded"
-            if device != "cpu":
-                Path(folder, "config.json").write_text(json.dumps(LLAMA_8B))
+            if has_experts or device != "cpu":
+                shape = LLAMA_8B if not has_experts else QWEN3_30B | (TINY_EXPERTS if device == "cpu" else {})
+                Path(folder, "config.json").write_text(json.dumps(shape))
                 path = folder
             self.config = ModelConfig.from_pretrained(path, model_impl=model_impl)
         if fp8_weights:
@@ -189,22 +236,37 @@ class Model:
         c = self.config
         self.token_bytes = 2 * c.num_layers * c.num_kv_heads * c.head_dim * c.kv_dtype.itemsize
         self._table = c.vocab_size * c.hf_config.hidden_size
+        self._experts = experts_of(c.architecture, c.hf_config)
         if model_impl == NATIVE:
             num_parameters = sum(math.prod(target.shape) for target in self.model.weight_targets().values())
         else:
             num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         tables = 1 if c.hf_config.tie_word_embeddings else 2
         self._body = num_parameters - tables * self._table
-        # The bytes that a decode reads: all but the table of embeddings, of which it reads a row per request.
-        of_body = 1 if fp8_weights else c.dtype.itemsize
-        self.weight_bytes = self._body * of_body + self._table * c.dtype.itemsize
+        self._of_body = 1 if fp8_weights else c.dtype.itemsize
+
+    def _of_experts(self, share: float) -> float:
+        """Parameters of the body if so large a share of the experts counts."""
+        if self._experts is None:
+            return self._body
+        each = 3 * self._experts.intermediate_size * self.config.hf_config.hidden_size
+        return self._body - (1 - share) * sum(self._experts.layers) * self._experts.num_experts * each
+
+    def weight_bytes(self, num_reqs: int) -> float:
+        """That a decode reads: all but the table of embeddings, of which it reads a row per request, and of experts
+        those that a request has, if each has any with the same probability."""
+        share = 1.0
+        if self._experts is not None:
+            share = 1 - (1 - self._experts.top_k / self._experts.num_experts) ** num_reqs
+        return self._of_experts(share) * self._of_body + self._table * self.config.dtype.itemsize
 
     def prefill_flops(self, num_tokens: int) -> float:
         """Multiplications and additions, causal attention and one row of logits."""
-        c = self.config
+        c, experts = self.config, self._experts
         pairs = num_tokens * (num_tokens + 1) / 2
         attention = 4.0 * c.num_layers * c.num_heads * c.head_dim * pairs
-        return 2.0 * self._body * num_tokens + attention + 2.0 * self._table
+        share = 1.0 if experts is None else experts.top_k / experts.num_experts
+        return 2.0 * self._of_experts(share) * num_tokens + attention + 2.0 * self._table
 
     def _build(self) -> Any:
         if self.device == "cpu":
@@ -444,7 +506,7 @@ class Bench:
                 wall = (rig.over_at[full[-1]] - rig.over_at[full[0]]) / (len(full) - 1)
                 busy = [rig.results[seq].seconds for seq in full[1:]]
             kv_bytes = batch * (context + output / 2) * self.model.token_bytes
-            floor = (self.model.weight_bytes + kv_bytes) / self.bytes_per_s
+            floor = (self.model.weight_bytes(batch) + kv_bytes) / self.bytes_per_s
             yield {
                 "batch": batch,
                 "context": context,
@@ -607,7 +669,10 @@ def main() -> None:
     parser.add_argument("--fp8-kv", action="store_true")
     parser.add_argument("--io-backend", default="auto")
     parser.add_argument("--model-impl", choices=(NATIVE, TRANSFORMERS), default=NATIVE)
+    parser.add_argument("--experts", action="store_true", help="the shape of Qwen3-30B-A3B, not of Llama-3.1-8B")
     args = parser.parse_args()
+    if args.experts and args.fp8_weights:
+        parser.error("experts are not kept in fp8: leave one of --experts and --fp8-weights out")
     deadline = time.monotonic() + args.budget_s
     sizes = Sizes() if args.device == "cuda" else TINY
     sizes = replace(
@@ -620,14 +685,14 @@ def main() -> None:
     settings = {**vars(args), "sizes": vars(sizes)}
     backend = "" if args.io_backend == "auto" else f"_{args.io_backend}"
     kind = f"{'_fp8' * args.fp8_weights}{'_fp8kv' * args.fp8_kv}{'_transformers' * (args.model_impl != NATIVE)}"
-    name = f"gpu_engine{kind}{backend}_{args.device}"
+    name = f"gpu_engine{'_experts' * args.experts}{kind}{backend}_{args.device}"
 
     def save(complete: bool = False) -> None:
         device = {"matrix_flops": bench.flops, "copy_bytes_per_s": bench.bytes_per_s}
         write_json(name, settings, rows, complete, device=device)
 
     began = time.monotonic()
-    model = Model(args.device, args.fp8_weights, args.fp8_kv, args.model_impl)
+    model = Model(args.device, args.fp8_weights, args.fp8_kv, args.model_impl, args.experts)
     bench = Bench(model, sizes, args.variant_s, deadline, args.io_backend)
     bench.measure_device()
     print(f"model and yardsticks after {time.monotonic() - began:.1f} s", flush=True)

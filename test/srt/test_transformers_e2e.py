@@ -1,4 +1,5 @@
-"""A real server whose model transformers computes: over HTTP, with host and disk, and started again."""
+"""A real server whose model transformers computes: over HTTP, with host and disk, and started again. Mixtures of
+experts also by native code, with two ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, PretrainedConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma2Config,
+    OlmoeConfig,
+    PretrainedConfig,
+    Qwen3MoeConfig,
+)
 
 from sglang.srt.configs.embedded_model import ensure_embedded_model
 from support.server_fixture import Server
@@ -30,7 +38,7 @@ def generate(server: Server, text: str) -> dict:
     return response.json()
 
 
-EXPERTS = dict(moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2)
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2)
 SHAPE = dict(
     vocab_size=2048,
     hidden_size=64,
@@ -63,12 +71,17 @@ def continued(theirs: Any, text: str) -> list[int]:
     return found[0, prompt.shape[1] :].tolist()
 
 
-def test_a_mixture_of_experts(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("config", "num_ranks"),
+    [(OlmoeConfig(**SHAPE, **EXPERTS), 1), (Qwen3MoeConfig(**SHAPE, **EXPERTS, moe_intermediate_size=32), 2)],
+    ids=["transformers", "native"],
+)
+def test_a_mixture_of_experts(tmp_path: Path, config: PretrainedConfig, num_ranks: int) -> None:
     model = tmp_path / "model"
-    want = continued(made(model, Qwen3MoeConfig(**SHAPE, **EXPERTS)), TEXT)
+    want = continued(made(model, config), TEXT)
     extra = json.dumps({"path": str(tmp_path / "store"), "prefetch_threshold": 64, "block_tokens": 64})
     for start in (1, 2):
-        flags = [*FLAGS.split(), "--hicache-storage-backend-extra-config", extra]
+        flags = [*FLAGS.split(), "--tp-size", str(num_ranks), "--hicache-storage-backend-extra-config", extra]
         with Server(*flags, model=str(model)) as server:
             for turn in range(2):
                 reply = generate(server, TEXT)
@@ -86,7 +99,7 @@ def test_a_mixture_of_experts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [Qwen3MoeConfig(**SHAPE, **EXPERTS), Gemma2Config(**SHAPE, sliding_window=100)], ids=["moe", "masked"]
+    "config", [OlmoeConfig(**SHAPE, **EXPERTS), Gemma2Config(**SHAPE, sliding_window=100)], ids=["moe", "masked"]
 )
 def test_a_prompt_longer_than_the_device(tmp_path: Path, config: PretrainedConfig) -> None:
     model = tmp_path / "model"

@@ -22,6 +22,7 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     MistralConfig,
+    OlmoeConfig,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -56,6 +57,7 @@ SHAPE = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+EXPERTS = dict(moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2)
 
 
 class Model:
@@ -100,18 +102,21 @@ MODELS = {
     "mistral": MistralConfig(**SHAPE, sliding_window=24),
     "qwen2": Qwen2Config(**SHAPE),
     "qwen3": Qwen3Config(**SHAPE, tie_word_embeddings=True),
+    "qwen3_moe": Qwen3MoeConfig(**SHAPE, **EXPERTS),
     # Computed by transformers, with our attention; the last has windows.
     "gpt2": GPT2Config(
         **{name: value for name, value in SHAPE.items() if name not in ("head_dim", "num_key_value_heads")}
     ),
     "gemma": GemmaConfig(**SHAPE),
-    "qwen3_moe": Qwen3MoeConfig(**SHAPE, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2),
+    "olmoe": OlmoeConfig(
+        **{name: value for name, value in SHAPE.items() if name != "head_dim"}, num_experts=4, num_experts_per_tok=2
+    ),
     # Tied, it would repeat its last token for ever.
     "gemma2": Gemma2Config(**SHAPE, sliding_window=24, tie_word_embeddings=False),
 }
 
 
-OF_TRANSFORMERS = ("gpt2", "gemma", "qwen3_moe", "gemma2")
+OF_TRANSFORMERS = ("gpt2", "gemma", "olmoe", "gemma2")
 not_emulated = pytest.mark.skipif(
     os.environ.get("SGLANG_TEST_DEVICE") == "emulated", reason="transformers needs the CPU or a real GPU"
 )
@@ -123,7 +128,7 @@ not_emulated = pytest.mark.skipif(
     scope="module",
     params=[
         *("llama", "qwen3"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral", "qwen2")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral", "qwen2", "qwen3_moe")),
         *(pytest.param(name, marks=(pytest.mark.slow, not_emulated)) for name in OF_TRANSFORMERS),
     ],
 )
@@ -258,7 +263,7 @@ def test_peer_hits(model: Model, fail_rate: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "mistral", *(pytest.param(each, marks=not_emulated) for each in ("qwen3_moe", "gemma2"))]
+    "name", ["llama", "mistral", *(pytest.param(each, marks=not_emulated) for each in ("olmoe", "gemma2"))]
 )
 @pytest.mark.parametrize("fail_rate", [0.0, pytest.param(0.5, marks=pytest.mark.slow)])
 def test_longer_than_device_and_host(tmp_path: Path, name: str, fail_rate: float) -> None:
@@ -409,7 +414,7 @@ SETUP = StorageSetup(
 @pytest.mark.sampled(1)
 @not_emulated
 @pytest.mark.parametrize(
-    "name", ["gpt2", "qwen3_moe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma", "gemma2"))]
+    "name", ["gpt2", "olmoe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma", "gemma2"))]
 )
 def test_every_tier_of_a_model_of_transformers(name: str, tmp_path: Path) -> None:
     """Cold and in chunks, from the device, from the host while half of the loads fail, and from the disk of an engine

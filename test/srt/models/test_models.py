@@ -12,12 +12,18 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from sglang.srt.configs.model_config import ModelConfig
@@ -45,6 +51,7 @@ BASE = dict(
     bos_token_id=None,
     eos_token_id=None,
 )
+EXPERTS = dict(num_experts=7, num_experts_per_tok=3, moe_intermediate_size=40, tie_word_embeddings=True)
 
 MODELS = {
     "llama": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": False}),
@@ -76,6 +83,19 @@ MODELS = {
     "phi3_window": (Phi3Config, Phi3ForCausalLM, {"head_dim": 8, "pad_token_id": 0, "sliding_window": 24}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"tie_word_embeddings": False, "num_attention_heads": 4}),
     "qwen3_tied_biased": (Qwen3Config, Qwen3ForCausalLM, {"tie_word_embeddings": True, "attention_bias": True}),
+    "mixtral": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    # Layers 0 and 2 are dense; a shared expert.
+    "qwen2_moe": (
+        Qwen2MoeConfig,
+        Qwen2MoeForCausalLM,
+        EXPERTS | {"shared_expert_intermediate_size": 40, "decoder_sparse_step": 2, "head_dim": 8},
+    ),
+    "qwen2_moe_unbiased": (
+        Qwen2MoeConfig,
+        Qwen2MoeForCausalLM,
+        EXPERTS | {"qkv_bias": False, "norm_topk_prob": True, "mlp_only_layers": [2], "head_dim": 8},
+    ),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, EXPERTS | {"norm_topk_prob": True}),
 }
 SEED = 3
 
@@ -175,9 +195,11 @@ def test_half_precision(pair, dtype):
     (seq,) = ours.start([tokens])
     got = ours.forward([(seq, 50)], all_rows=True)
     got = torch.cat((got, ours.forward([(seq, 40)], all_rows=True)))
+    # A token for which two experts are almost equally good takes one or the other: most tokens do not.
+    spread = torch.Tensor.std if pair.ours.model.config.experts is None else torch.Tensor.median
     # As far from the float32 result as transformers' own is in that type, give or take.
-    noise = (logits_of(theirs, tokens) - exact).std().item()
-    mine = (got - exact).std().item()
+    noise = spread((logits_of(theirs, tokens) - exact).abs()).item()
+    mine = spread((got - exact).abs()).item()
     assert mine < 1.5 * noise < 0.2 * exact.std().item(), f"seed {SEED}: {mine} beside transformers' {noise}"
 
 

@@ -12,8 +12,10 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Phi3Config,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
 )
 
@@ -45,6 +47,16 @@ MODELS = {
     "phi3_fused": Phi3Config(**{**BASE, "hidden_size": 48, "head_dim": 4}),
     "qwen2_one_kv_head_tied": Qwen2Config(**BASE | {"num_key_value_heads": 1}, tie_word_embeddings=True),
     "qwen3_two_kv_heads": Qwen3Config(**BASE | {"num_key_value_heads": 2}),
+    "mixtral": MixtralConfig(**BASE, num_local_experts=3, num_experts_per_tok=2),
+    # Its first layer is dense.
+    "qwen2_moe": Qwen2MoeConfig(
+        **BASE | {"hidden_size": 72},
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=36,
+        decoder_sparse_step=2,
+    ),
 }
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from sgl_kernel.quantized import MatrixFormat
+from sglang.srt.configs.experts import ExpertsConfig, experts_of
 from sglang.srt.configs.gguf_model import gguf_file_of
 from sglang.srt.configs.kv_cache_dtype import KVScales
 from sglang.srt.configs.model_families import NATIVE, TRANSFORMERS, pick_model_impl
@@ -89,8 +90,10 @@ class ModelConfig:
     # The rest is for native models only; transformers reads hf_config itself.
     # Width of the residual stream.
     hidden_size: int = 0
-    # Width inside the MLP.
+    # Width inside the MLP, where that is dense.
     intermediate_size: int = 0
+    # The other layers' mixtures; None for a dense model.
+    experts: ExpertsConfig | None = None
     rms_norm_eps: float = 0.0
     # Always with "rope_type", "rope_theta" and "original_max_position_embeddings", and with "factor" where the type
     # has one.
@@ -146,6 +149,7 @@ class ModelConfig:
             context_length=context,
             hidden_size=hf_config.hidden_size,
             intermediate_size=hf_config.intermediate_size,
+            experts=_experts(model_path, architecture, hf_config),
             num_layers=hf_config.num_hidden_layers,
             num_heads=num_heads,
             num_kv_heads=getattr(hf_config, "num_key_value_heads", None) or num_heads,
@@ -213,7 +217,16 @@ class ModelConfig:
         if self.model_impl == TRANSFORMERS:
             check_one_rank(num_ranks)
             return
-        check_tensor_parallel(num_ranks, self.num_heads, self.intermediate_size, self.num_kv_heads)
+        check_tensor_parallel(num_ranks, self.num_heads, self._widths, self.num_kv_heads)
+
+    @property
+    def _widths(self) -> tuple[int, ...]:
+        """Inside the feed-forward layers, each once."""
+        experts = self.experts
+        if experts is None:
+            return (self.intermediate_size,)
+        widths = (experts.intermediate_size, experts.shared_size) if any(experts.layers) else ()
+        return tuple(filter(None, (*widths, 0 if all(experts.layers) else self.intermediate_size)))
 
     @property
     def kv_dtype(self) -> torch.dtype:
@@ -322,6 +335,13 @@ def _pick_dtype(dtype: str, hf_config: Any) -> torch.dtype:
     raise unsupported_dtype(stored)
 
 
+def _experts(model_path: str, architecture: str, hf_config: Any) -> ExpertsConfig | None:
+    try:
+        return experts_of(architecture, hf_config)
+    except ValueError as error:
+        raise ModelConfigError(f"{model_path!r} cannot be served: {error}.") from error
+
+
 def _windows(hf_config: Any, context_length: int) -> tuple[int | None, ...]:
     """See `ModelConfig.windows`."""
     num_layers = hf_config.num_hidden_layers
@@ -330,13 +350,12 @@ def _windows(hf_config: Any, context_length: int) -> tuple[int | None, ...]:
         getattr(hf_config, name) if hasattr(type(hf_config), name) else None
         for name in ("sliding_window", "layer_types")
     )
-    if window is not None and window < 1:
-        raise ModelConfigError(f"A sliding_window of {window} hides a token from itself; it has to be 1 or more.")
-    if window is None or window >= context_length:
+    kinds = kinds or ["sliding_attention"] * num_layers
+    if window is None or window >= context_length or "sliding_attention" not in kinds:
         return (None,) * num_layers
-    return tuple(
-        window if kind == "sliding_attention" else None for kind in kinds or ["sliding_attention"] * num_layers
-    )
+    if window < 1:
+        raise ModelConfigError(f"A sliding_window of {window} hides a token from itself; it has to be 1 or more.")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _eos_token_ids(local_path: Path, hf_config: Any) -> tuple[int, ...]:

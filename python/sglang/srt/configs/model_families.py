@@ -12,8 +12,11 @@ MODEL_FAMILIES: dict[str, str] = {
     "MistralForCausalLM": "sglang.srt.models.mistral:MistralForCausalLM",
     # Its checkpoints hold fused projections and longrope factors; the layers are Mistral's.
     "Phi3ForCausalLM": "sglang.srt.models.mistral:MistralForCausalLM",
+    "MixtralForCausalLM": "sglang.srt.models.mistral:MixtralForCausalLM",
     "Qwen2ForCausalLM": "sglang.srt.models.qwen2:Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM": "sglang.srt.models.qwen2:Qwen2ForCausalLM",
     "Qwen3ForCausalLM": "sglang.srt.models.qwen3:Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM": "sglang.srt.models.qwen3:Qwen3ForCausalLM",
 }
 
 NATIVE = "native"

@@ -43,7 +43,7 @@ QUANTIZATION_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json"
 # Whole numbers of config.json.
 _SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-    *("head_dim", "vocab_size", "max_position_embeddings"),
+    *("head_dim", "vocab_size", "max_position_embeddings", "moe_intermediate_size", "num_experts_per_tok"),
 )
 _DTYPE_NAMES = ("float32", "float", "bfloat16", "float16", "half")
 
@@ -180,9 +180,10 @@ def pick_architecture(model_path: str, raw: dict[str, Any], model_impl: str = "a
     )
 
 
-def check_tensor_parallel(num_ranks: int, num_heads: int, intermediate_size: int, num_kv_heads: int) -> None:
-    """Raises ModelConfigError if the model cannot be divided over so many ranks."""
-    for what, number in (("attention heads", num_heads), ("intermediate rows", intermediate_size)):
+def check_tensor_parallel(num_ranks: int, num_heads: int, widths: Sequence[int], num_kv_heads: int) -> None:
+    """widths: inside the feed-forward layers. Raises ModelConfigError if the model cannot be divided over so many
+    ranks."""
+    for what, number in (("attention heads", num_heads), *(("intermediate rows", width) for width in widths)):
         if number % num_ranks:
             raise ModelConfigError(
                 f"The model's {number} {what} cannot be divided over {num_ranks} ranks; choose a --tp-size that "
@@ -262,10 +263,10 @@ def check_config(
     own = raw.get("max_position_embeddings")
     if isinstance(own, int) and context_length is not None:
         pick_context_length(context_length, own, rope_parameters_of(SimpleNamespace(**raw)))
-    num_heads, rows = raw.get("num_attention_heads"), raw.get("intermediate_size")
+    num_heads, rows = raw.get("num_attention_heads"), raw.get("moe_intermediate_size", raw.get("intermediate_size"))
     num_kv_heads = raw.get("num_key_value_heads") or num_heads
     if isinstance(num_heads, int) and isinstance(rows, int) and isinstance(num_kv_heads, int):
-        check_tensor_parallel(num_ranks, num_heads, rows, num_kv_heads)
+        check_tensor_parallel(num_ranks, num_heads, (rows,), num_kv_heads)
     return impl
 
 

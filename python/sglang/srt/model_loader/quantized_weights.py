@@ -78,6 +78,8 @@ def _reason_to_dequantize(
 ) -> str | None:
     if device.type != "cuda":
         return "on a CPU there is no faster kernel"
+    if config.experts is not None:
+        return "no kernel reads experts that are quantized"
     if config.dtype not in (torch.bfloat16, torch.float16):
         return "kernels are for bfloat16 and float16"
     if not (stored.is_int or has_e4m3(device)):

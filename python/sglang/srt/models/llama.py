@@ -1,4 +1,4 @@
-"""The dense decoder: Llama, and by small variations most other families.
+"""The decoder: Llama, and by small variations most other families.
 
 Owns this rank's part of the weights: attention heads, rows of the feed-forward layers and of the vocabulary. KV lives
 in the pool that each call brings; the model never waits for it: the executor calls layer by layer and opens each
@@ -14,11 +14,12 @@ from torch import nn
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.quantization import UNUSED
-from sglang.srt.distributed.parallel_state import TensorParallelGroup
+from sglang.srt.distributed.parallel_state import SINGLE_RANK, Shard, TensorParallelGroup
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.kv_scale import kv_scale_of
 from sglang.srt.layers.layernorm import QKNorm, RMSNorm
 from sglang.srt.layers.linear import GatedLinear, MergedColumnParallelLinear, RowParallelLinear, Weight
+from sglang.srt.layers.mixture import Experts, Mixture
 from sglang.srt.layers.radix_attention import AttentionBatch, RadixAttention, StreamedAttention
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding, Rotation
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
@@ -97,9 +98,10 @@ class LlamaAttention(nn.Module):
 
 
 class LlamaMLP(nn.Module):
-    def __init__(self, config: ModelConfig, group: TensorParallelGroup) -> None:
+    """shard: this rank's part of the width inside. group: the ranks over which the result is summed."""
+
+    def __init__(self, config: ModelConfig, shard: Shard, group: TensorParallelGroup) -> None:
         super().__init__()
-        shard = group.shard(config.intermediate_size)
         bias, dtype, stored_as = config.mlp_bias, config.dtype, config.weight_format
         self.gate_up_proj = GatedLinear(config.hidden_size, shard, bias, dtype, stored_as)
         self.down_proj = RowParallelLinear(shard, config.hidden_size, bias, dtype, group, stored_as)
@@ -112,10 +114,14 @@ class LlamaMLP(nn.Module):
 
 
 class LlamaDecoderLayer(nn.Module):
-    def __init__(self, config: ModelConfig, self_attn: LlamaAttention, group: TensorParallelGroup) -> None:
+    """mlp_name: its name in checkpoints."""
+
+    def __init__(
+        self, config: ModelConfig, self_attn: LlamaAttention, mlp: LlamaMLP | Mixture, mlp_name: str
+    ) -> None:
         super().__init__()
         self.self_attn = self_attn
-        self.mlp = LlamaMLP(config, group)
+        self.mlp, self.mlp_name = mlp, mlp_name
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
 
@@ -135,18 +141,21 @@ class LlamaDecoderLayer(nn.Module):
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         targets = {f"self_attn.{name}": target for name, target in self.self_attn.weight_targets().items()}
-        targets |= {f"mlp.{name}": target for name, target in self.mlp.weight_targets().items()}
+        targets |= {f"{self.mlp_name}.{name}": target for name, target in self.mlp.weight_targets().items()}
         targets["input_layernorm.weight"] = WeightTarget.whole(self.input_layernorm.weight)
         targets["post_attention_layernorm.weight"] = WeightTarget.whole(self.post_attention_layernorm.weight)
         return targets
 
 
 class LlamaForCausalLM(nn.Module):
-    """See `CausalLM`. A family that differs overrides the class attribute, `biases` or `make_attention`.
+    """See `CausalLM`. A family that differs overrides class attributes, `biases` or `make_attention`.
 
     group: the ranks that share the model; all call the same methods in the same order, on one thread each."""
 
     qk_norm = False
+    # In checkpoints: of a feed-forward layer, and of gate, up and down in an expert.
+    mlp_name = "mlp"
+    expert_names = ("gate_proj", "up_proj", "down_proj")
 
     def __init__(self, config: ModelConfig, attn_backend: AttentionBackend, group: TensorParallelGroup) -> None:
         super().__init__()
@@ -158,7 +167,12 @@ class LlamaForCausalLM(nn.Module):
         vocab = (config.vocab_size, config.hidden_size, config.dtype, group)
         self.embed_tokens = VocabParallelEmbedding(*vocab)
         self.layers = nn.ModuleList(
-            LlamaDecoderLayer(config, self.make_attention(config, layer_id, attn_backend), group)
+            LlamaDecoderLayer(
+                config,
+                self.make_attention(config, layer_id, attn_backend),
+                self._make_mlp(config, layer_id),
+                self.mlp_name,
+            )
             for layer_id in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
@@ -172,6 +186,16 @@ class LlamaForCausalLM(nn.Module):
     def make_attention(self, config: ModelConfig, layer_id: int, attn_backend: AttentionBackend) -> LlamaAttention:
         qkv_bias, o_bias = self.biases(config)
         return LlamaAttention(config, layer_id, attn_backend, self.group, qkv_bias, o_bias, self.qk_norm)
+
+    def _make_mlp(self, config: ModelConfig, layer_id: int) -> LlamaMLP | Mixture:
+        experts, group = config.experts, self.group
+        if experts is None or not experts.layers[layer_id]:
+            return LlamaMLP(config, group.shard(config.intermediate_size), group)
+        shared = None
+        if experts.shared_size:
+            # The mixture sums over ranks.
+            shared = LlamaMLP(config, group.shard(experts.shared_size), SINGLE_RANK)
+        return Mixture(experts, config.hidden_size, config.dtype, group, self.expert_names, shared)
 
     @torch.inference_mode()
     def embed(self, batch: ForwardBatch) -> DecoderState:
@@ -265,7 +289,7 @@ class LlamaForCausalLM(nn.Module):
     def finish_loading(self) -> None:
         """Called once, when the weights are complete. Packs them for the kernels that need it."""
         for module in self.modules():
-            if isinstance(module, Weight):
+            if isinstance(module, Weight | Experts):
                 module.finish_loading()
 
     def parts_of_fused(self, name: str) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5, dense: Llama with biases on queries, keys and values."""
+"""Qwen2 and Qwen2.5, dense or of experts: Llama with biases on queries, keys and values."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ from sglang.srt.models.llama import LlamaForCausalLM
 
 class Qwen2ForCausalLM(LlamaForCausalLM):
     def biases(self, config: ModelConfig) -> tuple[bool, bool]:
-        return True, False
+        return getattr(config.hf_config, "qkv_bias", True), False

@@ -1,4 +1,4 @@
-"""Qwen3, dense: Llama with normalised queries and keys."""
+"""Qwen3, dense or of experts: Llama with normalised queries and keys."""
 
 from __future__ import annotations
 

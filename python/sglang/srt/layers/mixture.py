@@ -1,0 +1,189 @@
+"""`Mixture`: a feed-forward layer of experts, of which each token takes a few. Divided over ranks like a dense one.
+
+Owns this rank's part of every expert: some of the width inside, so that all ranks compute the same tokens. Shazeer et
+al. 2017, "Outrageously Large Neural Networks", section 2: the output is the sum of the chosen experts' outputs, each
+times its weight, the softmax over all experts.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from sgl_kernel import elementwise
+from sgl_kernel.cpu.library import takes
+from sgl_kernel.cpu.packed_weight import PackedGate, PackedWeight
+from sglang.srt.configs.experts import ExpertsConfig
+from sglang.srt.distributed.parallel_state import Shard, TensorParallelGroup
+from sglang.srt.layers.linear import Weight
+from sglang.srt.layers.weights import WeightTarget
+
+# Where no kernel multiplies groups, each expert computes so many tokens at a time, whether it is theirs or not.
+_MASKED_TOKENS = 256
+# The kernel reads rows in pieces of so many bytes.
+_ALIGNMENT = 16
+
+
+class FeedForward(Protocol):
+    """A layer of (num_tokens, hidden_size) to the same shape."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def weight_targets(self) -> dict[str, WeightTarget]: ...
+
+
+class Experts(nn.Module):
+    """gate_up: (num_experts, 2 * shard.size, hidden_size), the gate's rows above up's. down: (num_experts,
+    hidden_size, shard.size). None once packed. shard: this rank's part of the width inside an expert."""
+
+    def __init__(self, num_experts: int, hidden_size: int, shard: Shard, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.num_experts, self.shard = num_experts, shard
+
+        def empty(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+
+        self.gate_up: nn.Parameter | None = empty(num_experts, 2 * shard.size, hidden_size)
+        self.down: nn.Parameter | None = empty(num_experts, hidden_size, shard.size)
+        self._packed: list[tuple[PackedGate, PackedWeight]] = []
+
+    def finish_loading(self) -> None:
+        """As of `Weight`."""
+        gate_up, down = self._loaded()
+        if takes(gate_up):
+            self.gate_up = self.down = None
+            self._packed = [(PackedGate(gate), PackedWeight(out)) for gate, out in zip(gate_up, down)]
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """x: (num_tokens, hidden_size). chosen: (num_tokens, top_k) int64, experts; weights: the same shape, float32.
+        Returns (num_tokens, hidden_size), this rank's part of the sum over a token's experts."""
+        if not len(x):
+            return torch.empty_like(x)
+        if x.is_cpu:
+            return self._one_by_one(x, chosen, weights)
+        if _multiplies_groups(*self._loaded()):
+            return self._in_groups(x, chosen, weights)
+        return torch.cat(
+            [self._masked(*each) for each in zip(*(t.split(_MASKED_TOKENS) for t in (x, chosen, weights)))]
+        )
+
+    def _one_by_one(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Waits for what was chosen. With packed weights a token's result does not depend on the others."""
+        top_k = chosen.shape[1]
+        places = chosen.flatten().argsort(stable=True)
+        outputs = x.new_empty(chosen.numel(), x.shape[1])
+        begin = 0
+        for expert, end in enumerate(chosen.flatten().bincount(minlength=self.num_experts).cumsum(0).tolist()):
+            if end > begin:
+                mine = places[begin:end]
+                outputs[mine] = self._compute(expert, x[mine // top_k])
+            begin = end
+        outputs = outputs.view(*chosen.shape, -1)
+        total = outputs[:, 0].float() * weights[:, :1]
+        for place in range(1, top_k):
+            total.addcmul_(outputs[:, place].float(), weights[:, place : place + 1])
+        return total.to(x.dtype)
+
+    def _compute(self, expert: int, x: torch.Tensor) -> torch.Tensor:
+        if self._packed:
+            gate, down = self._packed[expert]
+            return down.linear(gate.linear(x))
+        gate_up, out = self._loaded()
+        return F.linear(elementwise.silu_and_mul(F.linear(x, gate_up[expert])), out[expert])
+
+    def _in_groups(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Tokens in the order of their experts, each of which multiplies its own. Waits for nothing."""
+        gate_up, down = self._loaded()
+        experts, places = chosen.flatten().sort(stable=True)
+        every = torch.arange(self.num_experts, device=x.device)
+        ends = torch.searchsorted(experts, every, right=True, out_int32=True)
+        inside = F.grouped_mm(x[places // chosen.shape[1]], gate_up.transpose(1, 2), offs=ends)
+        sorted_outputs = F.grouped_mm(elementwise.silu_and_mul(inside), down.transpose(1, 2), offs=ends)
+        outputs = torch.empty_like(sorted_outputs).index_copy_(0, places, sorted_outputs)
+        return _weighted_sum(outputs.view(*chosen.shape, -1), weights)
+
+    def _masked(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Every expert computes every token. Waits for nothing."""
+        gate_up, down = self._loaded()
+        every = x.expand(self.num_experts, *x.shape)
+        inside = elementwise.silu_and_mul(torch.bmm(every, gate_up.transpose(1, 2)).flatten(0, 1))
+        outputs = torch.bmm(inside.view(self.num_experts, len(x), -1), down.transpose(1, 2))
+        tokens = torch.arange(len(x), device=x.device)
+        return _weighted_sum(outputs[chosen, tokens[:, None]], weights)
+
+    def _loaded(self) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.gate_up is not None and self.down is not None, "packed weights are not read as they were"
+        return self.gate_up, self.down
+
+    def weight_targets(self, names: tuple[str, str, str]) -> dict[str, WeightTarget]:
+        """names: of an expert's gate, up and down in the checkpoint. "<expert>.<name>.weight" -> a part of a
+        parameter."""
+        (gate_up, down), shard, targets = self._loaded(), self.shard, {}
+        gate, up, out = names
+        for expert in range(self.num_experts):
+            for name, rows in zip((gate, up), gate_up[expert].chunk(2)):
+                shape = (shard.full, rows.shape[1])
+                targets[f"{expert}.{name}.weight"] = WeightTarget(rows, shape, 0, shard.start)
+            shape = (down.shape[1], shard.full)
+            targets[f"{expert}.{out}.weight"] = WeightTarget(down[expert], shape, 1, shard.start)
+        return targets
+
+
+class Mixture(nn.Module):
+    """names: of an expert's gate, up and down in checkpoints. shared: the expert that computes every token besides;
+    its result is this rank's part."""
+
+    def __init__(
+        self,
+        config: ExpertsConfig,
+        hidden_size: int,
+        dtype: torch.dtype,
+        group: TensorParallelGroup,
+        names: tuple[str, str, str],
+        shared: FeedForward | None,
+    ) -> None:
+        super().__init__()
+        self.names = names
+        self.top_k, self.is_normalized, self.group = config.top_k, config.is_normalized, group
+        self.gate = Weight(config.num_experts, hidden_size, dtype)
+        shard = group.shard(config.intermediate_size)
+        self.experts = Experts(config.num_experts, hidden_size, shard, dtype)
+        self.shared_expert = shared
+        self.shared_expert_gate = None if shared is None else Weight(1, hidden_size, dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (num_tokens, hidden_size), the same on every rank, as is the result, (num_tokens, hidden_size)."""
+        weights, chosen = self.gate.product(x).softmax(-1, torch.float32).topk(self.top_k)
+        if self.is_normalized:
+            weights = weights / weights.sum(-1, keepdim=True)
+        out = self.experts(x, chosen, weights)
+        if self.shared_expert is not None and self.shared_expert_gate is not None:
+            out = out.addcmul_(self.shared_expert_gate.product(x).sigmoid(), self.shared_expert(x))
+        return self.group.all_reduce(out)
+
+    def weight_targets(self) -> dict[str, WeightTarget]:
+        targets = {f"experts.{name}": target for name, target in self.experts.weight_targets(self.names).items()}
+        targets["gate.weight"] = WeightTarget.whole(self.gate.loaded())
+        if self.shared_expert is not None and self.shared_expert_gate is not None:
+            targets |= {f"shared_expert.{name}": t for name, t in self.shared_expert.weight_targets().items()}
+            targets["shared_expert_gate.weight"] = WeightTarget.whole(self.shared_expert_gate.loaded())
+        return targets
+
+
+def _multiplies_groups(*weights: torch.Tensor) -> bool:
+    """Whether torch has a kernel for them that takes the groups from the device. Elsewhere `grouped_mm` would copy
+    their sizes to the host, and wait."""
+    return all(
+        weight.dtype == torch.bfloat16
+        and weight.stride(1) * weight.element_size() % _ALIGNMENT == 0
+        and (weight.is_meta or torch.cuda.get_device_capability(weight.device) >= (9, 0))
+        for weight in weights
+    )
+
+
+def _weighted_sum(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """outputs: (num_tokens, top_k, hidden_size). Returns (num_tokens, hidden_size)."""
+    return torch.bmm(weights.to(outputs.dtype)[:, None], outputs)[:, 0]

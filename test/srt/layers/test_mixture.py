@@ -1,0 +1,92 @@
+"""Mixtures of experts against one token at a time, by each of the ways in which devices compute them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from sglang.srt.configs.experts import ExpertsConfig
+from sglang.srt.distributed.parallel_state import SINGLE_RANK, Shard
+from sglang.srt.layers.mixture import Experts, Mixture
+
+WAYS = ("_one_by_one", "_in_groups", "_masked")
+HIDDEN, WIDTH = 24, 40
+
+
+def make_experts(num_experts: int, dtype: torch.dtype, seed: int) -> Experts:
+    experts = Experts(num_experts, HIDDEN, Shard(WIDTH, 0, WIDTH), dtype)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in experts.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return experts
+
+
+def drawn(num_tokens: int, num_experts: int, top_k: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
+    """x, chosen and weights."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_tokens, HIDDEN, generator=generator).to(dtype)
+    # Some experts are chosen by no token.
+    likely = torch.rand(num_tokens, num_experts, generator=generator) + (torch.arange(num_experts) % 3 == 0)
+    weights, chosen = likely.softmax(-1).topk(top_k)
+    return [x, chosen, weights]
+
+
+def one_token(experts: Experts, x: torch.Tensor, chosen: list[int], weights: list[float]) -> torch.Tensor:
+    total = torch.zeros(HIDDEN, dtype=torch.float64)
+    for expert, weight in zip(chosen, weights):
+        gate, up = (experts.gate_up[expert].double() @ x.double()).chunk(2)
+        total += weight * (experts.down[expert].double() @ (F.silu(gate) * up))
+    return total
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
+def test_each_way_computes_the_sum_over_a_tokens_experts(
+    way: str, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sglang.srt.layers.mixture._MASKED_TOKENS", 5)
+    rng = random.Random(4)
+    for seed in range(12):
+        num_experts = rng.choice((1, 2, 5, 16))
+        top_k, num_tokens = rng.randint(1, num_experts), rng.choice((1, 2, 7, 33))
+        experts = make_experts(num_experts, dtype, seed)
+        x, chosen, weights = drawn(num_tokens, num_experts, top_k, dtype, seed)
+        got = getattr(experts, way)(x, chosen, weights)
+        assert got.shape == x.shape and got.dtype == dtype
+        want = torch.stack([one_token(experts, *each) for each in zip(x, chosen.tolist(), weights.tolist())])
+        error = ((got.double() - want).abs().max() / want.abs().max()).item()
+        assert error < tolerance, f"seeds 4, {seed}: {num_tokens} tokens, {top_k} of {num_experts}: off by {error}"
+
+
+def test_in_the_kernel_of_a_cpu_a_token_does_not_depend_on_others() -> None:
+    experts = make_experts(6, torch.float32, 1)
+    experts.finish_loading()
+    assert experts.gate_up is None, "no kernel took the weights"
+    batch = drawn(50, 6, 3, torch.float32, 2)
+    together = experts(*batch)
+    for rows in (slice(0, 1), slice(7, 9), slice(20, 50)):
+        assert torch.equal(experts(*(each[rows] for each in batch)), together[rows])
+
+
+def test_a_shared_expert_and_no_tokens() -> None:
+    """The shared expert's weight is the sigmoid of a gate of its own; the chosen ones' weights add up to 1 or not."""
+    torch.manual_seed(3)
+    shared = torch.nn.Linear(HIDDEN, HIDDEN)
+    x = torch.randn(9, HIDDEN)
+    with torch.inference_mode():
+        for is_normalized in (False, True):
+            config = ExpertsConfig(5, 2, WIDTH, is_normalized, HIDDEN, (True,))
+            mixture = Mixture(config, HIDDEN, torch.float32, SINGLE_RANK, ("gate", "up", "down"), shared)
+            for parameter in (*mixture.experts.parameters(), mixture.gate.weight, mixture.shared_expert_gate.weight):
+                parameter.copy_(torch.randn_like(parameter) * 0.3)
+            likely = (x @ mixture.gate.weight.T).softmax(-1)
+            weights, chosen = likely.topk(2)
+            if is_normalized:
+                weights /= weights.sum(-1, keepdim=True)
+            want = mixture.experts(x, chosen, weights)
+            want += (x @ mixture.shared_expert_gate.weight.T).sigmoid() * shared(x)
+            assert torch.allclose(mixture(x), want, atol=1e-5)
+            assert mixture(x[:0]).shape == (0, HIDDEN)
