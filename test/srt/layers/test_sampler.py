@@ -8,10 +8,24 @@ from dataclasses import replace
 import pytest
 import torch
 
+from sgl_kernel.cpu.library import LIBRARY
 from sglang.srt.layers.sampler import Sampler, random_uniform
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 from support import fake_flashinfer
+
+
+@pytest.fixture(autouse=True, params=["C", "torch"])
+def way(request, monkeypatch):
+    """Who draws: the CPU's kernel, or torch, as where there is no compiler, and on GPUs."""
+    if request.param == "torch":
+        monkeypatch.setattr("sglang.srt.layers.sampler.takes", lambda logits: False)
+    elif not LIBRARY.is_available():
+        pytest.skip("no C compiler")
+
+
+by_torch = pytest.mark.parametrize("way", ["torch"], indirect=True)
+by_the_kernel = pytest.mark.parametrize("way", ["C"], indirect=True)
 
 
 def info(n, vocab_size, temperature=1.0, top_p=1.0, top_k=-1, min_p=0.0, seed=0, position=0):
@@ -76,6 +90,7 @@ def test_distribution(temperature, top_k, top_p, seed):
     assert abs(off) < 5, f"seed {seed}: chi-square is {off} standard deviations off"
 
 
+@by_torch
 @pytest.mark.parametrize("vary", ["seed", "position", "both"])
 def test_random_numbers_are_uniform_and_unrelated(vary):
     n = 100000
@@ -192,6 +207,7 @@ def cut_batch(seed):
     return logits, batch
 
 
+@by_torch
 @pytest.mark.parametrize("seed", range(5))
 def test_a_device_that_is_not_asked_gives_the_same_tokens(monkeypatch, seed):
     logits, batch = cut_batch(seed)
@@ -200,6 +216,7 @@ def test_a_device_that_is_not_asked_gives_the_same_tokens(monkeypatch, seed):
     assert torch.equal(Sampler()(logits, batch), want)
 
 
+@by_torch
 @pytest.mark.parametrize("seed", range(5))
 def test_kernels_that_cut_give_the_same_tokens(seed):
     logits, batch = cut_batch(seed)
@@ -209,6 +226,7 @@ def test_kernels_that_cut_give_the_same_tokens(seed):
     assert calls["top_k_renorm_probs"].called and calls["top_p_renorm_probs"].called
 
 
+@by_torch
 def test_a_top_k_of_more_than_32_bits_keeps_all_beside_one_that_cuts():
     """The kernels take it as an int32."""
     logits, positions = (
@@ -224,6 +242,84 @@ def test_a_top_k_of_more_than_32_bits_keeps_all_beside_one_that_cuts():
         assert tokens[0] == alone[0]
 
 
+def drawn_rightly(logits, batch, i, token):
+    """Whether a row's random number lies in the token's part of the sum of what is kept, give or take a rounding. The
+    place where top-p cuts may depend on one, too."""
+    weights = ((logits[i].double() - logits[i].double().max()) / batch.temperatures[i].double()).exp()
+    ordered = weights.sort(descending=True).values
+    before = (ordered.cumsum(0) - ordered) / weights.sum()
+    uniform = random_uniform(batch.seeds[i : i + 1], batch.positions[i : i + 1]).item()
+    for factor in (1 - 1e-5, 1.0, 1 + 1e-5):
+        top_p = batch.top_ps[i].item() * factor if batch.top_ps[i] < 1 else 2.0
+        num_kept = max(1, min(int((before < top_p).sum()), int(batch.top_ks[i])))
+        # float32 tells fewer weights apart.
+        least = max(ordered[num_kept - 1].item(), batch.min_ps[i].item()) * (1 - 1e-6)
+        kept = torch.where(weights >= least, weights, 0.0)
+        sums = kept.cumsum(0) / kept.sum()
+        if kept[token] > 0 and sums[token] - kept[token] / kept.sum() - 1e-6 <= uniform <= sums[token] + 1e-6:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_large_vocabularies(seed):
+    """Peaked and flat rows, with and without ties, by each of the ways of cutting and by several."""
+    g = torch.Generator().manual_seed(seed)
+    n, vocab_size = 60, (5000, 70_001, 16_384, 20_007)[seed]
+    spread = torch.tensor((0.01, 1.0, 3.0, 8.0))[torch.randint(0, 4, (n, 1), generator=g)]
+    logits = torch.randn(n, vocab_size, generator=g) * spread
+    logits[::4] = (logits[::4] * 2).round() / 2
+    logits[1::8] = 0.0  # all alike
+    logits[3::8, : vocab_size // 2] = -math.inf
+    columns = {
+        "temperature": (0.0, 0.3, 1.0, 1.7),
+        "top_k": (-1, 1, 20, 3000),
+        "top_p": (1.0, 0.001, 0.9, 0.999),
+        "min_p": (0.0, 0.0, 1e-5, 0.3),
+    }
+    drawn = {name: [values[c] for c in torch.randint(0, 4, (n,), generator=g)] for name, values in columns.items()}
+    batch = info(n, vocab_size, **drawn, seed=list(range(n)), position=seed)
+    tokens = Sampler()(logits, batch).tolist()
+    for i, token in enumerate(tokens):
+        if batch.temperatures[i] == 0:
+            assert token == int(logits[i].argmax()), f"seed {seed}, row {i}"
+        else:
+            assert drawn_rightly(logits, batch, i, token), f"seed {seed}, row {i}: {token}"
+
+
+def test_the_likeliest_is_the_first_of_several():
+    logits = torch.randint(0, 9, (50, 1003), generator=torch.Generator().manual_seed(6)).float()
+    logits[7, 900], logits[8, 4], logits[9] = math.nan, math.nan, -math.inf
+    want = [int(row.isnan().nonzero()[0]) if row.isnan().any() else row.tolist().index(row.max()) for row in logits]
+    assert Sampler()(logits, info(50, 1003, temperature=0.0)).tolist() == want
+    assert Sampler()(logits[:1, :3].clone(), info(1, 3, temperature=0.0)).tolist() == [int(logits[0, :3].argmax())]
+
+
+def test_a_row_of_nan_draws_the_last_token():
+    logits = torch.randn(4, 90, generator=torch.Generator().manual_seed(1))
+    logits[0, 7], logits[1], logits[2, 88] = math.nan, -math.inf, math.inf
+    for top_k in (-1, 5):
+        assert Sampler()(logits, info(4, 90, top_k=top_k)).tolist()[:3] == [89, 89, 89]
+
+
+@by_the_kernel
+@pytest.mark.parametrize("extreme", [0.0, 1 - 2.0**-53])
+@pytest.mark.parametrize("top_p", [1.0, 0.99])
+def test_extreme_random_numbers_of_many_tokens(monkeypatch, extreme, top_p):
+    """Sums are rounded in other orders than the one in which tokens are looked for."""
+    monkeypatch.setattr(
+        "sglang.srt.layers.sampler.random_uniform",
+        lambda s, p: torch.full((s.shape[0],), extreme, dtype=torch.float64),
+    )
+    logits = torch.randn(20, 30_011, generator=torch.Generator().manual_seed(2))
+    logits[:, :3] = logits[:, -3:] = -1e5
+    kept = logits >= -1e4 if top_p == 1 else torch.stack([expected_probs(row, 1.0, -1, top_p) > 0 for row in logits])
+    for row, token in zip(kept, Sampler()(logits, info(20, 30_011, top_p=top_p)).tolist()):
+        places = row.nonzero().flatten()
+        assert token in (places[:2] if extreme == 0 else places[-2:])
+
+
+@by_torch
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("with_kernels", [True, False])

@@ -6,6 +6,8 @@ from __future__ import annotations
 import torch
 
 from sgl_kernel import sampling as kernels
+from sgl_kernel.cpu import sampling as cpu_sampling
+from sgl_kernel.cpu.library import takes
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo, SamplingCuts
 
 # Constants of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators), as signed integers.
@@ -47,6 +49,9 @@ class Sampler:
     @torch.inference_mode()
     def __call__(self, logits: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
         """logits: (n, vocab_size) float32. Returns (n,) int64."""
+        if takes(logits):
+            uniforms = None if info.is_all_greedy else random_uniform(info.seeds, info.positions)
+            return cpu_sampling.draw(logits, info.temperatures, info.top_ks, info.top_ps, info.min_ps, uniforms)
         if info.is_all_greedy or logits.shape[0] == 0:
             return logits.argmax(dim=-1)
 

@@ -23,6 +23,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "cpu_copy_pages": (None, [*[_pointer] * 4, *[_size] * 3]),
     "cpu_rmsnorm": (None, [_pointer, _pointer, _pointer, _pointer, _size, _size, _float, _int]),
     "cpu_store_rows": (None, [_pointer, _pointer, _pointer, *[_size] * 6]),
+    "cpu_draw": (None, [_pointer, *[_size] * 3, *[_pointer] * 6, _int]),
     "cpu_rope": (None, [_pointer, _pointer, _pointer, *[_size] * 5, _int]),
 }
 
@@ -31,7 +32,7 @@ LIBRARY = NativeLibrary(
     "cpu",
     (
         *("cpu_vector.h", "cpu_tile.h", "cpu_attention.h", "cpu_pool.h", "cpu_pool.c"),
-        *("cpu_linear.c", "cpu_decode.c", "cpu_extend.c", "cpu_elementwise.c", "cpu_copy.c"),
+        *("cpu_linear.c", "cpu_decode.c", "cpu_extend.c", "cpu_elementwise.c", "cpu_copy.c", "cpu_sample.c"),
     ),
     _FUNCTIONS,
     "a model computes up to three times slower in torch",
