@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save, save_file
 
 from sglang.srt.configs import model_config, weights_digest
+from sglang.srt.configs.experts import ExpertsConfig
 from sglang.srt.configs.model_config import ModelConfig, ModelConfigError
 
 LLAMA = {
@@ -169,6 +170,47 @@ def test_rope_of_old_and_new_configs(tmp_path, changes, rope_type, theta, factor
 def test_refuses_with_a_reason(tmp_path, changes, sentence):
     with pytest.raises(ModelConfigError, match=sentence):
         ModelConfig.from_pretrained(write(tmp_path, **changes))
+
+
+QWEN2_MOE = {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "model_type": "qwen2_moe",
+    "moe_intermediate_size": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "shared_expert_intermediate_size": 24,
+}
+QWEN3_MOE = QWEN2_MOE | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+
+
+def test_experts(tmp_path):
+    """What a family's config does not know has no effect, whatever stands in the file."""
+    config = ModelConfig.from_pretrained(write(tmp_path, **QWEN2_MOE, mlp_only_layers=[1], mlp_bias=True))
+    assert config.experts == ExpertsConfig(4, 2, 16, False, 24, (True, False)) and not config.mlp_bias
+    config = ModelConfig.from_pretrained(write(tmp_path, **QWEN3_MOE, norm_topk_prob=True, intermediate_size=63))
+    assert config.experts == ExpertsConfig(4, 2, 16, True, 0, (True, True))
+    # No layer has the dense width.
+    config.check_tensor_parallel(2)
+    assert ModelConfig.from_pretrained(write(tmp_path)).experts is None
+
+
+@pytest.mark.parametrize(
+    "changes,sentence",
+    [
+        ({"num_experts_per_tok": 5}, "each token has 5 of 4 experts"),
+        ({"decoder_sparse_step": 0}, "one in 0 layers is a mixture"),
+        ({"shared_expert_intermediate_size": -3}, "an expert is 16 wide, and the one of every token -3"),
+    ],
+)
+def test_what_makes_no_mixture(tmp_path, changes, sentence):
+    with pytest.raises(ModelConfigError, match=f"cannot be served: {sentence}"):
+        ModelConfig.from_pretrained(write(tmp_path, **QWEN2_MOE | changes))
+
+
+def test_the_widths_of_experts_are_divided_over_ranks(tmp_path):
+    config = ModelConfig.from_pretrained(write(tmp_path, **QWEN2_MOE | {"shared_expert_intermediate_size": 21}))
+    with pytest.raises(ModelConfigError, match="21 intermediate rows cannot be divided over 2 ranks"):
+        config.check_tensor_parallel(2)
 
 
 MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}

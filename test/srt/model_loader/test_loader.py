@@ -8,7 +8,18 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.model_families import TRANSFORMERS
@@ -39,6 +50,39 @@ def load(path, load_format="auto", seed=0, dtype="auto"):
     return load_model(
         ModelConfig.from_pretrained(str(path), dtype=dtype), load_format, TorchNativeAttnBackend(), seed
     )
+
+
+EXPERTS = dict(num_experts=3, num_experts_per_tok=2, moe_intermediate_size=20)
+
+
+@pytest.mark.parametrize(
+    ("classes", "changes"),
+    [
+        ((MixtralConfig, MixtralForCausalLM), {"num_local_experts": 3}),
+        ((Qwen3MoeConfig, Qwen3MoeForCausalLM), EXPERTS),
+        # Without width; its tensors are saved.
+        ((Qwen2MoeConfig, Qwen2MoeForCausalLM), EXPERTS | {"shared_expert_intermediate_size": 0}),
+        ((Qwen2MoeConfig, Qwen2MoeForCausalLM), EXPERTS | {"shared_expert_intermediate_size": 12}),
+    ],
+)
+def test_experts_may_be_stacked(tmp_path, classes, changes):
+    """As transformers has them in memory, one tensor for all of a layer."""
+    for name, is_stacked in (("one by one", False), ("stacked", True)):
+        torch.manual_seed(1)
+        model = classes[1](classes[0](**SHAPE | changes))
+        model.save_pretrained(tmp_path / name, save_original_format=not is_stacked)
+    want, got = (load(tmp_path / name).weight_targets() for name in ("one by one", "stacked"))
+    assert got.keys() == want.keys() and any("experts.2." in name for name in got)
+    assert all(torch.equal(got[name].tensor, target.tensor) for name, target in want.items())
+
+    def cut(tensors):
+        for name in tensors:
+            if name.endswith("experts.down_proj"):
+                tensors[name] = tensors[name][:2].clone()
+
+    rewrite(tmp_path / "stacked", cut)
+    with pytest.raises(ModelLoadError, match=r"experts.down_proj' has the shape \(2, 16, "):
+        load(tmp_path / "stacked")
 
 
 def rewrite(path, change):

@@ -10,7 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_loader import LlamaConfig, load, save
+from test_loader import LlamaConfig, LlamaForCausalLM, load, save
+from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from sgl_kernel.quantized import FOUR_BITS, MatrixFormat, QuantizedMatrix
 from sglang.srt.configs.model_config import ModelConfig
@@ -20,6 +21,7 @@ from sglang.srt.configs.quantization import WHOLE, QuantizationError, WeightQuan
 from sglang.srt.distributed.parallel_state import SINGLE_RANK
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.weights import QuantizedTarget
+from sglang.srt.model_loader import loader
 from sglang.srt.model_loader.loader import ModelLoadError, load_model, with_weight_format
 from sglang.srt.model_loader.quantized_weights import kept_dtype, pick_weight_format
 from support.thread_group import thread_groups
@@ -222,11 +224,15 @@ WAYS: dict[str, tuple[dict, Callable]] = {
 
 @pytest.fixture(params=WAYS)
 def checkpoints(request, tmp_path):
+    return quantized_and_plain(tmp_path, request.param, LlamaConfig, LlamaForCausalLM, **SHAPE)
+
+
+def quantized_and_plain(tmp_path, way, *classes, **changes):
     """A quantised checkpoint of two files, the scales in the second, and one with what it means, in float32."""
     stored, plain = tmp_path / "stored", tmp_path / "plain"
-    config, store = WAYS[request.param]
+    config, store = WAYS[way]
     for path in (stored, plain):
-        save(path, **SHAPE)
+        save(path, *classes, **changes)
     torch.manual_seed(2)
     rewritten: Tensors = {}
     means = load_file(plain / "model.safetensors")
@@ -297,6 +303,19 @@ def all_weights(model) -> Tensors:
 
 
 @pytest.mark.sampled(6)
+@pytest.mark.parametrize("way", ["fp8, blocks", "awq", "gptq, second format, ordered", "packed, zeros, ordered"])
+def test_experts_are_dequantized(tmp_path, monkeypatch, way):
+    """Without a file being opened for each of their scales."""
+    experts = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=40, shared_expert_intermediate_size=24)
+    stored, plain = quantized_and_plain(tmp_path, way, Qwen2MoeConfig, Qwen2MoeForCausalLM, **SHAPE | experts)
+    opened: list[str] = []
+    monkeypatch.setattr(loader, "_open", lambda file, own=loader._open: opened.append(file.name) or own(file))
+    got, want = all_weights(load(stored)), all_weights(load(plain))
+    assert got.keys() == want.keys() and len(opened) < 10
+    for name, tensor in want.items():
+        assert torch.allclose(got[name], tensor, atol=1e-6), name
+
+
 def test_what_is_loaded_is_what_the_numbers_mean(checkpoints):
     stored, plain = map(load, checkpoints)
     theirs = all_weights(plain)

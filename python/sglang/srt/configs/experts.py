@@ -47,11 +47,17 @@ def experts_of(architecture: str, hf_config: Any) -> ExpertsConfig | None:
             top_k=hf_config.num_experts_per_tok,
             intermediate_size=hf_config.moe_intermediate_size,
             is_normalized=hf_config.norm_topk_prob,
-            shared_size=getattr(hf_config, "shared_expert_intermediate_size", 0) or 0,
+            # A config of Qwen3 may carry the name without a reader.
+            shared_size=hf_config.shared_expert_intermediate_size if architecture == "Qwen2MoeForCausalLM" else 0,
             layers=tuple(
                 layer not in dense and hf_config.num_experts > 0 and (layer + 1) % step == 0
                 for layer in range(num_layers)
             ),
+        )
+    if any(found.layers) and (found.intermediate_size < 1 or found.shared_size < 0):
+        raise ValueError(
+            f"an expert is {found.intermediate_size} wide, and the one of every token {found.shared_size} "
+            "(moe_intermediate_size, shared_expert_intermediate_size)"
         )
     if any(found.layers) and not 1 <= found.top_k <= found.num_experts:
         raise ValueError(f"each token has {found.top_k} of {found.num_experts} experts (num_experts_per_tok)")

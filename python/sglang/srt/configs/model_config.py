@@ -159,7 +159,7 @@ class ModelConfig:
             rope_parameters=rope_parameters,
             attention_bias=bool(getattr(hf_config, "attention_bias", False)),
             windows=_windows(hf_config, context),
-            mlp_bias=bool(getattr(hf_config, "mlp_bias", False)),
+            mlp_bias=bool(hf_config.mlp_bias) if hasattr(type(hf_config), "mlp_bias") else False,
             tie_word_embeddings=bool(hf_config.tie_word_embeddings),
             quantization=quantization_of(model_path, raw, NATIVE),
             eos_token_ids=_eos_token_ids(local_path, hf_config),

@@ -7,6 +7,7 @@ times its weight, the softmax over all experts.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -23,7 +24,9 @@ from sglang.srt.layers.weights import WeightTarget
 
 # Where no kernel multiplies groups, each expert computes so many tokens at a time, whether it is theirs or not.
 _MASKED_TOKENS = 256
-# The kernel reads rows in pieces of so many bytes.
+# torch multiplies groups by a kernel on GPUs of these compute capabilities (Hopper, B200 and B300), rows in pieces of
+# so many bytes. Elsewhere it copies the groups' sizes to the host first, and waits.
+_HAVE_GROUPS = (9, 10)
 _ALIGNMENT = 16
 
 
@@ -174,14 +177,18 @@ class Mixture(nn.Module):
 
 
 def _multiplies_groups(*weights: torch.Tensor) -> bool:
-    """Whether torch has a kernel for them that takes the groups from the device. Elsewhere `grouped_mm` would copy
-    their sizes to the host, and wait."""
+    """Whether torch has a kernel for them that takes the groups from the device."""
     return all(
         weight.dtype == torch.bfloat16
         and weight.stride(1) * weight.element_size() % _ALIGNMENT == 0
-        and (weight.is_meta or torch.cuda.get_device_capability(weight.device) >= (9, 0))
+        and _has_groups(weight.device)
         for weight in weights
     )
+
+
+@cache
+def _has_groups(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in _HAVE_GROUPS
 
 
 def _weighted_sum(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

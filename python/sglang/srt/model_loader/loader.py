@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +127,7 @@ def checkpoint_kv_scales(config: ModelConfig, load_format: str, num_ranks: int) 
         return ()
     shards = [TensorParallelGroup(rank, num_ranks).shard_kv_heads(config.num_kv_heads) for rank in range(num_ranks)]
     heads_of_ranks = [slice(shard.start, shard.start + shard.size) for shard in shards]
-    scales = stored_kv_scales(stored, partial(_read, stored), config.num_layers, config.num_kv_heads, heads_of_ranks)
+    scales = stored_kv_scales(stored, _Reader(stored), config.num_layers, config.num_kv_heads, heads_of_ranks)
     if scales:
         logger.info("K and V are stored with the checkpoint's scales")
     return scales
@@ -169,8 +168,9 @@ def _load_files(model: Any, config: ModelConfig, load_format: str, progress: Sta
         if parts and all(part in targets and (part == full or part not in named) for part in parts):
             plan[name] = [targets.pop(part) for part in parts]
     unexpected = sorted(where.keys() - plan.keys())
+    read = _Reader(stored)
     if quantization is not None and unexpected:
-        unused = unused_biases(unexpected, stored, partial(_read, stored))
+        unused = unused_biases(unexpected, stored, read)
         where = {name: file for name, file in where.items() if name not in unused}
         unexpected = [name for name in unexpected if name not in unused]
     missing = sorted(targets)
@@ -179,7 +179,7 @@ def _load_files(model: Any, config: ModelConfig, load_format: str, progress: Sta
             f"{kind}: {some(names)}" for kind, names in (("missing", missing), ("unexpected", unexpected)) if names
         ]
         raise ModelLoadError(
-            f"The weights in {str(gguf_file or path)!r} do not fit {type(model).__name__}; {'; '.join(parts)}."
+            f"The weights in {str(gguf_file or path)!r} do not fit {config.architecture}; {'; '.join(parts)}."
         )
 
     config_name = "config.json" if gguf_file is None else f"the metadata of {str(gguf_file)!r}"
@@ -192,7 +192,7 @@ def _load_files(model: Any, config: ModelConfig, load_format: str, progress: Sta
             progress.detail(f"loading weights, file {number} of {len(by_file)}")
             with _open(file) as f:
                 if quantization is not None:
-                    f = QuantizedWeights(f, quantization, stored, partial(_read, stored))
+                    f = QuantizedWeights(f, quantization, stored, read)
                 held = set(f.keys())
                 numbers: dict[str, list[torch.Tensor]] = {}
                 for name in names:
@@ -216,30 +216,51 @@ def _is_headless(names: Iterable[str]) -> bool:
 
 
 def _copy(name: str, file: Any, targets: list[WeightTarget], config_name: str) -> None:
-    """targets: their tensors stand in the file's tensor one below the other. config_name: in errors."""
+    """targets: their tensors stand in the file's tensor one below the other, or a few in each entry of its first
+    dimension. config_name: in errors."""
     source = file.get_slice(name)
     shape = tuple(source.get_shape())
+    shown, is_stacked = f"{shape}", len(shape) == 3
+    if is_stacked:
+        source = file.get_tensor(name).flatten(0, 1)  # a view of the mapped file, not yet a copy
+        shape = tuple(source.shape)
+        shown += f", as a matrix {shape}"
     rows = sum(target.shape[0] for target in targets)
     wanted = (rows, *targets[0].shape[1:])
     if shape != wanted:
-        raise ModelLoadError(f"{name!r} has the shape {shape}, but {config_name} asks for {wanted}.")
-    if all(target.is_whole for target in targets):
-        source = file.get_tensor(name)  # a view of the mapped file, not yet a copy
+        raise ModelLoadError(f"{name!r} has the shape {shown}, but {config_name} asks for {wanted}.")
+    if all(target.is_whole for target in targets) and not is_stacked:
+        source = file.get_tensor(name)
     offset = 0
     for target in targets:
-        target.fill(source, offset)
+        if is_stacked:
+            target.fill(source[offset : offset + target.shape[0]])
+        else:
+            target.fill(source, offset)
         offset += target.shape[0]
 
 
-def _read(files: dict[str, Path], name: str) -> torch.Tensor | None:
-    """A whole tensor; None if there is none of that name."""
-    if name not in files:
-        return None
-    with _open(files[name]) as file:
-        if name not in set(file.keys()):
-            raise _not_held(files[name], name)
+class _Reader:
+    """Whole tensors by name; None if there is none of that name. Files stay open: to parse a header for each of the
+    thousands of scales of a mixture of experts takes far longer than to load it."""
+
+    def __init__(self, files: dict[str, Path]) -> None:
+        self._files = files
+        # With the names that each holds.
+        self._open: dict[Path, tuple[Any, frozenset[str]]] = {}
+
+    def __call__(self, name: str) -> torch.Tensor | None:
+        path = self._files.get(name)
+        if path is None:
+            return None
+        if path not in self._open:
+            opened = _open(path)
+            self._open[path] = opened, frozenset(opened.keys())
+        file, held = self._open[path]
+        if name not in held:
+            raise _not_held(path, name)
         tensor: torch.Tensor = file.get_tensor(name)
-    return tensor
+        return tensor
 
 
 def _not_held(file: Path, name: str) -> ModelLoadError:

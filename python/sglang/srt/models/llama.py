@@ -295,10 +295,24 @@ class LlamaForCausalLM(nn.Module):
     def parts_of_fused(self, name: str) -> tuple[str, ...]:
         """The tensors, one below the other, that a checkpoint may hold as one, `name`; () if it is no such name."""
         *path, module, kind = name.split(".")
+        if self.config.experts is not None and path and path[-1] == "mlp":
+            # As transformers has them in memory.
+            path[-1] = self.mlp_name
+            gate, up, down = self.expert_names
+            if module == "experts":
+                parts = {"gate_up_proj": (gate, up), "down_proj": (down,)}.get(kind, ())
+                experts = range(self.config.experts.num_experts)
+                return tuple(".".join((*path, module, f"{e}.{part}.weight")) for e in experts for part in parts)
+            if module == "gate":
+                return (".".join((*path, module, kind)),)
         return tuple(".".join((*path, part, kind)) for part in FUSED.get(module, ()))
 
     def ignores_weight(self, name: str) -> bool:
         """Tensors that checkpoints may contain and the model does not need."""
+        experts = self.config.experts
+        if experts is not None and not experts.shared_size and f".{self.mlp_name}.shared_expert" in name:
+            # transformers saves one without width, whose result is 0.
+            return self.config.architecture == "Qwen2MoeForCausalLM"
         return name.endswith(("rotary_emb.inv_freq", *UNUSED)) or (
             name == "lm_head.weight" and self.config.tie_word_embeddings
         )

@@ -8,4 +8,6 @@ from sglang.srt.models.llama import LlamaForCausalLM
 
 class Qwen2ForCausalLM(LlamaForCausalLM):
     def biases(self, config: ModelConfig) -> tuple[bool, bool]:
-        return getattr(config.hf_config, "qkv_bias", True), False
+        hf_config = config.hf_config
+        # Only where transformers' model of this family has it: another config may carry the name without a reader.
+        return hf_config.qkv_bias if hasattr(type(hf_config), "qkv_bias") else True, False
