@@ -24,8 +24,8 @@ from sglang.srt.layers.weights import WeightTarget
 
 # Where no kernel multiplies groups, each expert computes so many tokens at a time, whether it is theirs or not.
 _MASKED_TOKENS = 256
-# torch multiplies groups by a kernel on GPUs with such compute capabilities (Hopper, B200 and B300), rows in pieces of
-# so many bytes. Elsewhere it copies the groups' sizes to the host first, and waits.
+# torch multiplies groups by a kernel on GPUs with such compute capabilities (Hopper, B200 and B300), rows in pieces
+# of so many bytes. Elsewhere it copies the groups' sizes to the host first, and waits.
 _HAVE_GROUPS = (9, 10)
 _ALIGNMENT = 16
 
