@@ -2,9 +2,40 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from sgl_kernel.cpu.library import LIBRARY
 from sglang.srt.sampling.penalties import PenaltyTable
+
+
+@pytest.mark.parametrize("way", ["C", "torch"])
+def test_only_tokens_that_were_generated_change(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    if way == "torch":
+        monkeypatch.setattr("sglang.srt.sampling.penalties.takes", lambda logits: False)
+    elif not LIBRARY.is_available():
+        pytest.skip("no C compiler")
+    g = torch.Generator().manual_seed(1)
+    # The last ones stand alone behind whole vectors.
+    num_slots, vocab_size = 5, 1003
+    table, counts = PenaltyTable(num_slots, vocab_size), torch.zeros(num_slots, vocab_size)
+    for slot in range(num_slots):
+        tokens = torch.randint(0, vocab_size, (60 * slot,), generator=g) if slot < 4 else torch.tensor([1002] * 9)
+        table.start(slot, tokens)
+        counts[slot] = torch.bincount(tokens, minlength=vocab_size)
+    logits = torch.randn(6, vocab_size, generator=g) * 5
+    logits[0, 7] = -torch.inf
+    rows, slots = torch.tensor([4, 0, 2, 5]), torch.tensor([3, 1, 4, 0])
+    frequency, presence = torch.tensor([0.5, 0.0, -0.3, 2.0]), torch.tensor([0.0, 1.5, 0.2, 1.0])
+    repetition = torch.tensor([1.0, 1.2, 0.9, 1.1])
+    want = logits.double()
+    for row, slot, f, p, r in zip(rows, slots, frequency, presence, repetition):
+        for token in counts[slot].nonzero()[:, 0]:
+            x = want[row, token]
+            want[row, token] = (x / r if x > 0 else x * r) - counts[slot, token] * f - p
+    table.apply(logits, rows, slots, frequency, presence, repetition)
+    assert torch.allclose(logits.double(), want, rtol=1e-5, atol=1e-6)
+    assert torch.equal(logits[[1, 3, 5]].double(), want[[1, 3, 5]])
 
 
 def test_a_token_that_was_generated_more_often_than_is_counted() -> None:
@@ -13,7 +44,9 @@ def test_a_token_that_was_generated_more_often_than_is_counted() -> None:
 
     def penalty() -> float:
         one, half, none = torch.tensor([1.0]), torch.tensor([0.5]), torch.tensor([0.0])
-        return float(table.apply(torch.zeros(1, 4), slot, half, none, one)[0, 2])
+        logits = torch.zeros(1, 4)
+        table.apply(logits, slot, slot, half, none, one)
+        return float(logits[0, 2])
 
     table.start(0, token.repeat(32_766))
     found = [penalty()]

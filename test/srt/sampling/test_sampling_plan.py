@@ -47,7 +47,7 @@ def shaped(specs, logits, slots, positions, penalties):
         p = spec.params
         if p.has_penalties:
             values = [torch.tensor([v]) for v in (p.frequency_penalty, p.presence_penalty, p.repetition_penalty)]
-            logits[row] = penalties.apply(logits[row : row + 1], slots[row : row + 1], *values)[0]
+            penalties.apply(logits, torch.tensor([row]), slots[row : row + 1], *values)
         for token, bias in p.logit_bias.items():
             logits[row, token] += bias
         if positions[row] - spec.num_prompt < p.min_new_tokens:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from sgl_kernel.cpu.library import takes
+from sgl_kernel.cpu.sampling import penalize
 from sglang.srt.utils.device import CPU
 
 # What 2 bytes hold. A token that was generated more often counts as so often.
@@ -39,19 +41,24 @@ class PenaltyTable:
     def apply(
         self,
         logits: torch.Tensor,
+        rows: torch.Tensor,
         slots: torch.Tensor,
         frequency: torch.Tensor,
         presence: torch.Tensor,
         repetition: torch.Tensor,
-    ) -> torch.Tensor:
-        """logits: (n, vocab_size) float32. The penalties: (n,) float32; 0, 0, 1 change nothing. Returns new logits.
+    ) -> None:
+        """Changes rows (n,) int64, all different, of logits, (num_rows, vocab_size) float32. slots: (n,) int64; the
+        penalties: (n,) float32; 0, 0, 1 change nothing.
 
         Of tokens that were generated. repetition: positive ones divided, negative ones multiplied (Keskar et al.,
         CTRL). frequency: subtracted for each time. presence: subtracted once (OpenAI's API reference).
         """
         assert self._counts is not None
-        counts = self._counts[slots]
+        if takes(logits):
+            penalize(logits, rows, slots, self._counts, frequency, presence, repetition)
+            return
+        counts, some = self._counts[slots], logits.index_select(0, rows)
         was_generated = counts > 0
         factor = repetition[:, None]
-        logits = torch.where(was_generated, torch.where(logits > 0, logits / factor, logits * factor), logits)
-        return logits - counts * frequency[:, None] - was_generated * presence[:, None]
+        some = torch.where(was_generated, torch.where(some > 0, some / factor, some * factor), some)
+        logits.index_copy_(0, rows, some - counts * frequency[:, None] - was_generated * presence[:, None])

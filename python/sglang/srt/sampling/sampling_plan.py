@@ -72,8 +72,7 @@ class SamplingPlan:
         logits = logits.clone()
         if self._penalised is not None:
             rows = self._penalised
-            some = penalties.apply(logits.index_select(0, rows), slots.index_select(0, rows), *self._penalties)
-            logits.index_copy_(0, rows, some)
+            penalties.apply(logits, rows, slots.index_select(0, rows), *self._penalties)
         if self._biased is not None:
             places = self._biased.index
             logits.index_put_(places, logits[places] + self._biases)

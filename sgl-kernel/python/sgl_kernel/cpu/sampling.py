@@ -1,4 +1,4 @@
-"""`csrc/cpu_sample.c`: tokens drawn from logits that `takes`, without sorting them."""
+"""`csrc/cpu_sample.c`, on logits that `takes`: penalties, and tokens drawn without sorting."""
 
 from __future__ import annotations
 
@@ -38,3 +38,31 @@ def draw(
     if uniforms is not None and bool((tokens < 0).any()):
         raise MemoryError("no memory to draw tokens")
     return tokens
+
+
+def penalize(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    counts: torch.Tensor,
+    frequency: torch.Tensor,
+    presence: torch.Tensor,
+    repetition: torch.Tensor,
+) -> None:
+    """In place. logits: (num_rows, vocab_size), contiguous. rows: (n,) int64, all different. counts: (num_slots,
+    vocab_size) int16, how often each was generated. slots: (n,) int64; frequency, presence, repetition: (n,)
+    float32, of the rows."""
+    assert logits.is_contiguous() and counts.is_contiguous()
+    function("cpu_penalize")(
+        logits.data_ptr(),
+        len(rows),
+        logits.shape[1],
+        logits.stride(0),
+        rows.data_ptr(),
+        slots.data_ptr(),
+        counts.data_ptr(),
+        frequency.data_ptr(),
+        presence.data_ptr(),
+        repetition.data_ptr(),
+        torch.get_num_threads(),
+    )

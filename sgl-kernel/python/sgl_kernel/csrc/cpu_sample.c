@@ -1,4 +1,5 @@
-/* Tokens drawn from logits; layers/sampler.py defines the results, but for the last bits of a probability.
+/* Tokens drawn from logits, and what is done to logits before; layers/sampler.py and sampling/penalties.py define the
+   results, but for the last bits.
 
    A token's weight is its probability over that of the likeliest token. In most rows the few tokens whose weight is
    not tiny decide where top-k and top-p cut, so that these alone are kept while the row is read. No row is sorted. */
@@ -311,4 +312,43 @@ void cpu_draw(const float *logits, int64_t n, int64_t vocab, int64_t stride, con
               int threads) {
     draw_args a = {logits, vocab, stride, temperatures, top_ps, min_ps, top_ks, uniforms, tokens};
     cpu_run(draw, &a, n, threads);
+}
+
+typedef struct {
+    float *logits;
+    int64_t vocab, stride;
+    const int64_t *rows, *slots;
+    const int16_t *counts;
+    const float *frequency, *presence, *repetition;
+} penalty_args;
+
+/* Counts that are looked at together. */
+#define AT_ONCE 32
+
+static void penalize(const void *arguments, int64_t task) {
+    const penalty_args *a = arguments;
+    float *logits = a->logits + a->rows[task] * a->stride;
+    const int16_t *counts = a->counts + a->slots[task] * a->vocab;
+    float frequency = a->frequency[task], presence = a->presence[task], repetition = a->repetition[task];
+    for (int64_t begin = 0; begin < a->vocab; begin += AT_ONCE) {
+        int64_t end = begin + AT_ONCE < a->vocab ? begin + AT_ONCE : a->vocab;
+        uint64_t some[AT_ONCE / 4] = {0}, all = 0;
+        memcpy(some, counts + begin, (end - begin) * sizeof *counts);
+        for (int i = 0; i < AT_ONCE / 4; i++)
+            all |= some[i];
+        for (int64_t i = begin; all && i < end; i++) {
+            if (counts[i] <= 0)
+                continue;
+            float x = logits[i] > 0 ? logits[i] / repetition : logits[i] * repetition;
+            logits[i] = x - counts[i] * frequency - presence;
+        }
+    }
+}
+
+/* Change the logits of tokens that were generated, in n of their rows. counts: (slots, vocab). The rest: of each row. */
+void cpu_penalize(float *logits, int64_t n, int64_t vocab, int64_t stride, const int64_t *rows, const int64_t *slots,
+                  const int16_t *counts, const float *frequency, const float *presence, const float *repetition,
+                  int threads) {
+    penalty_args a = {logits, vocab, stride, rows, slots, counts, frequency, presence, repetition};
+    cpu_run(penalize, &a, n, threads);
 }
