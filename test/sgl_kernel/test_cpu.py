@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from sgl_kernel import elementwise
 from sgl_kernel.cpu import elementwise as cpu
+from sgl_kernel.cpu import packed_weight
 from sgl_kernel.cpu.library import LIBRARY, takes
 from sgl_kernel.cpu.packed_weight import PackedGate, PackedWeight
 from sgl_kernel.elementwise import reference
@@ -90,9 +91,39 @@ def test_a_rows_product_has_the_same_bits_in_every_batch(kind):
 
 
 @needs_compiler
-def test_rows_of_a_packed_weight():
+@pytest.mark.parametrize("kind", [PackedWeight, PackedGate])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_what_bfloat16_holds_takes_half_the_memory(monkeypatch, kind, shape):
+    """And gives the same bits."""
+    torch.manual_seed(7)
+    weight, bias = torch.randn(2 * shape[0], shape[1]).bfloat16().float(), torch.randn(2 * shape[0])
+    weight[0, 0], weight[-1, -1] = -0.0, 2.0**60
+    halved = kind(weight)
+    monkeypatch.setattr(packed_weight, "_is_bfloat16", lambda weight: False)
+    whole = kind(weight)
+    assert halved.is_halved and 2 * halved.panels.nbytes == whole.panels.nbytes
+    for rows in (0, 1, 2, 5, 7, 13, 64, 500):
+        x = torch.randn(rows, shape[1])
+        for b in (None, bias):
+            assert torch.equal(halved.linear(x, b), whole.linear(x, b)), f"{rows} rows"
+    if kind is PackedWeight:
+        assert torch.equal(halved.unpack(), weight)
+
+
+@needs_compiler
+def test_one_number_more_exact_than_bfloat16_keeps_all_whole():
+    weight = torch.randn(3000, 8, generator=torch.Generator().manual_seed(8)).bfloat16().float()
+    assert PackedWeight(weight).is_halved
+    weight[2900, 3] = 1.001
+    packed = PackedWeight(weight)
+    assert not packed.is_halved and torch.equal(packed.unpack(), weight)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_a_packed_weight(dtype):
     torch.manual_seed(3)
-    weight = torch.randn(50, 24)
+    weight = torch.randn(50, 24).to(dtype).float()
     index = torch.tensor([49, 0, 15, 16, 16, 31, 48])
     assert torch.equal(PackedWeight(weight).rows(index), weight[index])
     assert PackedWeight(weight).rows(index[:0]).shape == (0, 24)

@@ -13,8 +13,8 @@ from sgl_kernel.native_library import NativeLibrary
 _pointer, _size, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "cpu_panel": (_size, []),
-    "cpu_linear": (None, [_pointer, _size, _size, _size, _pointer, _size, _pointer, _pointer, _int, _int]),
-    "cpu_rows": (None, [_pointer, _pointer, _pointer, _size, _size, _int]),
+    "cpu_linear": (None, [_pointer, *[_size] * 3, _pointer, _size, _pointer, _pointer, *[_int] * 3]),
+    "cpu_rows": (None, [*[_pointer] * 3, _size, _size, _int, _int]),
     "cpu_lanes": (_size, []),
     "cpu_decode_chunk": (_size, []),
     "cpu_decode_plan": (_size, [_pointer] * 5),

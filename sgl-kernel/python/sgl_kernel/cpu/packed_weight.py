@@ -1,7 +1,8 @@
 """`PackedWeight` and `PackedGate`: linear layers' weights as `csrc/cpu_linear.c` reads them, in panels.
 
-Each owns its memory, of the weight's size. panels: (num_panels, in_features, outputs of a panel) float32; outputs
-beyond the last one are 0.
+Each owns its memory, of the weight's size, or half of it where bfloat16 holds the same numbers. panels: (num_panels,
+in_features, outputs of a panel) float32; outputs beyond the last one are 0. Halved, (..., half of that) with two
+numbers in the bits of each: output i's in the lower and output i + half's in the upper ones.
 """
 
 from __future__ import annotations
@@ -12,32 +13,49 @@ from sgl_kernel.cpu.huge_pages import HugePageBlocks
 from sgl_kernel.cpu.library import function
 
 _BLOCKS = HugePageBlocks()
+# Of a float32, the bits that a bfloat16 has.
+_UPPER, _LOWER = -0x10000, 0xFFFF
+# A multiple of each panel's outputs. Packing takes memory for so many more.
+_ROWS_AT_ONCE = 1024
 
 
 class PackedWeight:
     def __init__(self, weight: torch.Tensor) -> None:
         """weight: (out_features, in_features), of a type that `takes`. It is copied."""
         self.out_features, self.in_features = weight.shape
+        self.is_halved = _is_bfloat16(weight)
         width = int(function("cpu_panel")())
-        self.panels = _BLOCKS.zeros(-(-self.out_features // width), self.in_features, width)
-        _pack(weight, self.panels)
+        panels = -(-self.out_features // width), self.in_features
+        self.panels = _BLOCKS.zeros(*panels, width // 2 if self.is_halved else width)
+        _pack(weight, self.panels, self.is_halved)
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x: (num_rows, in_features) float32. Returns x @ weight.T + bias, (num_rows, out_features)."""
-        return _multiply(x, self.panels, self.out_features, bias, False)
+        return _multiply(x, self.panels, self.is_halved, self.out_features, bias, False)
 
     def rows(self, index: torch.Tensor) -> torch.Tensor:
         """index: (n,) int64. Returns weight[index], (n, in_features)."""
         index, n = index.contiguous(), len(index)
         assert n == 0 or 0 <= int(index.min()) <= int(index.max()) < self.out_features, "there is no such row"
         out = torch.empty(n, self.in_features)
-        threads = torch.get_num_threads()
-        function("cpu_rows")(self.panels.data_ptr(), index.data_ptr(), out.data_ptr(), n, self.in_features, threads)
+        function("cpu_rows")(
+            self.panels.data_ptr(),
+            index.data_ptr(),
+            out.data_ptr(),
+            n,
+            self.in_features,
+            self.is_halved,
+            torch.get_num_threads(),
+        )
         return out
 
     def unpack(self) -> torch.Tensor:
         """A copy of the weight."""
-        return self.panels.transpose(1, 2).reshape(-1, self.in_features)[: self.out_features]
+        panels = self.panels
+        if self.is_halved:
+            both = panels.view(torch.int32)
+            panels = torch.cat((both << 16, both & _UPPER), dim=2).view(torch.float32)
+        return panels.transpose(1, 2).reshape(-1, self.in_features)[: self.out_features]
 
 
 class PackedGate:
@@ -47,29 +65,46 @@ class PackedGate:
         """weight: (2 * out_features, in_features), the gate's rows above up's, of a type that `takes`. Copied."""
         gate, up = weight.chunk(2)
         self.out_features = len(gate)
+        self.is_halved = _is_bfloat16(weight)
         width = int(function("cpu_panel")())
-        self.panels = _BLOCKS.zeros(-(-len(gate) // width), 2, weight.shape[1], width)
-        _pack(gate, self.panels[:, 0])
-        _pack(up, self.panels[:, 1])
+        panels = -(-len(gate) // width), 2, weight.shape[1]
+        self.panels = _BLOCKS.zeros(*panels, width // 2 if self.is_halved else width)
+        _pack(gate, self.panels[:, 0], self.is_halved)
+        _pack(up, self.panels[:, 1], self.is_halved)
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x: (num_rows, in_features) float32. bias: (2 * out_features,). Returns silu(x @ gate.T + bias) *
         (x @ up.T + bias), each with its half, (num_rows, out_features)."""
-        return _multiply(x, self.panels, self.out_features, bias, True)
+        return _multiply(x, self.panels, self.is_halved, self.out_features, bias, True)
 
 
-def _pack(weight: torch.Tensor, panels: torch.Tensor) -> None:
-    """panels: zeros, of any stride."""
-    (out_features, in_features), width = weight.shape, panels.shape[2]
-    whole = out_features // width
-    panels[:whole] = weight[: whole * width].view(whole, width, in_features).transpose(1, 2)
-    rest = out_features - whole * width
-    if rest:
-        panels[whole, :, :rest] = weight[whole * width :].t()
+def _is_bfloat16(weight: torch.Tensor) -> bool:
+    """Whether a weight in float32 is the same in bfloat16."""
+    return not any(bool((part.view(torch.int32) & _LOWER).any()) for part in weight.split(_ROWS_AT_ONCE))
+
+
+def _pack(weight: torch.Tensor, panels: torch.Tensor, is_halved: bool) -> None:
+    """panels: of any stride."""
+    in_features, width = weight.shape[1], panels.shape[2] * (2 if is_halved else 1)
+    for first, rows in enumerate(weight.split(_ROWS_AT_ONCE)):
+        to = panels[first * (_ROWS_AT_ONCE // width) :][: -(-len(rows) // width)]
+        if len(rows) % width:
+            rows = torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % width))
+        values = rows.view(len(to), width, in_features).transpose(1, 2)
+        if is_halved:
+            low, high = values.view(torch.int32).chunk(2, dim=2)
+            to.view(torch.int32).copy_(((low >> 16) & _LOWER) | (high & _UPPER))
+        else:
+            to.copy_(values)
 
 
 def _multiply(
-    x: torch.Tensor, panels: torch.Tensor, out_features: int, bias: torch.Tensor | None, gated: bool
+    x: torch.Tensor,
+    panels: torch.Tensor,
+    is_halved: bool,
+    out_features: int,
+    bias: torch.Tensor | None,
+    gated: bool,
 ) -> torch.Tensor:
     if x.stride(1) != 1:
         x = x.contiguous()
@@ -83,6 +118,7 @@ def _multiply(
         out_features,
         None if bias is None else bias.data_ptr(),
         out.data_ptr(),
+        is_halved,
         gated,
         torch.get_num_threads(),
     )

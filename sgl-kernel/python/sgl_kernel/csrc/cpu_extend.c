@@ -52,7 +52,7 @@ INLINE void attend_tile(int rows, const float *q, int64_t d, const float *keys, 
     for (int j = 0; j < n; j += PANEL) {
         for (int r = 0; r < rows; r++)
             acc[r][0] = acc[r][1] = (vec){0};
-        add_product(rows, q, d, keys + j * d, d, NULL, acc);
+        add_product(rows, q, d, keys + j * d, 0, d, NULL, acc);
         for (int r = 0; r < rows; r++)
             store(scores[r] + j, acc[r][0]), store(scores[r] + j + LANES, acc[r][1]);
     }
@@ -71,7 +71,7 @@ INLINE void attend_tile(int rows, const float *q, int64_t d, const float *keys, 
             acc[r][0] = load(out + r * width + i) * splat(shrink[r]);
             acc[r][1] = load(out + r * width + i + LANES) * splat(shrink[r]);
         }
-        add_product(rows, scores[0], BLOCK, values + i * BLOCK, n, NULL, acc);
+        add_product(rows, scores[0], BLOCK, values + i * BLOCK, 0, n, NULL, acc);
         for (int r = 0; r < rows; r++)
             store(out + r * width + i, acc[r][0]), store(out + r * width + i + LANES, acc[r][1]);
     }

@@ -2,7 +2,8 @@
 
    The weights' rows are outputs. PANEL of them stand side by side in a panel, input by input:
    panels[p][k][i] = weight[p * PANEL + i][k], rows beyond the end are 0. A tile of ROWS inputs by PANEL outputs is
-   summed in registers, over k in order. Each output is therefore the same chain of additions in every batch.
+   summed in registers, over k in order. Each output is therefore the same chain of additions in every batch. Where the
+   lower half of every weight is 0, as of bfloat16, panels may be halved, see cpu_tile.h: the outputs' bits are the same.
 
    A gated layer's weight is two matrices, gate and up: after each panel of the gate's comes the same one of up's. The
    layer gives silu(gate) * up, and a tile of both is multiplied while it is in the core's cache. */
@@ -22,8 +23,8 @@
 
 int64_t cpu_panel(void) { return PANEL; }
 
-INLINE void tile(int rows, const float *x, int64_t x_stride, const float *panel, int64_t k, const float *later,
-                 const float *bias, float *out, int64_t out_stride, int64_t cols) {
+INLINE void tile(int rows, const float *x, int64_t x_stride, const float *panel, int halved, int64_t k,
+                 const float *later, const float *bias, float *out, int64_t out_stride, int64_t cols) {
     vec total[ROWS][2];
     for (int r = 0; r < rows; r++)
         total[r][0] = total[r][1] = (vec){0};
@@ -32,7 +33,8 @@ INLINE void tile(int rows, const float *x, int64_t x_stride, const float *panel,
         vec acc[ROWS][2];
         for (int r = 0; r < rows; r++)
             acc[r][0] = acc[r][1] = (vec){0};
-        add_product(rows, x + begin, x_stride, panel + begin * PANEL, end - begin, later + begin * PANEL, acc);
+        int64_t words = begin * ROW_WORDS(halved);
+        add_product(rows, x + begin, x_stride, panel + words, halved, end - begin, later + words, acc);
         for (int r = 0; r < rows; r++)
             total[r][0] += acc[r][0], total[r][1] += acc[r][1];
     }
@@ -59,21 +61,26 @@ INLINE void tile(int rows, const float *x, int64_t x_stride, const float *panel,
 }
 
 /* later: as of `add_product`. */
-static void any_tile(int rows, const float *x, int64_t x_stride, const float *panel, int64_t k, const float *later,
-                     const float *bias, float *out, int64_t out_stride, int64_t cols) {
+static void any_tile(int rows, const float *x, int64_t x_stride, const float *panel, int halved, int64_t k,
+                     const float *later, const float *bias, float *out, int64_t out_stride, int64_t cols) {
 #define CASE(n)                                                                                                        \
     case n:                                                                                                            \
-        tile(n, x, x_stride, panel, k, later, bias, out, out_stride, cols);                                            \
+        if (halved)                                                                                                    \
+            tile(n, x, x_stride, panel, 1, k, later, bias, out, out_stride, cols);                                     \
+        else                                                                                                           \
+            tile(n, x, x_stride, panel, 0, k, later, bias, out, out_stride, cols);                                     \
         break;
     SWITCH_ROWS(rows, CASE)
 #undef CASE
 }
 
-static void gated_tile(int rows, const float *x, int64_t x_stride, const float *panels, int64_t k, const float *later,
-                       const float *gate_bias, const float *up_bias, float *out, int64_t out_stride, int64_t cols) {
+static void gated_tile(int rows, const float *x, int64_t x_stride, const float *panels, int halved, int64_t k,
+                       const float *later, const float *gate_bias, const float *up_bias, float *out, int64_t out_stride,
+                       int64_t cols) {
+    int64_t words = k * ROW_WORDS(halved);
     float gate[ROWS * PANEL] = {0}, up[ROWS * PANEL] = {0};
-    any_tile(rows, x, x_stride, panels, k, later, gate_bias, gate, PANEL, cols);
-    any_tile(rows, x, x_stride, panels + k * PANEL, k, later + k * PANEL, up_bias, up, PANEL, cols);
+    any_tile(rows, x, x_stride, panels, halved, k, later, gate_bias, gate, PANEL, cols);
+    any_tile(rows, x, x_stride, panels + words, halved, k, later + words, up_bias, up, PANEL, cols);
     for (int r = 0; r < rows; r++) {
         for (int i = 0; i < PANEL; i += LANES) {
             float *here = gate + r * PANEL + i;
@@ -88,23 +95,24 @@ typedef struct {
     const float *x, *panels, *bias;
     float *out;
     int64_t m, k, x_stride, n, group, num_groups;
-    int gated, threads;
+    int halved, gated, threads;
 } linear_args;
 
 /* Rows row .. end_row, tile t of a task, with panel p, of a gated layer with gate's and up's. The first tiles fetch
    panel `next`, each a line of every row of it, if there is one. */
 static void multiply_tile(const linear_args *a, int64_t row, int64_t end_row, int64_t t, int64_t p, int64_t next) {
     int rows = (int)(end_row - row);
-    int64_t n = a->n, col = p * PANEL, cols = n - col < PANEL ? n - col : PANEL, panel_floats = a->k * PANEL << a->gated;
-    const float *x = a->x + row * a->x_stride, *panels = a->panels + p * panel_floats, *later = panels;
+    int64_t n = a->n, col = p * PANEL, cols = n - col < PANEL ? n - col : PANEL;
+    int64_t row_words = ROW_WORDS(a->halved), panel_words = a->k * row_words << a->gated;
+    const float *x = a->x + row * a->x_stride, *panels = a->panels + p * panel_words, *later = panels;
     const float *bias = a->bias ? a->bias + col : NULL;
     float *out = a->out + row * n + col;
-    if (t < PANEL / 16 && next * PANEL < n)
-        later = a->panels + next * panel_floats + t * 16;
+    if (t * 16 < row_words && next * PANEL < n)
+        later = a->panels + next * panel_words + t * 16;
     if (a->gated)
-        gated_tile(rows, x, a->x_stride, panels, a->k, later, bias, bias ? bias + n : NULL, out, n, cols);
+        gated_tile(rows, x, a->x_stride, panels, a->halved, a->k, later, bias, bias ? bias + n : NULL, out, n, cols);
     else
-        any_tile(rows, x, a->x_stride, panels, a->k, later, bias, out, n, cols);
+        any_tile(rows, x, a->x_stride, panels, a->halved, a->k, later, bias, out, n, cols);
 }
 
 /* A group of panels for TASK_ROWS rows. Neighbouring tasks read neighbouring panels.
@@ -128,15 +136,17 @@ static void multiply(const void *arguments, int64_t task) {
 }
 
 /* x: (m, k), rows x_stride apart; out: (m, n), contiguous; bias: NULL or (n,), of a gated layer the gate's, then
-   up's. gated: 0 or 1. */
+   up's. halved, gated: 0 or 1. */
 void cpu_linear(const float *x, int64_t m, int64_t k, int64_t x_stride, const float *panels, int64_t n,
-                const float *bias, float *out, int gated, int threads) {
-    int64_t num_panels = (n + PANEL - 1) / PANEL, group = GROUP_BYTES / ((k * PANEL * sizeof(float) << gated) + 1);
+                const float *bias, float *out, int halved, int gated, int threads) {
+    int64_t num_panels = (n + PANEL - 1) / PANEL;
+    int64_t group = GROUP_BYTES / ((k * ROW_WORDS(halved) * sizeof(float) << gated) + 1);
     int64_t runs = (m + TASK_ROWS - 1) / TASK_ROWS, fair = (num_panels * runs + 8 * threads - 1) / (8 * threads);
     group = group < fair ? group : fair;
     group = group > 1 ? group : 1;
-    linear_args a = {x, panels, bias, out, m, k, x_stride, n, group, (num_panels + group - 1) / group, gated, threads};
-    cpu_run(multiply, &a, runs * a.num_groups, threads);
+    int64_t num_groups = (num_panels + group - 1) / group;
+    linear_args a = {x, panels, bias, out, m, k, x_stride, n, group, num_groups, halved, gated, threads};
+    cpu_run(multiply, &a, runs * num_groups, threads);
 }
 
 typedef struct {
@@ -144,19 +154,28 @@ typedef struct {
     const int64_t *index;
     float *out;
     int64_t k;
+    int halved;
 } rows_args;
 
 static void copy_row(const void *arguments, int64_t i) {
     const rows_args *a = arguments;
-    const float *from = a->panels + a->index[i] / PANEL * PANEL * a->k + a->index[i] % PANEL;
+    int64_t words = ROW_WORDS(a->halved), column = a->index[i] % PANEL;
+    const float *from = a->panels + a->index[i] / PANEL * words * a->k + column % words;
     for (int64_t j = 0; j < a->k; j++) {
-        __builtin_prefetch(from + (j + PANEL_AHEAD) * PANEL);
-        a->out[i * a->k + j] = from[j * PANEL];
+        __builtin_prefetch(from + (j + PANEL_AHEAD) * words);
+        float each = from[j * words];
+        if (a->halved) {
+            uint32_t both;
+            memcpy(&both, &each, sizeof both);
+            both = column < LANES ? both << 16 : both & 0xFFFF0000;
+            memcpy(&each, &both, sizeof each);
+        }
+        a->out[i * a->k + j] = each;
     }
 }
 
 /* Rows index[i] of the weight; out: (n, k). */
-void cpu_rows(const float *panels, const int64_t *index, float *out, int64_t n, int64_t k, int threads) {
-    rows_args a = {panels, index, out, k};
+void cpu_rows(const float *panels, const int64_t *index, float *out, int64_t n, int64_t k, int halved, int threads) {
+    rows_args a = {panels, index, out, k, halved};
     cpu_run(copy_row, &a, n, threads);
 }

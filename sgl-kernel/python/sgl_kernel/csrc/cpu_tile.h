@@ -17,18 +17,35 @@
 #define PANEL_AHEAD 16
 #endif
 
+/* A row of a panel: PANEL floats. Halved, LANES words: of each the lower half is the upper half of column i's float, and
+   the upper one that of column LANES + i's; the floats' lower halves are 0. */
+#define ROW_WORDS(halved) ((halved) ? LANES : PANEL)
+
+INLINE void load_row(const float *row, int halved, vec *a, vec *b) {
+    *a = load(row);
+    if (halved) {
+        ivec both = (ivec)*a;
+        *a = (vec)(both << 16);
+        *b = (vec)(both & (int32_t)0xFFFF0000);
+    } else {
+        *b = load(row + LANES);
+    }
+}
+
 /* acc[r] += the sum over i of x[r][i] * panel[i], one chain of additions per number, in order. x: (rows, k), rows
-   x_stride apart. panel: (k, PANEL). later: floats PANEL apart that are fetched meanwhile, one for each of the panel's
-   rows; NULL for none. rows, and whether there is `later`, are constants where this is inlined. */
-INLINE void add_product(int rows, const float *x, int64_t x_stride, const float *panel, int64_t k, const float *later,
-                        vec acc[ROWS][2]) {
-    for (int64_t i = 0; i < k; i++, panel += PANEL) {
-        vec a = load(panel), b = load(panel + LANES);
+   x_stride apart. panel: k rows. later: words as far apart as those, which are fetched meanwhile, one for each of them;
+   NULL for none. rows, halved, and whether there is `later`, are constants where this is inlined. */
+INLINE void add_product(int rows, const float *x, int64_t x_stride, const float *panel, int halved, int64_t k,
+                        const float *later, vec acc[ROWS][2]) {
+    const int words = ROW_WORDS(halved);
+    for (int64_t i = 0; i < k; i++, panel += words) {
+        vec a, b;
+        load_row(panel, halved, &a, &b);
         if (later)
-            fetch(later + i * PANEL, 1);
-        __builtin_prefetch(panel + PANEL_AHEAD * PANEL);
-        if (PANEL > 16)
-            __builtin_prefetch(panel + PANEL_AHEAD * PANEL + 16);
+            fetch(later + i * words, 1);
+        __builtin_prefetch(panel + PANEL_AHEAD * words);
+        if (words > 16)
+            __builtin_prefetch(panel + PANEL_AHEAD * words + 16);
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
             vec each = splat(x[r * x_stride + i]);
