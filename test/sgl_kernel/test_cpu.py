@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from sgl_kernel import elementwise
 from sgl_kernel.cpu import elementwise as cpu
-from sgl_kernel.cpu import packed_weight
+from sgl_kernel.cpu import few_rows, packed_weight
 from sgl_kernel.cpu.library import LIBRARY, takes
 from sgl_kernel.cpu.packed_weight import PackedGate, PackedWeight
 from sgl_kernel.elementwise import reference
@@ -117,6 +117,39 @@ def test_one_number_more_exact_than_bfloat16_keeps_all_whole():
     weight[2900, 3] = 1.001
     packed = PackedWeight(weight)
     assert not packed.is_halved and torch.equal(packed.unpack(), weight)
+
+
+@needs_compiler
+@pytest.mark.parametrize("shape", [*SHAPES, (5, 32), (66, 95)], ids=str)
+def test_a_few_rows_in_bfloat16(shape):
+    torch.manual_seed(9)
+    weight, bias = torch.randn(shape).bfloat16(), torch.randn(shape[0]).bfloat16()
+    for rows in range(few_rows.MOST_ROWS + 1):
+        # Rows of a wider tensor, with memory behind it that must not be read.
+        x = torch.full((rows, shape[1] + 3), torch.nan, dtype=torch.bfloat16)[:, : shape[1]].normal_()
+        assert few_rows.takes_few_rows(x, weight)
+        for b in (None, bias):
+            want = F.linear(x.double(), weight.double(), None if b is None else b.double())
+            got = few_rows.linear(x, weight, b)
+            # The sum is rounded once.
+            error = (got.double() - want).abs() - 2**-8 * want.abs()
+            assert got.dtype == torch.bfloat16 and bool((error <= 1e-5 * shape[1] ** 0.5 + 1e-6).all()), (
+                f"{rows} rows"
+            )
+            alone = [few_rows.linear(row[None], weight, b) for row in x]
+            assert torch.equal(got, torch.cat(alone)) if rows else got.shape == want.shape
+    assert not few_rows.takes_few_rows(torch.zeros(few_rows.MOST_ROWS + 1, shape[1], dtype=torch.bfloat16), weight)
+
+
+@needs_compiler
+def test_a_few_rows_round_as_torch_does():
+    """Sums that lie in the middle of two numbers, are too large, or no numbers."""
+    ends = torch.tensor([1.00390625, 1.01171875, 3.39e38, 3.4e38, -3.4e38, torch.inf, torch.nan, 1e-40, -0.0])
+    x = torch.ones(1, 2, dtype=torch.bfloat16)
+    weight = torch.stack((ends.bfloat16(), (ends - ends.bfloat16().float()).nan_to_num().bfloat16()), 1)
+    got = few_rows.linear(x, weight)[0]
+    want = (weight[:, 0].float() + weight[:, 1].float()).bfloat16()
+    assert torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0)) and got.isnan().tolist() == want.isnan().tolist()
 
 
 @needs_compiler

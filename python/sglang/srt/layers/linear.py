@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from sgl_kernel import elementwise, quantized
+from sgl_kernel.cpu import few_rows
 from sgl_kernel.cpu.library import takes
 from sgl_kernel.cpu.packed_weight import PackedGate, PackedWeight
 from sgl_kernel.quantized import MatrixFormat, QuantizedMatrix
@@ -26,6 +27,13 @@ from sglang.srt.layers.weights import QuantizedTarget, WeightTarget
 
 def _empty(*shape: int, dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+
+
+def plain_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x @ weight.T + bias, of a weight as it was loaded."""
+    if few_rows.takes_few_rows(x, weight):
+        return few_rows.linear(x, weight, bias)
+    return F.linear(x, weight, bias)
 
 
 class Weight(nn.Module):
@@ -63,7 +71,7 @@ class Weight(nn.Module):
         if self.quantized is not None:
             return quantized.linear(x, self.quantized, bias)
         assert self.weight is not None
-        return F.linear(x, self.weight, bias)
+        return plain_product(x, self.weight, bias)
 
 
 class MergedColumnParallelLinear(Weight):

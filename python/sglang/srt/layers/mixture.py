@@ -19,7 +19,7 @@ from sgl_kernel.cpu.library import takes
 from sgl_kernel.cpu.packed_weight import PackedGate, PackedWeight
 from sglang.srt.configs.experts import ExpertsConfig
 from sglang.srt.distributed.parallel_state import Shard, TensorParallelGroup
-from sglang.srt.layers.linear import Weight
+from sglang.srt.layers.linear import Weight, plain_product
 from sglang.srt.layers.weights import WeightTarget
 
 # Where no kernel multiplies groups, each expert computes so many tokens at a time, whether it is theirs or not.
@@ -95,7 +95,7 @@ class Experts(nn.Module):
             gate, down = self._packed[expert]
             return down.linear(gate.linear(x))
         gate_up, out = self._loaded()
-        return F.linear(elementwise.silu_and_mul(F.linear(x, gate_up[expert])), out[expert])
+        return plain_product(elementwise.silu_and_mul(plain_product(x, gate_up[expert])), out[expert])
 
     def _in_groups(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Tokens in the order of their experts, each of which multiplies its own. Waits for nothing."""
