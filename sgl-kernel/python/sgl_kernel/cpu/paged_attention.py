@@ -8,7 +8,10 @@ from functools import cache
 import numpy as np
 import torch
 
-from sgl_kernel.cpu.library import function, takes
+from sgl_kernel.cpu.library import LIBRARY, function
+
+# Of keys and values, and of queries; sums are in float32.
+_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class _Arguments(ctypes.Structure):
@@ -26,6 +29,7 @@ class _Arguments(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("threads", ctypes.c_int32),
         ("by_slot", ctypes.c_int32),
+        ("narrow", ctypes.c_int32),
     ]
 
 
@@ -39,8 +43,10 @@ def takes_heads(q: torch.Tensor, k: torch.Tensor) -> bool:
     """Whether `PagedAttention` takes queries (num_rows, num_heads, head_dim) and keys (num_pages, page_size,
     num_kv_heads, head_dim)."""
     return (
-        takes(q)
-        and k.dtype == q.dtype
+        q.is_cpu
+        and LIBRARY.is_available()
+        and q.dtype in _DTYPES
+        and k.dtype in _DTYPES
         and q.shape[2] % _lanes() == 0
         and q.stride(2) == 1
         and q.stride(1) == q.shape[2]
@@ -129,9 +135,10 @@ class PagedAttention:
         out: torch.Tensor,
         lse: torch.Tensor | None = None,
     ) -> None:
-        """q, out: (num_rows, num_heads, head_dim), out contiguous. k, v: (num_pages, page_size, num_kv_heads,
-        head_dim), the last two dimensions contiguous. lse: (num_rows, num_heads), contiguous. Writes all of out and
-        lse: zeros and -inf for a query that sees no keys."""
+        """q, out: (num_rows, num_heads, head_dim), out contiguous and float32. k, v: (num_pages, page_size,
+        num_kv_heads, head_dim), the last two dimensions contiguous. lse: (num_rows, num_heads) float32, contiguous.
+        Writes all of out and lse: zeros and -inf for a query that sees no keys."""
+        q = q.float()
         _, num_heads, head_dim = q.shape
         for requests in self._requests:
             args = requests.args
@@ -145,5 +152,5 @@ class PagedAttention:
             args.v, args.v_page_stride, args.v_token_stride = v.data_ptr(), v.stride(0), v.stride(1)
             args.q_stride, args.num_heads, args.head_dim = q.stride(0), num_heads, head_dim
             args.page_size, args.num_kv_heads = k.shape[1], k.shape[2]
-            args.scale = scale
+            args.scale, args.narrow = scale, k.dtype == torch.bfloat16
             requests.attend()

@@ -14,8 +14,9 @@ typedef struct {
        NULL. */
     const float *q;
     float *out, *lse;
-    /* (pages, page_size, num_kv_heads, head_dim), the last two dimensions contiguous; strides in floats. */
-    const float *k, *v;
+    /* (pages, page_size, num_kv_heads, head_dim) of float, or where it is narrow of bfloat16, the last two dimensions
+       contiguous; strides in numbers. */
+    const void *k, *v;
     int64_t k_page_stride, k_token_stride, v_page_stride, v_token_stride;
     /* Request i: rows rows[i] .. rows[i] + q_lens[i] of q, its keys are kv_lens[i] tokens from the skips[i]-th token
        of page table[starts[i]] on. skips: NULL for none. by_slot: the table holds not pages, but slots (page *
@@ -26,10 +27,24 @@ typedef struct {
     float *scratch;
     int64_t q_stride, num_reqs, num_heads, num_kv_heads, head_dim, page_size, window;
     float scale;
-    int32_t threads, by_slot;
+    int32_t threads, by_slot, narrow;
 } attention_args;
 
-/* Where n keys and values of request i lie, from its key `begin` on, in floats from k and v. */
+/* Some numbers behind another of keys or values. */
+INLINE const void *ahead(const void *from, int64_t numbers, int narrow) {
+    return (const char *)from + numbers * (narrow ? 2 : 4);
+}
+
+INLINE vec load_kv(const void *from, int64_t at, int narrow) {
+    return narrow ? load_bfloat16((const uint16_t *)from + at) : load((const float *)from + at);
+}
+
+/* As `fetch`. */
+INLINE void fetch_kv(const void *from, int64_t at, int64_t numbers, int narrow) {
+    fetch(ahead(from, at, narrow), narrow ? (numbers + 1) / 2 : numbers);
+}
+
+/* Where n keys and values of request i lie, from its key `begin` on, in numbers from k and v. */
 INLINE void find_tokens(const attention_args *a, int64_t i, int64_t begin, int n, int64_t *k_at, int64_t *v_at) {
     const int64_t *entries = a->table + a->starts[i];
     int64_t skip = a->skips ? a->skips[i] : 0;

@@ -1,4 +1,4 @@
-/* Attention of one query per request over paged keys and values in float32, without gathering them.
+/* Attention of one query per request over paged keys and values in float32 or bfloat16, without gathering them.
 
    A request's keys are cut into chunks of CHUNK, which are computed for all heads together: a token's heads lie side by
    side in memory. Chunks of several requests that lie in the same pages are a group. A task is some groups, one after
@@ -23,7 +23,7 @@ int64_t cpu_lanes(void) { return LANES; }
 /* The tokens of a task, for the size of scratch. */
 int64_t cpu_decode_chunk(void) { return CHUNK; }
 
-/* n keys and where they and their values lie, in floats. */
+/* n keys and where they and their values lie, in numbers. */
 typedef struct {
     const int64_t *k_at, *v_at;
     int64_t n;
@@ -31,17 +31,17 @@ typedef struct {
 
 /* scores[g][j] = scale * (q[g] . key j), each sum in the order of `sum`. next: a block whose keys are fetched meanwhile,
    or NULL. */
-INLINE void score_heads(int heads, const float *q, const float *k, const int64_t *at, int n, int64_t head_dim,
-                        float scale, float (*scores)[BLOCK], const block *next) {
+INLINE void score_heads(int heads, const float *q, const void *k, int narrow, const int64_t *at, int n,
+                        int64_t head_dim, float scale, float (*scores)[BLOCK], const block *next) {
     for (int64_t j = n; next && j < next->n; j++)
-        fetch(k + next->k_at[j], head_dim);
+        fetch_kv(k, next->k_at[j], head_dim, narrow);
     for (int j = 0; j < n; j += LANES) {
-        const float *key[LANES];
+        const void *key[LANES];
         for (int i = 0; i < LANES; i++) {
             int token = j + i < n ? j + i : n - 1; /* the same one again behind the last */
-            key[i] = k + at[token];
+            key[i] = ahead(k, at[token], narrow);
             if (next && j + i < n && j + i < next->n)
-                fetch(k + next->k_at[j + i], head_dim);
+                fetch_kv(k, next->k_at[j + i], head_dim, narrow);
         }
         for (int g = 0; g < heads; g++) {
             vec acc[LANES];
@@ -50,14 +50,14 @@ INLINE void score_heads(int heads, const float *q, const float *k, const int64_t
                 acc[i] = (vec){0};
 #pragma GCC unroll 8
                 for (int64_t d = 0; d < head_dim; d += LANES)
-                    acc[i] += load(q + g * head_dim + d) * load(key[i] + d);
+                    acc[i] += load(q + g * head_dim + d) * load_kv(key[i], d, narrow);
             }
             store(scores[g] + j, sums(acc) * splat(scale));
         }
     }
 }
 
-INLINE void add_values(int heads, int vectors, float (*weights)[BLOCK], const float *shrink, const float *v,
+INLINE void add_values(int heads, int vectors, float (*weights)[BLOCK], const float *shrink, const void *v, int narrow,
                        const int64_t *at, int n, int64_t head_dim, float *out, const block *next) {
     vec acc[OUT_HEADS][OUT_VECTORS];
 #pragma GCC unroll 4
@@ -66,13 +66,13 @@ INLINE void add_values(int heads, int vectors, float (*weights)[BLOCK], const fl
         for (int i = 0; i < vectors; i++)
             acc[g][i] = load(out + g * head_dim + i * LANES) * splat(shrink[g]);
     for (int j = 0; j < n; j++) {
-        const float *value = v + at[j];
+        const void *value = ahead(v, at[j], narrow);
         if (next && j < next->n)
-            fetch(v + next->v_at[j], head_dim);
+            fetch_kv(v, next->v_at[j], head_dim, narrow);
         vec each[OUT_VECTORS];
 #pragma GCC unroll 4
         for (int i = 0; i < vectors; i++)
-            each[i] = load(value + i * LANES);
+            each[i] = load_kv(value, i * LANES, narrow);
 #pragma GCC unroll 4
         for (int g = 0; g < heads; g++)
 #pragma GCC unroll 4
@@ -86,11 +86,14 @@ INLINE void add_values(int heads, int vectors, float (*weights)[BLOCK], const fl
             store(out + g * head_dim + i * LANES, acc[g][i]);
 }
 
-static void any_values(int heads, int vectors, float (*weights)[BLOCK], const float *shrink, const float *v,
+static void any_values(int heads, int vectors, float (*weights)[BLOCK], const float *shrink, const void *v, int narrow,
                        const int64_t *at, int n, int64_t head_dim, float *out, const block *next) {
 #define CASE(h, w)                                                                                                     \
     case 8 * h + w:                                                                                                    \
-        add_values(h, w, weights, shrink, v, at, n, head_dim, out, next);                                              \
+        if (narrow)                                                                                                    \
+            add_values(h, w, weights, shrink, v, 1, at, n, head_dim, out, next);                                       \
+        else                                                                                                           \
+            add_values(h, w, weights, shrink, v, 0, at, n, head_dim, out, next);                                       \
         break;
     switch (8 * heads + vectors) {
         CASE(1, 1) CASE(1, 2) CASE(1, 3) CASE(1, 4) CASE(2, 1) CASE(2, 2) CASE(2, 3) CASE(2, 4) CASE(3, 1) CASE(3, 2)
@@ -100,14 +103,22 @@ static void any_values(int heads, int vectors, float (*weights)[BLOCK], const fl
 }
 
 /* Usual sizes of a head are constants. */
-static void any_scores(int heads, const float *q, const float *k, const int64_t *at, int n, int64_t head_dim,
-                       float scale, float (*scores)[BLOCK], const block *next) {
+INLINE void sized_scores(int heads, const float *q, const void *k, int narrow, const int64_t *at, int n,
+                         int64_t head_dim, float scale, float (*scores)[BLOCK], const block *next) {
     if (head_dim == 64)
-        score_heads(heads, q, k, at, n, 64, scale, scores, next);
+        score_heads(heads, q, k, narrow, at, n, 64, scale, scores, next);
     else if (head_dim == 128)
-        score_heads(heads, q, k, at, n, 128, scale, scores, next);
+        score_heads(heads, q, k, narrow, at, n, 128, scale, scores, next);
     else
-        score_heads(heads, q, k, at, n, head_dim, scale, scores, next);
+        score_heads(heads, q, k, narrow, at, n, head_dim, scale, scores, next);
+}
+
+static void any_scores(int heads, const float *q, const void *k, int narrow, const int64_t *at, int n,
+                       int64_t head_dim, float scale, float (*scores)[BLOCK], const block *next) {
+    if (narrow)
+        sized_scores(heads, q, k, 1, at, n, head_dim, scale, scores, next);
+    else
+        sized_scores(heads, q, k, 0, at, n, head_dim, scale, scores, next);
 }
 
 /* A decode's tasks: which chunks are computed together. */
@@ -130,11 +141,12 @@ typedef struct {
 /* next: the block whose keys and values of this KV head are fetched meanwhile. */
 static void attend_heads(const attention_args *a, const member *m, int64_t kv, const block *now, const block *next) {
     int64_t d = a->head_dim, group = a->num_heads / a->num_kv_heads;
+    const void *k = ahead(a->k, kv * d, a->narrow), *v = ahead(a->v, kv * d, a->narrow);
     for (int64_t first = 0, heads; first < group; first += heads) {
         float scores[SCORE_HEADS][BLOCK], shrink[SCORE_HEADS], *stats;
         int64_t head = kv * group + first;
         heads = group - first < SCORE_HEADS ? group - first : SCORE_HEADS;
-        any_scores(heads, m->q + head * d, a->k + kv * d, now->k_at, now->n, d, a->scale, scores, next);
+        any_scores(heads, m->q + head * d, k, a->narrow, now->k_at, now->n, d, a->scale, scores, next);
         stats = m->stats + 2 * head;
         for (int g = 0; g < heads; g++, stats += 2)
             shrink[g] = soften(scores[g], now->n, stats, stats + 1);
@@ -142,8 +154,8 @@ static void attend_heads(const attention_args *a, const member *m, int64_t kv, c
             some = heads - g == 4 ? 2 : heads - g < OUT_HEADS ? heads - g : OUT_HEADS;
             for (int64_t i = 0; i < d; i += OUT_VECTORS * LANES) {
                 int64_t left = (d - i) / LANES;
-                any_values(some, left < OUT_VECTORS ? left : OUT_VECTORS, scores + g, shrink + g, a->v + kv * d + i,
-                           now->v_at, now->n, d, m->out + (head + g) * d + i, next);
+                any_values(some, left < OUT_VECTORS ? left : OUT_VECTORS, scores + g, shrink + g,
+                           ahead(v, i, a->narrow), a->narrow, now->v_at, now->n, d, m->out + (head + g) * d + i, next);
                 next = NULL;
             }
         }
@@ -190,8 +202,8 @@ static void attend_groups(const void *arguments, int64_t task) {
     find_group(job, number, groups);
     block now = block_of(groups, 0), next;
     for (int64_t j = 0; j < now.n; j++) {
-        fetch(a->k + now.k_at[j], row);
-        fetch(a->v + now.v_at[j], row);
+        fetch_kv(a->k, now.k_at[j], row, a->narrow);
+        fetch_kv(a->v, now.v_at[j], row, a->narrow);
     }
     for (int which = 0; number < end; number++, which ^= 1) {
         const chunk_group *g = groups + which;

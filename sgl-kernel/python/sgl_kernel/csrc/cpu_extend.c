@@ -1,4 +1,4 @@
-/* Attention of requests with several queries over paged keys and values in float32.
+/* Attention of requests with several queries over paged keys and values in float32 or bfloat16.
 
    A task is a run of a request's queries with the query heads that share one KV head: they are the rows of one matrix.
    Blocks of keys and values are copied out of the pages into panels, which the rows are multiplied with while they are
@@ -101,15 +101,16 @@ static void find_block(const task_rows *t, int64_t begin, int64_t end, block *b)
 
 /* Fetch part `part` of `parts` of a block into the cache. Tokens may lie anywhere, so that the CPU does not guess. */
 INLINE void fetch_part(const task_rows *t, const block *b, int part, int parts) {
-    int64_t d = t->args->head_dim;
+    const attention_args *a = t->args;
+    int64_t d = a->head_dim;
     for (int j = b->n * part / parts; j < b->n * (part + 1) / parts; j++) {
-        fetch(t->args->k + b->k_at[j] + t->kv_head * d, d);
-        fetch(t->args->v + b->v_at[j] + t->kv_head * d, d);
+        fetch_kv(a->k, b->k_at[j] + t->kv_head * d, d, a->narrow);
+        fetch_kv(a->v, b->v_at[j] + t->kv_head * d, d, a->narrow);
     }
 }
 
 /* Copy a block into panels. Columns without a key, and what a value's last panel has beyond it, become 0. */
-static void pack(const task_rows *t, const block *b, int64_t width, float *keys, float *values) {
+INLINE void pack(const task_rows *t, const block *b, int narrow, int64_t width, float *keys, float *values) {
     const attention_args *a = t->args;
     int64_t d = a->head_dim;
     int n = b->n;
@@ -119,7 +120,8 @@ static void pack(const task_rows *t, const block *b, int64_t width, float *keys,
             vec square[LANES];
 #pragma GCC unroll 16
             for (int j = 0; j < LANES; j++)
-                square[j] = first + j < n ? load(a->k + b->k_at[first + j] + t->kv_head * d + i) : splat(0);
+                square[j] =
+                    first + j < n ? load_kv(a->k, b->k_at[first + j] + t->kv_head * d + i, narrow) : splat(0);
             transpose(square);
 #pragma GCC unroll 16
             for (int j = 0; j < LANES; j++)
@@ -127,12 +129,11 @@ static void pack(const task_rows *t, const block *b, int64_t width, float *keys,
         }
     }
     for (int j = 0; j < n; j++) {
-        const float *value = a->v + b->v_at[j] + t->kv_head * d;
+        int64_t at = b->v_at[j] + t->kv_head * d;
         for (int64_t i = 0; i < width; i += PANEL) {
             float *to = values + i * BLOCK + j * PANEL;
-            if (d - i < PANEL)
-                memset(to, 0, PANEL * sizeof *to);
-            memcpy(to, value + i, (d - i < PANEL ? d - i : PANEL) * sizeof *to);
+            store(to, load_kv(a->v, at + i, narrow));
+            store(to + LANES, d - i < PANEL ? splat(0) : load_kv(a->v, at + i + LANES, narrow));
         }
     }
 }
@@ -155,7 +156,10 @@ static void attend(const task_rows *t) {
     for (int64_t begin = keys_begin; begin < keys_end; begin += BLOCK) {
         now = next;
         find_block(t, begin + BLOCK, keys_end, &next);
-        pack(t, &now, width, keys, values);
+        if (a->narrow)
+            pack(t, &now, 1, width, keys, values);
+        else
+            pack(t, &now, 0, width, keys, values);
         for (int first = 0, n = now.n; first < t->rows; first += ROWS) {
             fetch_part(t, &next, first / ROWS, (t->rows + ROWS - 1) / ROWS);
             int rows = t->rows - first < ROWS ? t->rows - first : ROWS, from[ROWS], to[ROWS];

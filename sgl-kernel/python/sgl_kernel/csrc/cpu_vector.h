@@ -34,6 +34,13 @@ INLINE vec load(const float *from) {
     return v;
 }
 
+/* LANES numbers in bfloat16, which are the upper halves of floats. */
+INLINE vec load_bfloat16(const uint16_t *from) {
+    uint16_t narrow __attribute__((vector_size(2 * LANES)));
+    memcpy(&narrow, from, sizeof narrow);
+    return (vec)(__builtin_convertvector(narrow, ivec) << 16);
+}
+
 INLINE void store(float *to, vec v) { memcpy(to, &v, sizeof v); }
 
 INLINE vec splat(float x) { return x - (vec){0}; }

@@ -70,11 +70,12 @@ def test_masks(page_size, layout):
 
 
 @needs_compiler
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [1, 64, 65, 200])
-def test_windows_of_any_size(window, no_torch):
+def test_windows_of_any_size(window, kv_dtype, no_torch):
     """Blocks of keys begin at multiples of 64, chunks of a decode at 256. What no query sees is not read."""
     reqs = tuple((kv_len, q_len) for kv_len in (63, 64, 65, 200, 201, 257, 600) for q_len in (1, 2, 60))
-    case = PagedCase(1, 16, "block_major", torch.float32, reqs, torch.int64)
+    case = PagedCase(1, 16, "block_major", torch.float32, reqs, torch.int64, kv_dtype=kv_dtype)
     meta = dataclasses.replace(case.meta, window=window)
     want = masked_attention(case.q, case.view, case.segments, meta)
     for start, kv_len, q_len in zip(case.segments.starts, case.segments.kv_lens, case.segments.q_lens):
@@ -84,6 +85,22 @@ def test_windows_of_any_size(window, no_torch):
         case.view.k[gone] = case.view.v[gone] = math.nan
     got = CpuAttnBackend().forward(case.q, case.view, case.segments, meta)
     assert (got - want).abs().max() < case.tolerance()
+
+
+@needs_compiler
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+def test_keys_and_values_in_bfloat16(page_size, layout, no_torch):
+    """Of queries in float32, and of decodes in bfloat16."""
+    for seed, reqs in enumerate((MIXED, DECODES, EXTENDS)):
+        check_batch(
+            CpuAttnBackend(),
+            PagedCase(seed, page_size, layout, torch.float32, reqs, torch.int64, kv_dtype=torch.bfloat16),
+        )
+    check_batch(CpuAttnBackend(), PagedCase(4, page_size, layout, torch.bfloat16, DECODES, torch.int64))
+    check_partials(CpuAttnBackend(), Case(5, page_size, layout, torch.float32, kv_dtype=torch.bfloat16))
+    decode = Case(6, page_size, layout, torch.bfloat16, q_lens=(1, 1, 1))
+    check_partials(CpuAttnBackend(), decode)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
@@ -123,10 +140,11 @@ def test_pages_in_a_table(page_size, layout, reqs):
 
 
 @needs_compiler
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", [(1, 1, 16), (3, 3, 64), (2, 7, 48), (5, 1, 80), (1, 8, 128), (2, 5, 256)], ids=str)
-def test_head_shapes(heads, no_torch):
+def test_head_shapes(heads, kv_dtype, no_torch):
     kv_heads, group, head_dim = heads
-    shape = {"kv_heads": kv_heads, "group": group, "head_dim": head_dim}
+    shape = {"kv_heads": kv_heads, "group": group, "head_dim": head_dim, "kv_dtype": kv_dtype}
     reqs = ((1, 1), (255, 1), (256, 1), (257, 1), (0, 1), (900, 1), (2, 2), (65, 65), (0, 3), (300, 130))
     for seed in range(2):
         check_batch(CpuAttnBackend(), PagedCase(seed, 4, "block_major", torch.float32, reqs, torch.int64, **shape))
@@ -159,13 +177,14 @@ def test_scores_of_any_size(no_torch):
 
 
 @needs_compiler
-def test_a_requests_bits_depend_on_its_keys_alone(no_torch):
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16])
+def test_a_requests_bits_depend_on_its_keys_alone(kv_dtype, no_torch):
     """Alone or among others, in any frames and layout, with any number of threads."""
     reqs = ((1000, 1), (70, 1), (256, 1), (3, 1), (2000, 1))
     for seed in range(3):
         outs = []
         for layout in LAYOUTS:
-            case = PagedCase(seed, 4, layout, torch.float32, reqs, torch.int64)
+            case = PagedCase(seed, 4, layout, torch.float32, reqs, torch.int64, kv_dtype=kv_dtype)
             # The same numbers in every layout, as torch's generator is seeded.
             outs.append(CpuAttnBackend().forward(case.q, case.view, case.segments, case.meta))
         assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2]), f"seed {seed}: frames"

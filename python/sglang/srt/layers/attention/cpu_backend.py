@@ -1,7 +1,8 @@
 """`CpuAttnBackend`: attention on the CPU that reads keys and values where they lie.
 
-Kernels in C read the pages of all requests at once: no Python runs per request. Other types than float32 and odd head
-sizes go to `TorchNativeAttnBackend`, which defines the result. With a mask they go to `masked_attention`, as do
+Kernels in C read the pages of all requests at once: no Python runs per request. Other types than float32 and bfloat16
+and odd head sizes go to `TorchNativeAttnBackend`, which defines the result, as do several queries of a request in
+bfloat16, which torch multiplies by instructions for matrices. With a mask the former go to `masked_attention`, as do
 capped scores, and masks of `partial`. Owns the plans of the forward batch it is working on. Writes no KV and reads
 only the slots that the segments name.
 """
@@ -69,20 +70,24 @@ class CpuAttnBackend:
                 batch = BatchKey.of(segments, view.page_size, meta.q_lens)
             plans = self._plans = _Plans(batch, longest_request(segments))
         window = None if meta.window is None or meta.window >= plans.longest else meta.window
-        if meta.softcap is not None or not takes_heads(q, view.k):
-            is_ordinary = window is None and meta.softcap is None and meta.sinks is None
+        is_ordinary = window is None and meta.softcap is None and meta.sinks is None
+        if (
+            meta.softcap is not None
+            or not takes_heads(q, view.k)
+            or (is_ordinary and _has_faster(q, len(meta.q_lens)))
+        ):
             attend = self._torch.forward if is_ordinary else masked_attention
             return attend(q, view, segments, meta)
         attention = plans.by_window.get(window)
         if attention is None:
             attention = plans.by_window[window] = _plan(segments, view.page_size, meta.q_lens, window)
         assert sum(meta.q_lens) == q.shape[0], f"{q.shape[0]} rows of q for q_lens {meta.q_lens}"
-        out = torch.empty(q.shape, dtype=q.dtype)
+        out = torch.empty(q.shape)
         lse = None if meta.sinks is None else torch.empty(q.shape[:2])
         attention.attend(q, view.k, view.v, meta.scale, out, lse)
         if lse is not None and meta.sinks is not None:
             out *= share_beside(lse, meta.sinks)
-        return out
+        return out.to(q.dtype)
 
     def before_replay(self, segments: PagedSegments) -> None:
         """There are no CUDA graphs on the CPU."""
@@ -93,7 +98,7 @@ class CpuAttnBackend:
         """q: (q_len, num_q_heads, head_dim). Returns out, same shape, float32, and lse (q_len, num_q_heads)."""
         if mask is not None:
             return masked_partial(q, view, segment, scale, mask)
-        if not takes_heads(q, view.k):
+        if not takes_heads(q, view.k) or _has_faster(q, 1):
             return self._torch.partial(q, view, segment, scale)
         out, lse = torch.empty(q.shape), torch.empty(q.shape[:2])
         length = np.array([segment.length])
@@ -103,6 +108,11 @@ class CpuAttnBackend:
         )
         attention.attend(q, view.k, view.v, scale, out, lse)
         return out, lse
+
+
+def _has_faster(q: torch.Tensor, num_reqs: int) -> bool:
+    """Whether torch is faster: where a request has several queries in bfloat16."""
+    return q.dtype == torch.bfloat16 and len(q) > num_reqs
 
 
 def _plan(
