@@ -55,6 +55,7 @@ def load(path, load_format="auto", seed=0, dtype="auto"):
 EXPERTS = dict(num_experts=3, num_experts_per_tok=2, moe_intermediate_size=20)
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
 @pytest.mark.parametrize(
     ("classes", "changes"),
     [
