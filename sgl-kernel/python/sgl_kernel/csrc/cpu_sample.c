@@ -46,10 +46,10 @@ INLINE vec weights(row r, int64_t at) {
 }
 
 /* In an order of its own. */
-static double sum_of(dvec v) {
+INLINE double sum_of(const dvec *v) {
     double total = 0;
     for (int i = 0; i < LANES; i++)
-        total += v[i];
+        total += (*v)[i];
     return total;
 }
 
@@ -103,7 +103,7 @@ static int64_t draw_of_all(row r, double uniform) {
         dvec acc = {0};
         for (int64_t i = p * part; i < (p + 1) * part && i < r.vocab; i += LANES)
             acc += __builtin_convertvector(weights(r, i), dvec);
-        sums[p] = sum_of(acc);
+        sums[p] = sum_of(&acc);
         total += sums[p];
     }
     if (!(total > 0))
@@ -147,7 +147,7 @@ static double look(const float *weight, int64_t n, float pivot, int64_t *num_lar
             equal_ones += same[lane];
         }
     }
-    double mass = sum_of(acc);
+    double mass = sum_of(&acc);
     for (; i < n; i++) {
         larger_ones += weight[i] > pivot;
         equal_ones += weight[i] == pivot;
@@ -203,7 +203,7 @@ static int64_t draw_of(const float *weight, int64_t n, float least, double unifo
         vec each = load(weight + i);
         acc += __builtin_convertvector(pick(each >= splat(least), each, splat(0)), dvec);
     }
-    double total = sum_of(acc), sum = 0;
+    double total = sum_of(&acc), sum = 0;
     for (; i < n; i++)
         total += weight[i] >= least ? weight[i] : 0;
     double wanted = uniform * total;
@@ -251,7 +251,7 @@ static int64_t likeliest(row r, int32_t *tokens, float *weight, float *kept, dou
             n += each[lane] >= least;
         }
     }
-    *total = sum_of(acc);
+    *total = sum_of(&acc);
     return is_full ? 0 : n;
 }
 
