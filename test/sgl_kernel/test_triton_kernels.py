@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,7 +20,16 @@ TORCH_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.floa
 Pools = tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], ...]
 # Of rows, as large models have them; and of no power of two.
 WIDTHS = (64, 100, 4096)
-CHECKS = ("norms", "heads_of_queries_and_keys", "activations", "rotations", "stores", "rotations_into_slots", "cuts")
+CHECKS = (
+    "norms",
+    "heads_of_queries_and_keys",
+    "activations",
+    "rotations",
+    "stores",
+    "rotations_into_slots",
+    "cuts",
+    "penalties",
+)
 
 
 @needs_triton
@@ -40,6 +50,8 @@ def test_they_compile_for_sm_90(dtype: str):
         names, floats = kernel.arg_names, ("eps",)
         pointers = {"positions_ptr": "*i64", "loc_ptr": "*i64", "table_ptr": "*fp32", "scales_ptr": "*fp32"}
         pointers |= {"probs_ptr": "*fp32", "top_ks_ptr": "*i64", "top_ps_ptr": "*fp32"}
+        pointers |= dict.fromkeys(("logits_ptr", "frequency_ptr", "presence_ptr", "repetition_ptr"), "*fp32")
+        pointers |= {"rows_ptr": "*i64", "slots_ptr": "*i64", "counts_ptr": "*i16"}
         pointers |= types
         types = {name: pointers.get(name, f"*{dtype}" if name.endswith("_ptr") else "i32") for name in names}
         types |= {name: "fp32" for name in names if name in floats}
@@ -67,6 +79,8 @@ def test_they_compile_for_sm_90(dtype: str):
     assert "e4m3x2" in ptx and "min" in ptx, ptx
     if dtype == "fp32":
         assert "st.global.v4.b32" in compiled(of_sampling._keep_top_kernel, {"BLOCK": 8192}, 16)
+        # Eight counts at a time.
+        assert "ld.global.v4.b32" in compiled(of_sampling._penalize_kernel, {"BLOCK": 4096})
 
 
 @pytest.mark.gpu
@@ -242,6 +256,26 @@ def cuts() -> None:
         sampler._keep_top(want, top_ks, top_ps, all_limited(vocab_size))
         triton_kernels.keep_top(got, top_ks, top_ps)
         assert torch.equal(got, want), (vocab_size, (got != want).nonzero())
+
+
+def penalties() -> None:
+    from sgl_kernel.sampling import triton_kernels
+    from sglang.srt.sampling import penalties as of_torch
+
+    generator = torch.Generator().manual_seed(12)
+    for vocab_size in (3, 4096, 9001):
+        table = of_torch.PenaltyTable(6, vocab_size)
+        for slot in range(5):
+            table.start(slot, torch.randint(0, vocab_size, (50 * slot,), generator=generator))
+        rows, slots = torch.tensor([4, 0, 3]), torch.tensor([2, 0, 4])
+        values = torch.tensor([0.5, 0.0, -0.25]), torch.tensor([0.0, 1.5, 0.2]), torch.tensor([1.0, 1.3, 0.8])
+        logits = torch.randn(5, vocab_size, generator=generator) * 4
+        want, got = logits.clone(), logits.clone()
+        with mock.patch.object(of_torch, "takes", lambda logits: False):
+            table.apply(want, rows, slots, *values)
+        triton_kernels.penalize(got, rows, slots, table._counts, *values)
+        near(got, want)
+        assert torch.equal(got[1], logits[1]) and not torch.equal(got[4], logits[4])
 
 
 def main() -> None:

@@ -95,7 +95,7 @@ def _keep_top(probs: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor, c
             kept &= (kernels.top_p_renorm_probs(probs, top_ps) > 0) | (top_ps >= 1).unsqueeze(1)
         probs.masked_fill_(~kept, 0.0)
         return
-    if kernels.has_keep_top(probs):
+    if kernels.has_triton(probs):
         kernels.keep_top(probs, top_ks, top_ps)
         return
     vocab_size = probs.shape[1]

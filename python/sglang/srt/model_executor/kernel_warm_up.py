@@ -27,6 +27,7 @@ from sglang.srt.mem_cache.link import LAYERS_AT_ONCE, index_device, layer_groups
 from sglang.srt.mem_cache.memory_pool import DevicePool
 from sglang.srt.model_executor.forward_batch_info import CausalLM, ForwardBatch, ForwardMode, StreamedRequest
 from sglang.srt.model_executor.prefill_graphs import PrefillGraphs
+from sglang.srt.sampling.penalties import PenaltyTable
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.device import to_device
@@ -90,6 +91,7 @@ def warm_up_kernels(
             # So long that each window cuts it.
             prefix_len = max(_LONG, *(window or 0 for window in model.windows))
             _stream(model, pool, _batch(((0, q_len),), pool, scale, device), q_len, prefix_len, device)
+        _penalize(vocab_size, device)
     logger.info("warmed kernels up in %.1f s", time.monotonic() - began)
 
 
@@ -149,6 +151,17 @@ def _stream(
         state = model.begin_layer(layer, state, batch, pool)
         state = model.attend(layer, state, batch, 0, pool.view(layer), prefix, 0)
         state = model.end_layer(layer, state, batch)
+
+
+def _penalize(vocab_size: int, device: torch.device) -> None:
+    table, zero, one = (
+        PenaltyTable(1, vocab_size, device),
+        torch.zeros(1, device=device),
+        torch.ones(1, device=device),
+    )
+    first = zero.to(torch.int64)
+    table.start(0, first)
+    table.apply(torch.zeros(1, vocab_size, device=device), first, first, zero, zero, one)
 
 
 def _scratch_pages(pool: DevicePool, num_tokens: int, device: torch.device) -> torch.Tensor:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import torch
 
+from sgl_kernel import sampling as kernels
+from sgl_kernel.cpu import sampling as cpu_sampling
 from sgl_kernel.cpu.library import takes
-from sgl_kernel.cpu.sampling import penalize
 from sglang.srt.utils.device import CPU
 
 # What 2 bytes hold. A token that was generated more often counts as so often.
@@ -54,7 +55,8 @@ class PenaltyTable:
         CTRL). frequency: subtracted for each time. presence: subtracted once (OpenAI's API reference).
         """
         assert self._counts is not None
-        if takes(logits):
+        if takes(logits) or kernels.has_triton(logits):
+            penalize = cpu_sampling.penalize if logits.is_cpu else kernels.penalize
             penalize(logits, rows, slots, self._counts, frequency, presence, repetition)
             return
         counts, some = self._counts[slots], logits.index_select(0, rows)

@@ -1,7 +1,7 @@
 """Cutting probabilities off on a GPU, without sorting them: flashinfer's functions, under its names, and where it is
-not installed `keep_top`, in Triton.
+not installed `keep_top`, in Triton. And penalties there, `penalize`.
 
-There is no fallback here: a caller asks `has_renorm_kernels` and `has_keep_top`, and sorts where there are none.
+There is no fallback here: a caller asks `has_renorm_kernels` and `has_triton`, and has ways of its own.
 probs: (n, vocab_size) float32, contiguous. Every token that ties with the last kept one is kept. Top-p ends where
 float32 sums of the probabilities reach it; the same input gives the same bits. flashinfer's functions return new
 tensors. In these, probabilities that are cut off become 0, and the rest is scaled to sum 1.
@@ -37,16 +37,32 @@ def top_p_renorm_probs(probs: torch.Tensor, top_ps: torch.Tensor) -> torch.Tenso
     return kernel(probs, top_ps, is_deterministic=True)
 
 
-def has_keep_top(probs: torch.Tensor) -> bool:
-    return probs.is_cuda and _triton() is not None
+def has_triton(tensor: torch.Tensor) -> bool:
+    """Whether `keep_top` and `penalize` are for its device."""
+    return tensor.is_cuda and _triton() is not None
 
 
 def keep_top(probs: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor) -> None:
     """Zero what top-k or top-p cut off, in place, without scaling the rest. top_ks: (n,) int64, from 1; the
     vocabulary's size or more cuts nothing off. top_ps: (n,) float32; 1 cuts nothing off."""
     ours = _triton()
-    assert ours is not None, "no kernel takes it: ask has_keep_top"
+    assert ours is not None, "no kernel takes it: ask has_triton"
     ours.keep_top(probs, top_ks, top_ps)
+
+
+def penalize(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    counts: torch.Tensor,
+    frequency: torch.Tensor,
+    presence: torch.Tensor,
+    repetition: torch.Tensor,
+) -> None:
+    """As `sgl_kernel.cpu.sampling.penalize`."""
+    ours = _triton()
+    assert ours is not None, "no kernel takes it: ask has_triton"
+    ours.penalize(logits, rows, slots, counts, frequency, presence, repetition)
 
 
 def _triton() -> ModuleType | None:

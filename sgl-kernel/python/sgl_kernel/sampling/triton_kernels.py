@@ -1,4 +1,4 @@
-"""Top-k and top-p by a search for the least probability that is kept, in Triton.
+"""Top-k and top-p by a search for the least probability that is kept, and penalties, in Triton.
 
 Positive floats are ordered as their bits are, so that 30 halvings find it among all floats up to 1. Each looks at a
 row once.
@@ -12,8 +12,9 @@ import triton.language as tl
 
 from sgl_kernel.triton_launch import launch
 
-# Probabilities that a program looks at at once.
+# Probabilities that a program looks at at once; counts of generated tokens.
 _BLOCK = 8192
+_COUNTS = 4096
 
 
 def keep_top(probs: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor) -> None:
@@ -29,6 +30,62 @@ def keep_top(probs: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor) ->
         BLOCK=_BLOCK,
         num_warps=16,
     )
+
+
+def penalize(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    counts: torch.Tensor,
+    frequency: torch.Tensor,
+    presence: torch.Tensor,
+    repetition: torch.Tensor,
+) -> None:
+    """See `sgl_kernel.sampling.penalize`."""
+    vocab_size = logits.shape[1]
+    launch(
+        _penalize_kernel,
+        (len(rows), triton.cdiv(vocab_size, _COUNTS)),
+        logits,
+        rows,
+        slots,
+        counts,
+        frequency,
+        presence,
+        repetition,
+        logits.stride(0),
+        counts.stride(0),
+        vocab_size,
+        BLOCK=_COUNTS,
+    )
+
+
+@triton.jit
+def _penalize_kernel(
+    logits_ptr,
+    rows_ptr,
+    slots_ptr,
+    counts_ptr,
+    frequency_ptr,
+    presence_ptr,
+    repetition_ptr,
+    stride,
+    count_stride,
+    vocab_size,
+    BLOCK: tl.constexpr,
+):
+    """Program (i, b): block b of rows[i]. Only logits of tokens that were generated are read."""
+    i = tl.program_id(0)
+    tokens = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    counts = counts_ptr + tl.load(slots_ptr + i).to(tl.int64) * count_stride + tokens
+    count = tl.load(counts, mask=tokens < vocab_size, other=0).to(tl.float32)
+    was_generated = count > 0
+    logits = logits_ptr + tl.load(rows_ptr + i).to(tl.int64) * stride + tokens
+    x = tl.load(logits, mask=was_generated, other=0.0)
+    repetition = tl.load(repetition_ptr + i)
+    x = tl.where(x > 0, x / repetition, x * repetition)
+    x -= count * tl.load(frequency_ptr + i) + tl.load(presence_ptr + i)
+    tl.store(logits, x, mask=was_generated)
 
 
 @triton.jit
