@@ -8,6 +8,8 @@ from sgl_kernel.cpu.library import LIBRARY, function
 
 # With more, torch's product is as fast.
 MOST_ROWS = 8
+# A multiple of what the kernel takes of a row at once, on any CPU.
+_STEP = 32
 
 
 def takes_few_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -16,6 +18,7 @@ def takes_few_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
         x.is_cpu
         and x.dtype == weight.dtype == torch.bfloat16
         and len(x) <= MOST_ROWS
+        and x.shape[1] % _STEP == 0
         and weight.is_contiguous()
         and LIBRARY.is_available()
     )

@@ -55,7 +55,7 @@ class PackedWeight:
         if self.is_halved:
             both = panels.view(torch.int32)
             panels = torch.cat((both << 16, both & _UPPER), dim=2).view(torch.float32)
-        return panels.transpose(1, 2).reshape(-1, self.in_features)[: self.out_features]
+        return panels.transpose(1, 2).flatten(0, 1)[: self.out_features]
 
 
 class PackedGate:

@@ -20,7 +20,7 @@ typedef struct {
     const float *x;
     const uint16_t *weight, *bias;
     uint16_t *out;
-    int64_t m, k, n, steps;
+    int64_t m, k, n;
 } few_rows_args;
 
 INLINE float widened(uint16_t x) {
@@ -44,24 +44,23 @@ INLINE void tile(const few_rows_args *a, int64_t row, int64_t output, int output
     vec acc[OUTPUTS * ROWS];
     for (int i = 0; i < OUTPUTS * ROWS; i++)
         acc[i] = (vec){0};
-    const float *x = a->x + row * a->steps * PLACES;
+    const float *x = a->x + row * a->k;
     const uint16_t *weight = a->weight + output * a->k;
-    int64_t whole = a->k / PLACES;
-    for (int64_t step = 0; step < a->steps; step++) {
+    for (int64_t i = 0; i < a->k; i += PLACES) {
         vec even[ROWS], odd[ROWS];
 #pragma GCC unroll 4
         for (int r = 0; r < rows; r++) {
-            const float *from = x + (r * a->steps + step) * PLACES;
+            const float *from = x + r * a->k + i;
             even[r] = load(from);
             odd[r] = load(from + LANES);
         }
 #pragma GCC unroll 4
         for (int j = 0; j < outputs; j++) {
-            const uint16_t *from = weight + j * a->k + step * PLACES;
+            const uint16_t *from = weight + j * a->k + i;
             /* Into the second-level cache. */
             __builtin_prefetch(from + OUTPUTS * a->k, 0, 2);
-            ivec both = {0};
-            memcpy(&both, from, step < whole ? sizeof both : (a->k - whole * PLACES) * sizeof *from);
+            ivec both;
+            memcpy(&both, from, sizeof both);
             vec low = (vec)(both << 16), high = (vec)(both & (int32_t)0xFFFF0000);
 #pragma GCC unroll 4
             for (int r = 0; r < rows; r++) {
@@ -107,20 +106,17 @@ static void multiply(const void *arguments, int64_t task) {
         }
 }
 
-/* All in bfloat16. x: (m, k), rows x_stride apart; weight: (n, k), out: (m, n), contiguous; bias: NULL or (n,). Returns 0,
-   or -1 where there is no memory. */
+/* All in bfloat16. x: (m, k), rows x_stride apart, k a multiple of PLACES; weight: (n, k), out: (m, n), contiguous; bias:
+   NULL or (n,). Returns 0, or -1 where there is no memory. */
 int cpu_few_rows(const uint16_t *x, int64_t m, int64_t k, int64_t x_stride, const uint16_t *weight, int64_t n,
                  const uint16_t *bias, uint16_t *out, int threads) {
-    int64_t steps = (k + PLACES - 1) / PLACES;
-    float *wide = malloc((m * steps * PLACES + 1) * sizeof *wide);
+    float *wide = malloc((m * k + 1) * sizeof *wide);
     if (!wide)
         return -1;
     for (int64_t row = 0; row < m; row++)
-        for (int64_t i = 0; i < steps * PLACES; i++) {
-            float each = i < k ? widened(x[row * x_stride + i]) : 0;
-            wide[(row * steps + i / PLACES) * PLACES + i % 2 * LANES + i % PLACES / 2] = each;
-        }
-    few_rows_args a = {wide, weight, bias, out, m, k, n, steps};
+        for (int64_t i = 0; i < k; i++)
+            wide[row * k + i / PLACES * PLACES + i % 2 * LANES + i % PLACES / 2] = widened(x[row * x_stride + i]);
+    few_rows_args a = {wide, weight, bias, out, m, k, n};
     cpu_run(multiply, &a, (n + TASK_OUTPUTS - 1) / TASK_OUTPUTS, threads);
     free(wide);
     return 0;

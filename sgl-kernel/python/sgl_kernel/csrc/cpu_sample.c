@@ -94,15 +94,21 @@ static int64_t place_of_largest(const float *x, int64_t n) {
     return i;
 }
 
-/* The first token at which the sum of weights exceeds uniform * all of them. */
-static int64_t draw_of_all(row r, double uniform) {
+/* As `weights`, 0 where it is below `least`. NaN stays. */
+INLINE vec weights_from(row r, int64_t at, float least) {
+    vec each = weights(r, at);
+    return pick(each < splat(least), splat(0), each);
+}
+
+/* The first token at which the sum of weights from `least` on exceeds uniform * all of them. */
+static int64_t draw_of_all(row r, float least, double uniform) {
     int64_t part = (r.vocab + PARTS - 1) / PARTS;
     part = ((part < PART ? PART : part) + LANES - 1) / LANES * LANES;
     double sums[PARTS], total = 0;
     for (int64_t p = 0; p * part < r.vocab; p++) {
         dvec acc = {0};
         for (int64_t i = p * part; i < (p + 1) * part && i < r.vocab; i += LANES)
-            acc += __builtin_convertvector(weights(r, i), dvec);
+            acc += __builtin_convertvector(weights_from(r, i, least), dvec);
         sums[p] = sum_of(&acc);
         total += sums[p];
     }
@@ -115,7 +121,7 @@ static int64_t draw_of_all(row r, double uniform) {
     /* Its tokens one by one, whose sum is rounded in another order: the last one that can be drawn may have to do. */
     int64_t last = r.vocab - 1;
     for (int64_t i = p * part; i < (p + 1) * part && i < r.vocab; i += LANES) {
-        vec each = weights(r, i);
+        vec each = weights_from(r, i, least);
         for (int lane = 0; lane < LANES; lane++) {
             before += each[lane];
             if (each[lane] > 0)
@@ -299,8 +305,8 @@ static void draw(const void *arguments, int64_t task) {
     row r = {logits, a->vocab, largest_of(logits, a->vocab), a->temperatures[task]};
     int64_t top_k = a->top_ks[task];
     float top_p = a->top_ps[task], min_p = a->min_ps[task];
-    if (top_k >= a->vocab && top_p >= 1 && min_p <= 0)
-        a->tokens[task] = draw_of_all(r, a->uniforms[task]);
+    if (top_k >= a->vocab && top_p >= 1)
+        a->tokens[task] = draw_of_all(r, min_p, a->uniforms[task]);
     else
         a->tokens[task] = draw_of_some(r, top_k, top_p, min_p, a->uniforms[task]);
 }
