@@ -90,3 +90,36 @@ def test_a_shared_expert_and_no_tokens() -> None:
             want += (x @ mixture.shared_expert_gate.weight.T).sigmoid() * shared(x)
             assert torch.allclose(mixture(x), want, atol=1e-5)
             assert mixture(x[:0]).shape == (0, HIDDEN)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_gpu_computes_what_the_cpu_does(dtype: torch.dtype) -> None:
+    """Also as a CUDA graph, which is replayed with other tokens and other choices."""
+    experts = make_experts(16, dtype, 5)
+    batches = [drawn(num_tokens, 16, 4, dtype, num_tokens) for num_tokens in (1, 300, 40)]
+    want = [experts(*batch) for batch in batches]
+    experts.cuda()
+
+    def near(got: torch.Tensor, wanted: torch.Tensor) -> None:
+        error = (got.cpu().float() - wanted.float()).abs().max() / wanted.float().abs().max()
+        assert error < 0.05, f"off by {error}"
+
+    with torch.inference_mode():
+        for batch, wanted in zip(batches, want):
+            near(experts(*(each.cuda() for each in batch)), wanted)
+        held = [each.cuda() for each in batches[2]]
+        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            experts(*held)
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(graph):
+            out = experts(*held)
+        for to, other in zip(held, drawn(40, 16, 4, dtype, 8)):
+            to.copy_(other)
+        graph.replay()
+        experts_there = [each.cpu() for each in held]
+        result = out.clone()
+    near(result, experts.cpu()(*experts_there))

@@ -8,20 +8,23 @@ import torch
 from sgl_kernel.cpu.library import LIBRARY
 from sglang.srt.sampling.penalties import PenaltyTable
 
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
-@pytest.mark.parametrize("way", ["C", "torch"])
+
+@pytest.mark.parametrize("way", ["C", "torch", pytest.param("GPU", marks=(pytest.mark.gpu, needs_gpu))])
 def test_only_tokens_that_were_generated_change(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     if way == "torch":
         monkeypatch.setattr("sglang.srt.sampling.penalties.takes", lambda logits: False)
-    elif not LIBRARY.is_available():
+    elif way == "C" and not LIBRARY.is_available():
         pytest.skip("no C compiler")
+    device = torch.device("cuda" if way == "GPU" else "cpu")
     g = torch.Generator().manual_seed(1)
     # The last ones stand alone behind whole vectors.
     num_slots, vocab_size = 5, 1003
-    table, counts = PenaltyTable(num_slots, vocab_size), torch.zeros(num_slots, vocab_size)
+    table, counts = PenaltyTable(num_slots, vocab_size, device), torch.zeros(num_slots, vocab_size)
     for slot in range(num_slots):
         tokens = torch.randint(0, vocab_size, (60 * slot,), generator=g) if slot < 4 else torch.tensor([1002] * 9)
-        table.start(slot, tokens)
+        table.start(slot, tokens.to(device))
         counts[slot] = torch.bincount(tokens, minlength=vocab_size)
     logits = torch.randn(6, vocab_size, generator=g) * 5
     logits[0, 7] = -torch.inf
@@ -33,7 +36,9 @@ def test_only_tokens_that_were_generated_change(monkeypatch: pytest.MonkeyPatch,
         for token in counts[slot].nonzero()[:, 0]:
             x = want[row, token]
             want[row, token] = (x / r if x > 0 else x * r) - counts[slot, token] * f - p
-    table.apply(logits, rows, slots, frequency, presence, repetition)
+    there = logits.to(device)
+    table.apply(there, *(each.to(device) for each in (rows, slots, frequency, presence, repetition)))
+    logits = there.cpu()
     assert torch.allclose(logits.double(), want, rtol=1e-5, atol=1e-6)
     assert torch.equal(logits[[1, 3, 5]].double(), want[[1, 3, 5]])
 
