@@ -8,6 +8,7 @@ times its weight, the softmax over all experts.
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -77,13 +78,14 @@ class Experts(nn.Module):
         """Waits for what was chosen. With packed weights a token's result does not depend on the others."""
         top_k = chosen.shape[1]
         places = chosen.flatten().argsort(stable=True)
-        outputs = x.new_empty(chosen.numel(), x.shape[1])
-        begin = 0
-        for expert, end in enumerate(chosen.flatten().bincount(minlength=self.num_experts).cumsum(0).tolist()):
-            if end > begin:
-                mine = places[begin:end]
-                outputs[mine] = self._compute(expert, x[mine // top_k])
-            begin = end
+        inputs = x[places // top_k]
+        ends = chosen.flatten().bincount(minlength=self.num_experts).cumsum(0).tolist()
+        parts = [
+            self._compute(expert, inputs[begin:end])
+            for expert, (begin, end) in enumerate(pairwise((0, *ends)))
+            if end > begin
+        ]
+        outputs = torch.empty_like(inputs).index_copy_(0, places, torch.cat(parts))
         outputs = outputs.view(*chosen.shape, -1)
         total = outputs[:, 0].float() * weights[:, :1]
         for place in range(1, top_k):
