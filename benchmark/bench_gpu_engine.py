@@ -243,7 +243,7 @@ class Model:
             num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         tables = 1 if c.hf_config.tie_word_embeddings else 2
         self._body = num_parameters - tables * self._table
-        self._of_body = 1 if fp8_weights else c.dtype.itemsize
+        self._weight_itemsize = 1 if fp8_weights else c.dtype.itemsize
 
     def _of_experts(self, share: float) -> float:
         """Parameters of the body if so large a share of the experts counts."""
@@ -258,7 +258,7 @@ class Model:
         share = 1.0
         if self._experts is not None:
             share = 1 - (1 - self._experts.top_k / self._experts.num_experts) ** num_reqs
-        return self._of_experts(share) * self._of_body + self._table * self.config.dtype.itemsize
+        return self._of_experts(share) * self._weight_itemsize + self._table * self.config.dtype.itemsize
 
     def prefill_flops(self, num_tokens: int) -> float:
         """Multiplications and additions, causal attention and one row of logits."""

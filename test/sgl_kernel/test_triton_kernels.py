@@ -50,7 +50,7 @@ def test_they_compile_for_sm_90(dtype: str):
         names, floats = kernel.arg_names, ("eps",)
         pointers = {"positions_ptr": "*i64", "loc_ptr": "*i64", "table_ptr": "*fp32", "scales_ptr": "*fp32"}
         pointers |= {"probs_ptr": "*fp32", "top_ks_ptr": "*i64", "top_ps_ptr": "*fp32"}
-        pointers |= dict.fromkeys(("logits_ptr", "frequency_ptr", "presence_ptr", "repetition_ptr"), "*fp32")
+        pointers |= dict.fromkeys(("logits_ptr", "penalties_ptr"), "*fp32")
         pointers |= {"rows_ptr": "*i64", "slots_ptr": "*i64", "counts_ptr": "*i16"}
         pointers |= types
         types = {name: pointers.get(name, f"*{dtype}" if name.endswith("_ptr") else "i32") for name in names}
@@ -268,12 +268,12 @@ def penalties() -> None:
         for slot in range(5):
             table.start(slot, torch.randint(0, vocab_size, (50 * slot,), generator=generator))
         rows, slots = torch.tensor([4, 0, 3]), torch.tensor([2, 0, 4])
-        values = torch.tensor([0.5, 0.0, -0.25]), torch.tensor([0.0, 1.5, 0.2]), torch.tensor([1.0, 1.3, 0.8])
+        values = torch.tensor([[0.5, 0.0, -0.25], [0.0, 1.5, 0.2], [1.0, 1.3, 0.8]])
         logits = torch.randn(5, vocab_size, generator=generator) * 4
         want, got = logits.clone(), logits.clone()
         with mock.patch.object(of_torch, "takes", lambda logits: False):
-            table.apply(want, rows, slots, *values)
-        triton_kernels.penalize(got, rows, slots, table._counts, *values)
+            table.apply(want, rows, slots, values)
+        triton_kernels.penalize(got, rows, slots, table._counts, values)
         near(got, want)
         assert torch.equal(got[1], logits[1]) and not torch.equal(got[4], logits[4])
 

@@ -36,8 +36,8 @@ def test_only_tokens_that_were_generated_change(monkeypatch: pytest.MonkeyPatch,
         for token in counts[slot].nonzero()[:, 0]:
             x = want[row, token]
             want[row, token] = (x / r if x > 0 else x * r) - counts[slot, token] * f - p
-    there = logits.to(device)
-    table.apply(there, *(each.to(device) for each in (rows, slots, frequency, presence, repetition)))
+    there, penalties = logits.to(device), torch.stack((frequency, presence, repetition))
+    table.apply(there, *(each.to(device) for each in (rows, slots, penalties)))
     logits = there.cpu()
     assert torch.allclose(logits.double(), want, rtol=1e-5, atol=1e-6)
     assert torch.equal(logits[[1, 3, 5]].double(), want[[1, 3, 5]])
@@ -48,9 +48,8 @@ def test_a_token_that_was_generated_more_often_than_is_counted() -> None:
     table, slot, token = PenaltyTable(1, 4), torch.tensor([0]), torch.tensor([2])
 
     def penalty() -> float:
-        one, half, none = torch.tensor([1.0]), torch.tensor([0.5]), torch.tensor([0.0])
         logits = torch.zeros(1, 4)
-        table.apply(logits, slot, slot, half, none, one)
+        table.apply(logits, slot, slot, torch.tensor([[0.5], [0.0], [1.0]]))
         return float(logits[0, 2])
 
     table.start(0, token.repeat(32_766))

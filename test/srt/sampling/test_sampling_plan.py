@@ -46,8 +46,8 @@ def shaped(specs, logits, slots, positions, penalties):
     for row, spec in enumerate(specs):
         p = spec.params
         if p.has_penalties:
-            values = [torch.tensor([v]) for v in (p.frequency_penalty, p.presence_penalty, p.repetition_penalty)]
-            penalties.apply(logits, torch.tensor([row]), slots[row : row + 1], *values)
+            values = torch.tensor([[p.frequency_penalty], [p.presence_penalty], [p.repetition_penalty]])
+            penalties.apply(logits, torch.tensor([row]), slots[row : row + 1], values)
         for token, bias in p.logit_bias.items():
             logits[row, token] += bias
         if positions[row] - spec.num_prompt < p.min_new_tokens:

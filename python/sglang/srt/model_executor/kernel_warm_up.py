@@ -154,14 +154,9 @@ def _stream(
 
 
 def _penalize(vocab_size: int, device: torch.device) -> None:
-    table, zero, one = (
-        PenaltyTable(1, vocab_size, device),
-        torch.zeros(1, device=device),
-        torch.ones(1, device=device),
-    )
-    first = zero.to(torch.int64)
+    table, first = PenaltyTable(1, vocab_size, device), torch.zeros(1, dtype=torch.int64, device=device)
     table.start(0, first)
-    table.apply(torch.zeros(1, vocab_size, device=device), first, first, zero, zero, one)
+    table.apply(torch.zeros(1, vocab_size, device=device), first, first, torch.ones(3, 1, device=device))
 
 
 def _scratch_pages(pool: DevicePool, num_tokens: int, device: torch.device) -> torch.Tensor:

@@ -39,17 +39,9 @@ class PenaltyTable:
         counts = self._counts[slots, tokens]
         self._counts[slots, tokens] = counts + (counts < _MOST)
 
-    def apply(
-        self,
-        logits: torch.Tensor,
-        rows: torch.Tensor,
-        slots: torch.Tensor,
-        frequency: torch.Tensor,
-        presence: torch.Tensor,
-        repetition: torch.Tensor,
-    ) -> None:
-        """Changes rows (n,) int64, all different, of logits, (num_rows, vocab_size) float32. slots: (n,) int64; the
-        penalties: (n,) float32; 0, 0, 1 change nothing.
+    def apply(self, logits: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, penalties: torch.Tensor) -> None:
+        """Changes rows (n,) int64, all different, of logits, (num_rows, vocab_size) float32. slots: (n,) int64.
+        penalties: (3, n) float32, frequency, presence and repetition; 0, 0, 1 change nothing.
 
         Of tokens that were generated. repetition: positive ones divided, negative ones multiplied (Keskar et al.,
         CTRL). frequency: subtracted for each time. presence: subtracted once (OpenAI's API reference).
@@ -57,10 +49,10 @@ class PenaltyTable:
         assert self._counts is not None
         if takes(logits) or kernels.has_triton(logits):
             penalize = cpu_sampling.penalize if logits.is_cpu else kernels.penalize
-            penalize(logits, rows, slots, self._counts, frequency, presence, repetition)
+            penalize(logits, rows, slots, self._counts, penalties)
             return
         counts, some = self._counts[slots], logits.index_select(0, rows)
         was_generated = counts > 0
-        factor = repetition[:, None]
+        frequency, presence, factor = penalties[:, :, None]
         some = torch.where(was_generated, torch.where(some > 0, some / factor, some * factor), some)
-        logits.index_copy_(0, rows, some - counts * frequency[:, None] - was_generated * presence[:, None])
+        logits.index_copy_(0, rows, some - counts * frequency - was_generated * presence)

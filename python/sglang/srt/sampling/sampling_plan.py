@@ -33,10 +33,9 @@ class SamplingPlan:
         penalised = [i for i, p in enumerate(params) if p.has_penalties]
         self._penalised = _rows(penalised, device)
         if penalised:
-            self._penalties = [
-                to_device(np.array([getattr(params[i], name) for i in penalised], np.float32), device)
-                for name in ("frequency_penalty", "presence_penalty", "repetition_penalty")
-            ]
+            names = ("frequency_penalty", "presence_penalty", "repetition_penalty")
+            values = [[getattr(params[i], name) for i in penalised] for name in names]
+            self._penalties = to_device(np.array(values, np.float32), device)
         biases = [(row, token, bias) for row, p in enumerate(params) for token, bias in p.logit_bias.items()]
         self._biased = _Places([place[:2] for place in biases], device) if biases else None
         if biases:
@@ -72,7 +71,7 @@ class SamplingPlan:
         logits = logits.clone()
         if self._penalised is not None:
             rows = self._penalised
-            penalties.apply(logits, rows, slots.index_select(0, rows), *self._penalties)
+            penalties.apply(logits, rows, slots.index_select(0, rows), self._penalties)
         if self._biased is not None:
             places = self._biased.index
             logits.index_put_(places, logits[places] + self._biases)

@@ -25,7 +25,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "cpu_rmsnorm": (None, [_pointer, _pointer, _pointer, _pointer, _size, _size, _float, _int]),
     "cpu_store_rows": (None, [_pointer, _pointer, _pointer, *[_size] * 6]),
     "cpu_draw": (None, [_pointer, *[_size] * 3, *[_pointer] * 6, _int]),
-    "cpu_penalize": (None, [_pointer, *[_size] * 3, *[_pointer] * 6, _int]),
+    "cpu_penalize": (None, [_pointer, *[_size] * 3, *[_pointer] * 4, _int]),
     "cpu_rope": (None, [_pointer, _pointer, _pointer, *[_size] * 5, _int]),
 }
 

@@ -41,18 +41,12 @@ def draw(
 
 
 def penalize(
-    logits: torch.Tensor,
-    rows: torch.Tensor,
-    slots: torch.Tensor,
-    counts: torch.Tensor,
-    frequency: torch.Tensor,
-    presence: torch.Tensor,
-    repetition: torch.Tensor,
+    logits: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, counts: torch.Tensor, penalties: torch.Tensor
 ) -> None:
     """In place. logits: (num_rows, vocab_size), contiguous. rows: (n,) int64, all different. counts: (num_slots,
-    vocab_size) int16, how often each was generated. slots: (n,) int64; frequency, presence, repetition: (n,)
-    float32, of the rows."""
-    assert logits.is_contiguous() and counts.is_contiguous()
+    vocab_size) int16, how often each was generated. slots: (n,) int64; penalties: (3, n) float32, frequency,
+    presence and repetition, of the rows."""
+    assert logits.is_contiguous() and counts.is_contiguous() and penalties.is_contiguous()
     function("cpu_penalize")(
         logits.data_ptr(),
         len(rows),
@@ -61,8 +55,6 @@ def penalize(
         rows.data_ptr(),
         slots.data_ptr(),
         counts.data_ptr(),
-        frequency.data_ptr(),
-        presence.data_ptr(),
-        repetition.data_ptr(),
+        penalties.data_ptr(),
         torch.get_num_threads(),
     )

@@ -322,10 +322,10 @@ void cpu_draw(const float *logits, int64_t n, int64_t vocab, int64_t stride, con
 
 typedef struct {
     float *logits;
-    int64_t vocab, stride;
+    int64_t n, vocab, stride;
     const int64_t *rows, *slots;
     const int16_t *counts;
-    const float *frequency, *presence, *repetition;
+    const float *penalties;
 } penalty_args;
 
 /* Counts that are looked at together. */
@@ -335,7 +335,8 @@ static void penalize(const void *arguments, int64_t task) {
     const penalty_args *a = arguments;
     float *logits = a->logits + a->rows[task] * a->stride;
     const int16_t *counts = a->counts + a->slots[task] * a->vocab;
-    float frequency = a->frequency[task], presence = a->presence[task], repetition = a->repetition[task];
+    const float *penalties = a->penalties + task;
+    float frequency = penalties[0], presence = penalties[a->n], repetition = penalties[2 * a->n];
     for (int64_t begin = 0; begin < a->vocab; begin += AT_ONCE) {
         int64_t end = begin + AT_ONCE < a->vocab ? begin + AT_ONCE : a->vocab;
         uint64_t some[AT_ONCE / 4] = {0}, all = 0;
@@ -351,10 +352,10 @@ static void penalize(const void *arguments, int64_t task) {
     }
 }
 
-/* Change the logits of tokens that were generated, in n of their rows. counts: (slots, vocab). The rest: of each row. */
+/* Change the logits of tokens that were generated, in n of their rows. counts: (slots, vocab). penalties: (3, n),
+   frequency, presence and repetition. */
 void cpu_penalize(float *logits, int64_t n, int64_t vocab, int64_t stride, const int64_t *rows, const int64_t *slots,
-                  const int16_t *counts, const float *frequency, const float *presence, const float *repetition,
-                  int threads) {
-    penalty_args a = {logits, vocab, stride, rows, slots, counts, frequency, presence, repetition};
+                  const int16_t *counts, const float *penalties, int threads) {
+    penalty_args a = {logits, n, vocab, stride, rows, slots, counts, penalties};
     cpu_run(penalize, &a, n, threads);
 }

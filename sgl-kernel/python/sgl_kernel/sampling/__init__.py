@@ -51,18 +51,12 @@ def keep_top(probs: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor) ->
 
 
 def penalize(
-    logits: torch.Tensor,
-    rows: torch.Tensor,
-    slots: torch.Tensor,
-    counts: torch.Tensor,
-    frequency: torch.Tensor,
-    presence: torch.Tensor,
-    repetition: torch.Tensor,
+    logits: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, counts: torch.Tensor, penalties: torch.Tensor
 ) -> None:
     """As `sgl_kernel.cpu.sampling.penalize`."""
     ours = _triton()
     assert ours is not None, "no kernel takes it: ask has_triton"
-    ours.penalize(logits, rows, slots, counts, frequency, presence, repetition)
+    ours.penalize(logits, rows, slots, counts, penalties)
 
 
 def _triton() -> ModuleType | None:

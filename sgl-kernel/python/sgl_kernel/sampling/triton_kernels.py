@@ -33,13 +33,7 @@ def keep_top(probs: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor) ->
 
 
 def penalize(
-    logits: torch.Tensor,
-    rows: torch.Tensor,
-    slots: torch.Tensor,
-    counts: torch.Tensor,
-    frequency: torch.Tensor,
-    presence: torch.Tensor,
-    repetition: torch.Tensor,
+    logits: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, counts: torch.Tensor, penalties: torch.Tensor
 ) -> None:
     """See `sgl_kernel.sampling.penalize`."""
     vocab_size = logits.shape[1]
@@ -50,9 +44,8 @@ def penalize(
         rows,
         slots,
         counts,
-        frequency,
-        presence,
-        repetition,
+        penalties,
+        penalties.stride(0),
         logits.stride(0),
         counts.stride(0),
         vocab_size,
@@ -60,15 +53,14 @@ def penalize(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _penalize_kernel(
     logits_ptr,
     rows_ptr,
     slots_ptr,
     counts_ptr,
-    frequency_ptr,
-    presence_ptr,
-    repetition_ptr,
+    penalties_ptr,
+    num_rows,
     stride,
     count_stride,
     vocab_size,
@@ -82,9 +74,10 @@ def _penalize_kernel(
     was_generated = count > 0
     logits = logits_ptr + tl.load(rows_ptr + i).to(tl.int64) * stride + tokens
     x = tl.load(logits, mask=was_generated, other=0.0)
-    repetition = tl.load(repetition_ptr + i)
+    frequency, presence = tl.load(penalties_ptr + i), tl.load(penalties_ptr + num_rows + i)
+    repetition = tl.load(penalties_ptr + 2 * num_rows + i)
     x = tl.where(x > 0, x / repetition, x * repetition)
-    x -= count * tl.load(frequency_ptr + i) + tl.load(presence_ptr + i)
+    x -= count * frequency + presence
     tl.store(logits, x, mask=was_generated)
 
 
