@@ -26,7 +26,8 @@ from support.storage_rig import DEVICE, HOST, tokens
 
 
 class Rig:
-    """A tree of letters, page size 1, over small pools."""
+    """A tree of letters, page size 1, over small pools. window_reach: see `SchedulerConfig`; half of the layers have
+    a window."""
 
     def __init__(
         self,
@@ -35,14 +36,15 @@ class Rig:
         write_policy: str = "write_through",
         eviction: str = "lru",
         peer: int = 0,
+        window_reach: int = 0,
     ) -> None:
-        self.tree = HiRadixTree(1, eviction)
+        self.tree = HiRadixTree(1, eviction, window_reach)
         self.device = FrameTable(device)
         self.host = FrameTable(host) if host else None
         self.peer = FrameTable(peer) if peer else None
         self.clock = LaunchClock()
         self.clock.next = LaunchSeq(1000)
-        self.ledger = TransferLedger(self.tree, Pools(self.device, self.host, self.peer), self.clock, 100)
+        self.ledger = TransferLedger(self.tree, Pools(self.device, self.host, self.peer), self.clock, 100, 0.5)
         self.controller = HiCacheController(self.ledger, write_policy)
 
     def at(self, done: int, next: int = 1000) -> HiCacheController:

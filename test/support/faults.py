@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,10 +84,11 @@ class FaultyLink(CopyLink):
         """From now on the link does not hang."""
         self._hang_rate, self._polls_left = 0.0, 0
 
-    def _load_layers(self, op: TransferOp, src: torch.Tensor, dst: torch.Tensor, layers: range) -> None:
-        if self._fail_at.get(op.ticket.seq) in layers:
-            raise LoadFailedError("injected")
-        super()._load_layers(op, src, dst, layers)
+    def _enqueue(self, op: TransferOp, operation: Any, work: partial[None], first: int = 0) -> None:
+        fails_at = self._fail_at.get(op.ticket.seq)
+        if fails_at is not None and fails_at in work.keywords.get("layers", ()):
+            work = partial(_fail)
+        super()._enqueue(op, operation, work, first)
 
     def _load_by_one_kernel(self, op: TransferOp, src: torch.Tensor, dst: torch.Tensor, launch: KernelLaunch) -> None:
         fails_at = self._fail_at.get(op.ticket.seq)
@@ -100,6 +102,10 @@ class FaultyLink(CopyLink):
         if op.ticket.seq in self._fail_at:
             raise LoadFailedError("injected")
         super()._back_up(op, src, dst, fence)
+
+
+def _fail(src: torch.Tensor, dst: torch.Tensor) -> None:
+    raise LoadFailedError("injected")
 
 
 class LateStorageLink(StorageLink):

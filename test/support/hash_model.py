@@ -7,6 +7,7 @@ page in the wrong place, one read before its load, and every later value differs
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -41,8 +42,14 @@ class HashModel:
 
     NUM_LAYERS = 3
 
-    def __init__(self, num_layers: int = NUM_LAYERS, vocab_size: int = 7, seed: int = 0) -> None:
-        self.num_layers, self.windows = num_layers, (None,) * num_layers
+    def __init__(
+        self,
+        num_layers: int = NUM_LAYERS,
+        vocab_size: int = 7,
+        seed: int = 0,
+        windows: Sequence[int | None] = (),
+    ) -> None:
+        self.num_layers, self.windows = num_layers, tuple(windows) or (None,) * num_layers
         self.vocab_size = vocab_size
         rng = np.random.default_rng(seed)
 
@@ -73,7 +80,10 @@ class HashModel:
                 sums.append(torch.zeros(q_len, dtype=torch.float64))
                 continue
             read = torch.cat([self._gather(view, segment) for segment in segments])
-            total = self._contributions(layer_id, read).cumsum(0)
+            window = self.windows[layer_id]
+            # What is hidden from all may be anything.
+            first = 0 if window is None else max(0, len(read) - q_len + 1 - window)
+            total = self._sums(layer_id, self._contributions(layer_id, read[first:], first))
             sums.append(total[len(total) - q_len :])
         attending = _Attending(state, torch.cat(sums), [req.start for req in batch.streamed])
         for req in batch.streamed:
@@ -146,7 +156,7 @@ class HashModel:
         for layer in range(self.num_layers):
             kv = self._keys_values(layer, state, positions)
             layers.append(kv)
-            state = self._next(layer, state, self._contributions(layer, kv).cumsum(0))
+            state = self._next(layer, state, self._sums(layer, self._contributions(layer, kv)))
         found: np.ndarray = torch.stack(layers, 2).numpy()
         found.flags.writeable = False
         return found, self._logits(state), self._hidden(state)
@@ -157,6 +167,13 @@ class HashModel:
 
     def _contributions(self, layer: int, kv: torch.Tensor, first: int = 0) -> torch.Tensor:
         return ((kv * self._read[layer]).sum((1, 2, 3)) % PRIME) * self._weights[first : first + len(kv)]
+
+    def _sums(self, layer: int, contributions: torch.Tensor) -> torch.Tensor:
+        """Of each token, over the tokens that it sees."""
+        total, window = contributions.cumsum(0), self.windows[layer]
+        if window is None or window >= len(total):
+            return total
+        return torch.cat((total[:window], total[window:] - total[:-window]))
 
     def _next(self, layer: int, state: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
         a, b, c = self._mix[layer]

@@ -24,7 +24,7 @@ from sglang.srt.constrained.grammar_cache import GrammarCache
 from sglang.srt.constrained.grammar_rows import GrammarRows
 from sglang.srt.distributed.parallel_state import SINGLE_RANK, TensorParallelGroup
 from sglang.srt.layers.attention.attention_registry import make_attention_backend, pick_attention_backend
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.base_attn_backend import WINDOW_TILE, AttentionBackend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.managers.engine_core import EngineCore, StepRecorder
@@ -39,6 +39,7 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.managers.schedule_batch import BatchDecision, ControlReply, StorageRequest
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_config import SchedulerConfig
+from sglang.srt.managers.startup.sizes import with_windows
 from sglang.srt.managers.storage_setup import StorageSetup
 from sglang.srt.mem_cache.block_store import BlockStore
 from sglang.srt.mem_cache.check_link import CheckLink
@@ -126,7 +127,7 @@ class LocalEngine:
     graph_prefill_tokens: of the largest decode that is a CUDA graph, and of the largest prefill.
     clock: seconds, of what the scheduler is told; when_idle is called whenever there is nothing to do but to wait, so
     that a test with a clock of its own knows when to turn it. evidence: the canary's folder. vocabulary_file: for
-    requests with grammars, see `GrammarCache`.
+    requests with grammars, see `GrammarCache`. window_tile: as in `with_windows`; None: all is loaded whole.
     overrides: other fields of SchedulerConfig; nothing is computed instead of loaded unless they say so, as that
     depends on the clock."""
 
@@ -158,6 +159,7 @@ class LocalEngine:
         clock: Callable[[], Seconds] = monotonic,
         evidence: Path | None = None,
         vocabulary_file: Path | None = None,
+        window_tile: int | None = WINDOW_TILE,
         **overrides: Any,
     ) -> None:
         self.model_config = model_config
@@ -197,6 +199,8 @@ class LocalEngine:
                 **overrides,
             },
         )
+        if window_tile is not None:
+            config = with_windows(config, self.model.windows, window_tile)
         self.device_pool = pool = make_pool(
             num_device_pages,
             layout,
@@ -293,7 +297,9 @@ class LocalEngine:
                 seed=seed + more,
                 fail_rate=load_fail_rate if name in (*LOAD_LINKS.values(), D2S) else 0.0,
                 late_rate=late_rate,
-                options=CopyOptions(io_backend, limits.get(name)),
+                options=CopyOptions(
+                    io_backend, limits.get(name), windowed=[window is not None for window in self.model.windows]
+                ),
             )
         storage_links: dict[str, StorageLink] = {}
         self._slot = StoreSlot(lambda setup: open_store(host)) if open_store is not None else None

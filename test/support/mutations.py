@@ -294,8 +294,8 @@ def load_in_wrong_order() -> Any:
     """A load puts pages into each other's places."""
     load = CopyLink._load_layers
 
-    def patched(self: Any, op: Any, src: torch.Tensor, dst: torch.Tensor, layers: range) -> None:
-        load(self, op, src.flip(0), dst, layers)
+    def patched(self: Any, src: torch.Tensor, dst: torch.Tensor, layers: range) -> None:
+        load(self, src.flip(0), dst, layers)
 
     return mock.patch.object(CopyLink, "_load_layers", patched)
 

@@ -28,6 +28,10 @@ REWRITTEN_DUPLICATE = "a duplicate rewritten"
 MOVED = "a move from a peer to the host"
 LATE_LINK = "a late link"
 LOSSY = "lossy pages fetched"
+PARTIAL = "a partial load"
+COMPLETED = "a partial node completed"
+COMPUTED_PARTIAL = "a partial node computed"
+WINDOW_EVENTS = (PARTIAL, COMPLETED, COMPUTED_PARTIAL)
 EVENTS = (
     *(HOLE, COMPUTED_HOLE, FETCHED_HOLE, TWO_LOADS, ALTERNATING_LOADS),
     *(GIVEN_UP_DUPLICATE, REWRITTEN_DUPLICATE, MOVED, LATE_LINK, LOSSY),
@@ -86,12 +90,19 @@ class ResidencyEvents:
         return taken
 
     def _setting(self, node: Node, tier: Tier, frames: np.ndarray, ticket: Ticket | None, fence: int) -> None:
+        if tier == Tier.DEVICE and (before := node.frames[tier]) is not None:
+            self.counts[COMPUTED_PARTIAL] += 1
+            self._copied.difference_update(before.tolist())
         if node.children and is_hole(node):
             self.counts[COMPUTED_HOLE] += tier == Tier.DEVICE
             self.counts[FETCHED_HOLE] += ticket is not None and ticket.link == FETCH
 
-    def _filling(self, nodes: list[Node], source: Tier, tier: Tier, frames: np.ndarray, ticket: Ticket) -> None:
+    def _filling(
+        self, nodes: list[Node], source: Tier, tier: Tier, frames: np.ndarray, ticket: Ticket, num_partial: int
+    ) -> None:
         self.counts[MOVED] += (source, tier) == (Tier.PEER, Tier.HOST)
+        self.counts[PARTIAL] += num_partial > 0
+        self.counts[COMPLETED] += nodes[0].is_partial and tier == Tier.DEVICE
         if tier == Tier.DEVICE:
             self._copied.update(frames.tolist())
         if source != Tier.DEVICE:

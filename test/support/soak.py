@@ -81,7 +81,7 @@ class Soak:
     def __init__(self, config: SoakConfig, nets: frozenset[str] = ALL_NETS) -> None:
         self.config = config
         self.nets = nets
-        self.model = HashModel(seed=config.seed % 5)
+        self.model = HashModel(seed=config.seed % 5, windows=config.windows)
         self.random = random.Random(config.seed)
         self.record = io.BytesIO()
         probe = PageLayout.kv(config.page_size, self.model.num_layers, HEADS, DIM, torch.float64).page_bytes
@@ -309,7 +309,7 @@ class Soak:
                 memory[Tier.HOST] = rank.host_pool
             if rank.peer_pool is not None:
                 memory[Tier.PEER] = rank.peer_pool
-            check_kv(rank.core.scheduler, memory, self.model.reference)
+            check_kv(rank.core.scheduler, memory, self.model.reference, windows=self.config.windows)
             for store in rank.stores:
                 check_stored(rank.core.scheduler, store.blocks, self.model.reference)
 
@@ -348,11 +348,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="the first seed")
     parser.add_argument("--seeds", type=int, default=40, help="how many")
     parser.add_argument("--steps", type=int, default=2000, help="steps with arrivals per seed")
+    parser.add_argument("--windows", action="store_true", help="the model of every seed has layers with a window")
     args = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)  # every injected failure says so
     for seed in range(args.seed, args.seed + args.seeds):
         config = SoakConfig.draw(seed, args.steps)
+        if args.windows:
+            config = config.with_windows()
         soak = Soak(config)
         start = time.perf_counter()
         try:

@@ -81,6 +81,8 @@ class SoakConfig:
     launch_s: float = 1e-3
     load_s: float = 1e-3
     fetch_s: float = 1e-3
+    # Of each layer, the tokens that a query sees; none: all see all.
+    windows: tuple[int | None, ...] = ()
     host_layout: str = "page_first"
     io_backend: str = "auto"
     num_peer_pages: int = 0
@@ -189,6 +191,23 @@ class SoakConfig:
             shape_rate=rng.choice((0.0, 0.4)),
             peer_switch_rate=0.03 if self.num_peer_pages and rng.random() < 0.4 else 0.0,
         )
+
+    def with_windows(self) -> SoakConfig:
+        """Some layers have a window, which is shorter than most prompts. Not where requests stream: there all is
+        loaded whole, and the model reads all."""
+        if self.streams:
+            return self
+        rng = random.Random(f"windows {self.seed}")
+        sizes = [rng.choice((1, 2, 5, 12, None)) for _ in range(HashModel.NUM_LAYERS - 1)]
+        windows = [*sizes, rng.choice((3, 8))]
+        rng.shuffle(windows)
+        return replace(self, windows=tuple(windows))
+
+    @property
+    def window_reach(self) -> int:
+        """See `SchedulerConfig`."""
+        seen = [window for window in self.windows if window is not None]
+        return max(seen) - 1 if seen and self.num_host_pages and not self.streams else 0
 
     @property
     def streams(self) -> bool:
@@ -343,6 +362,8 @@ def scheduler_config(config: SoakConfig, page_bytes: int) -> SchedulerConfig:
         eviction_policy=config.eviction_policy,
         write_policy=config.write_policy,
         num_layers=HashModel.NUM_LAYERS,
+        num_windowed_layers=sum(window is not None for window in config.windows) if config.window_reach else 0,
+        window_reach=config.window_reach,
         load_ratio=config.load_ratio,
         bubble_filling=config.bubble_filling,
         load_or_recompute=config.load_or_recompute,

@@ -150,7 +150,7 @@ def build_rank(
                 other,
                 emulator.stream(name, RandomClock(config.seed, config.load_s)),
                 executor.fence,
-                options=CopyOptions(config.io_backend),
+                options=CopyOptions(config.io_backend, windowed=[w is not None for w in config.windows]),
                 seed=config.seed * 100 + rank * 10 + i,
                 fail_rate=config.link_fail_rate,
                 late_rate=config.load_late_rate if name in LOAD_LINKS.values() else config.late_rate,

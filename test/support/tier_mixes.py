@@ -7,6 +7,7 @@ have storage, they mostly ask it after a flush, which empties the peers as well.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 
 from sglang.srt.managers.storage_setup import PrefetchConfig, StorageLimits, StorageSetup
@@ -86,6 +87,22 @@ def tier_mix(mix: tuple[str, ...], seed: int) -> SoakConfig:
         num_swap_pages=60 // page_size if streams else 0,
     )
     return config.with_hangs() if seed % 4 == 2 else config
+
+
+def windowed_mix(mix: tuple[str, ...], seed: int) -> SoakConfig:
+    """A mix in which no request streams, with layers that have windows: prompts of a few documents that branch
+    everywhere, of which the device holds one or two."""
+    config = tier_mix(mix, seed)
+    return replace(
+        config,
+        num_device_pages=150 // config.page_size + 4,
+        num_host_pages=3 * config.num_host_pages,
+        max_prompt=90,
+        num_documents=3,
+        whole_rate=0.4,
+        steps=150,
+        load_or_recompute=False,
+    ).with_windows()
 
 
 def _storage(page_size: int, tiers: tuple[Tier, ...], write_policy: str, i: int) -> StorageSetup:

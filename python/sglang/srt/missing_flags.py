@@ -8,7 +8,7 @@ _DIFFUSION = "it serves autoregressive models: leave it out"
 _DISAGGREGATION = "prefill and decode run in one engine; see docs/guides/peers.md for memory of other servers"
 _DRAFTS = "it decodes without drafts: leave it out"
 _DUMPS = "record its steps with --record-steps"
-_EXPERTS = "it serves no models with experts: leave it out"
+_EXPERTS = "each rank has a part of every expert, computed in one way: leave it out"
 _GPUS = "choose GPUs with CUDA_VISIBLE_DEVICES"
 _GRAMMARS = "grammars have --grammar-backend and --constrained-json-max-whitespace-cnt alone"
 _GRAPHS = (
@@ -18,7 +18,7 @@ _GRAPHS = (
 _GRPC = "it speaks HTTP alone: leave it out"
 _HIDDEN = "it returns tokens and log-probabilities, and no hidden states, experts or masks: leave it out"
 _HTTP = "it speaks plain HTTP/1.1: put a proxy before it, see docs/guides/deployment.md"
-_HYBRID = "it serves no models with Mamba, linear or sliding-window layers: leave it out"
+_HYBRID = "it has one pool of pages for all layers, and serves none of Mamba or linear attention: leave it out"
 _KERNELS = "it has one kernel for that: leave it out"
 _KV_DTYPE = "its attention reads the KV cache in the type of --kv-cache-dtype: leave it out"
 _LABELS = "its metrics have the label model_name; add labels where they are collected"
@@ -92,7 +92,6 @@ MISSING_FLAGS = {
     "--disable-decode-cuda-graph": "use --disable-cuda-graph",
     "--disable-fast-image-processor": _MULTIMODAL,
     "--disable-flashinfer-": _KERNELS,
-    "--disable-hybrid-swa-memory": _HYBRID,
     "--disable-outlines-disk-cache": _GRAMMARS,
     "--disable-shared-experts-fusion": _EXPERTS,
     "--disable-tokenizer-batch-decode": _WORKERS,

@@ -341,6 +341,7 @@ class ServerArgs:
         "compute the front of a prefix while the rest of it is loaded, where that is sooner done",
         choices=("on", "off"),
     )
+    disable_hybrid_swa_memory: bool = arg(HICACHE, False, "load also what sliding windows hide")
     hicache_publish_at: str = arg(
         HICACHE,
         "launch",

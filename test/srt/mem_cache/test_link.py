@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 from unittest.mock import ANY
 
@@ -75,6 +76,23 @@ class Pools:
                 host[dst] = device[:, :, src]
 
 
+WINDOWED = (True, False, True)
+
+
+def load_cut(
+    pools: Pools, seq: int, src: np.ndarray, dst: np.ndarray, full_only: int = 0, windowed_only: int = 0
+) -> TransferOp:
+    """A load that leaves layers of its first pages out."""
+    return replace(pools.load(seq, src, dst), full_only=full_only, windowed_only=windowed_only)
+
+
+def expect_cut(pools: Pools, op: TransferOp, device: np.ndarray, host: np.ndarray) -> None:
+    for layer, windowed in enumerate(WINDOWED):
+        first = op.full_only if windowed else op.windowed_only
+        for src, dst in zip(op.src_frames[first:], op.dst_frames[first:]):
+            device[:, layer, dst] = host[src, :, layer]
+
+
 class StubFence:
     """A launch that a test ends, well or badly."""
 
@@ -106,6 +124,31 @@ def settle(stream: ThreadStream | EmulatedStream) -> None:
         stream._emulator.run(1 << 30)
     else:
         stream.record().synchronize()
+
+
+@pytest.mark.parametrize("io_backend", ["auto", "dma", "direct"])
+@pytest.mark.parametrize("layout", ORDERS)
+def test_a_load_leaves_out_layers_of_its_first_pages(stream, layout: str, io_backend: str):
+    pools = Pools(3, layout=layout)
+    device, host = raw(pools.device.kv), raw(pages_of(pools.host, torch.arange(HOST_PAGES)))
+    options = CopyOptions(io_backend=io_backend, windowed=WINDOWED)
+    link = CopyLink(H2D, pools.device, pools.host, stream, no_fence, options=options)
+    ops = [
+        load_cut(pools, 0, ids(3, 4, 5, 6), ids(0, 1, 2, 3), full_only=3),
+        load_cut(pools, 1, ids(9, 7, 8), ids(4, 0, 5), windowed_only=1),
+        load_cut(pools, 2, ids(3, 4), ids(0, 1), windowed_only=2),
+        load_cut(pools, 3, ids(2, 1), ids(7, 8), full_only=2),
+        load_cut(pools, 4, ids(11, 12), ids(10, 11)),
+    ]
+    for op in ops:
+        link.submit(op)
+        expect_cut(pools, op, device, host)
+    gate = link.gate(Ticket(H2D, 3))
+    for layer in range(LAYERS):
+        gate.wait(layer, stream)
+    settle(stream)
+    assert np.array_equal(raw(pools.device.kv), device)
+    assert link.poll() == [OpResult(seq, True, seconds=ANY) for seq in range(5)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -179,10 +222,10 @@ def test_a_failed_copy_fails_the_operation_and_not_the_link(stream, caplog):
 
 def test_after_a_failed_layer_no_other_layer_is_copied(stream):
     class BrokenLink(CopyLink):
-        def _load_layers(self, op: TransferOp, src: torch.Tensor, dst: torch.Tensor, layers: range) -> None:
+        def _load_layers(self, src: torch.Tensor, dst: torch.Tensor, layers: range) -> None:
             if 1 in layers:
                 raise LoadFailedError("layer 1 broke")
-            super()._load_layers(op, src, dst, layers)
+            super()._load_layers(src, dst, layers)
 
     pools = Pools()
     before = raw(pools.device.kv)
@@ -237,6 +280,8 @@ def test_a_kernel_loads_layers_in_groups_and_the_first_alone():
     assert layer_groups(3, 1) == [range(0, 1), range(1, 2), range(2, 3)]
     assert layer_groups(13, 4) == [range(0, 1), range(1, 2), range(2, 4), range(4, 8), range(8, 12), range(12, 13)]
     assert layer_groups(1, 4) == [range(0, 1)]
+    alike = layer_groups(9, 4, (True, True, True, True, False, True, True, True, False))
+    assert alike == [range(0, 1), range(1, 2), range(2, 4), range(4, 5), range(5, 8), range(8, 9)]
 
 
 def test_a_group_of_layers_is_part_of_a_pool():
@@ -491,12 +536,13 @@ class KernelRig:
         self.host.kv.copy_(torch.randn(self.host.kv.shape, generator=torch.Generator().manual_seed(3)))
         settle_memory(device)
         self.copies, self.compute = CudaStream("copies", device), CudaStream("compute", device)
-        options = CopyOptions(io_backend="persistent")
+        options = CopyOptions(io_backend="persistent", windowed=WINDOWED)
         self.link = CopyLink(H2D, self.pool, self.host, self.copies, no_fence, options=options)
 
-    def load(self, seq: int, src: int, dst: int) -> LayerGate:
+    def load(self, seq: int, src: int, dst: int, full_only: int = 0) -> LayerGate:
         size = self.pool.page_layout.page_bytes
-        self.link.submit(TransferOp(Ticket(H2D, seq), Tier.HOST, Tier.DEVICE, ids(src), ids(dst), size))
+        op = TransferOp(Ticket(H2D, seq), Tier.HOST, Tier.DEVICE, ids(src), ids(dst), size, full_only=full_only)
+        self.link.submit(op)
         return self.link.gate(Ticket(H2D, seq))
 
     def read(self, layer: int, page: int) -> list[torch.Tensor]:
@@ -526,6 +572,26 @@ def test_a_kernel_tells_of_each_layer_while_it_loads(seed: int):
         assert all(torch.equal(seen[0], loaded) for seen, loaded in found)
         assert rig.link.poll() == [OpResult(turn, True, seconds=ANY) for turn in range(6)]
         assert rig.link._flags is not None and rig.link._flags.words == [6] * LAYERS
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_load_that_leaves_layers_out_is_several_kernels_among_single_ones(seed: int):
+    with emulated_device(seed):
+        rig = KernelRig()
+        rig.pool.kv.zero_()
+        settle_memory(torch.device("cuda", 0))
+        found = []
+        for turn in range(6):
+            rig.copies.enqueue(lambda: launch(lambda: time.sleep(2e-3)))
+            gate = rig.load(turn, turn, turn + 1, full_only=turn % 2)
+            for layer, windowed in enumerate(WINDOWED):
+                gate.wait(layer, rig.compute)
+                is_left_out = windowed and turn % 2
+                found.append((rig.read(layer, turn + 1), rig.host.kv[turn, :, layer] * (not is_left_out)))
+        rig.close()
+        assert all(torch.equal(seen[0], loaded) for seen, loaded in found)
+        assert rig.link.poll() == [OpResult(turn, True, seconds=ANY) for turn in range(6)]
+        assert rig.link._flags is not None and rig.link._flags.words == [3] * LAYERS
 
 
 @pytest.mark.parametrize("ends", ["cancelled", "dead"])

@@ -79,6 +79,8 @@ class Admission:
         if self._is_full(budget) and outlook.link_is_busy:
             return
         for req, came_along in self.iter_admissible():
+            if self._cache.candidate(req).awaits_load:
+                continue
             is_full = self._is_full(budget)
             if is_full and outlook.link_is_busy:
                 break
@@ -324,7 +326,7 @@ class Admission:
         if not self._cache.make_room((match.total_len - match.device_len) // self.page_size, self._decode_pages):
             self._cache.unlock(receipt)
             return False
-        self._planner.begin_load(self._cache.lacking_nodes(receipt))
+        self._planner.begin_load(self._cache.nodes_to_load(receipt))
         self._note_loads(req, self._cache.path_of(receipt))
         req.preload = Preload(receipt, match.device_len, match.total_len, match.peer_runs)
         self.num_preloads += 1
@@ -386,9 +388,10 @@ class Admission:
         batch.loads = batch.loads.and_also(planner.expected.arrival_of(t for t in loading if t is not None))
         if num_recomputed:
             self._builder.recompute(batch, req, match.device_len, num_recomputed)
+        to_load = [] if streams else cache.nodes_to_load(receipt)
         path = cache.path_of(receipt)
-        if num_load * page > num_recomputed:
-            batch.loads = batch.loads.and_also(planner.begin_load(self._cache.lacking_nodes(receipt)))
+        if to_load:
+            batch.loads = batch.loads.and_also(planner.begin_load(to_load))
             self._note_loads(req, path)
         req.plan = plan_spans(path, req.num_known, (match.device_len, match.device_len + num_recomputed))
         self._count_found(req, path, lookup)

@@ -153,7 +153,7 @@ class AutoCopies:
 
     def _tier_for(self, node: Node, planned: dict[Tier, list[Node]], is_ahead: bool) -> Tier | None:
         """Where a copy of a node goes that the device gives up soon. planned: copies that are about to begin."""
-        if not planned:
+        if not planned or node.is_partial:
             return None
         is_worth = self._links.is_worth_trying
         worth = {tier: nodes for tier, nodes in planned.items() if is_worth(tier, node.start, node.end)}

@@ -31,8 +31,10 @@ from sglang.srt.mem_cache.namespaces import is_alone
 from sglang.srt.mem_cache.node import (
     FilledRun,
     Node,
+    is_lacking,
     is_only_on_device,
     is_ready,
+    is_whole,
     mark_next,
     note_source,
     ready_frames,
@@ -113,8 +115,9 @@ class HiCacheController:
     # -- loads --------------------------------------------------------------------------------------------------
 
     def begin_load(self, nodes: list[Node]) -> list[Ticket]:
-        """Load a path of nodes (top first) that are not on the device, each from the nearest tier that has it. The
-        caller has made room on the device."""
+        """Load a path of nodes (top first) that the device lacks, or has partial, each from the nearest tier that has
+        it. The caller has made room on the device. Of those that end before layers with a window see them, these
+        layers are left out."""
         by_source: dict[Tier, list[Node]] = {}
         for node in nodes:
             source = self.tree.order.ready_tier(node)
@@ -122,11 +125,16 @@ class HiCacheController:
             by_source.setdefault(source, []).append(node)
         tickets = []
         for source, part in by_source.items():
-            op = self._begin_copy(LOAD_LINKS[source], (source, Tier.DEVICE), part)
+            partial = [node for node in part if node.is_partial]
+            lacking = part[len(partial) :]
+            num_unseen = sum(node.end <= self.tree.windows.cut(nodes[-1].end) for node in lacking)
+            op = self._begin_copy(LOAD_LINKS[source], (source, Tier.DEVICE), part, num_unseen=num_unseen)
             assert op is not None, "a load needs free frames: make room first"
             tickets.append(op.ticket)
-            num_tokens = self.tokens_of(part)
+            num_tokens = self.tokens_of(lacking)
             self.counters["load_back_tokens"] += num_tokens
+            self.counters["load_full_only_tokens"] += self.tokens_of(lacking[:num_unseen])
+            self.counters["load_windowed_only_tokens"] += self.tokens_of(partial)
             if source == Tier.PEER:
                 self.counters["load_peer_tokens"] += num_tokens
         return tickets
@@ -163,7 +171,7 @@ class HiCacheController:
         step: Node | None = node
         while step is not None and step.parent is not None:
             is_there = step.frames[tier] is not None or (only_uncopied and not is_only_on_device(step))
-            if not is_there and is_ready(step, Tier.DEVICE):
+            if not is_there and is_whole(step, Tier.DEVICE):
                 nodes.append(step)
             step = step.parent
         return self.back_up(nodes[::-1], tier, kept=self.tree.path_of(node)) if nodes else None
@@ -184,17 +192,29 @@ class HiCacheController:
         return None if op is None else op.ticket
 
     def _begin_copy(
-        self, link: str, tiers: tuple[Tier, Tier], nodes: list[Node], after: LaunchSeq | None = None
+        self,
+        link: str,
+        tiers: tuple[Tier, Tier],
+        nodes: list[Node],
+        after: LaunchSeq | None = None,
+        num_unseen: int = 0,
     ) -> TransferOp | None:
-        """Copy nodes that are ready on a tier to another one. None if that has not enough free frames. tiers: source
-        and destination. after: see `TransferOp`."""
-        src = np.concatenate([ready_frames(node, tiers[0]) for node in nodes])
-        first_page = nodes[0].start // self.tree.page_size
-        dst = self.tables[tiers[1]].allocate(len(src), FrameState.FILLING, first_page)
-        if dst is None:
+        """Copy nodes that a tier has whole to another one; of those that are partial there, which come first, what it
+        lacks. None if that has not enough free frames. tiers: source and destination. after: see `TransferOp`.
+        num_unseen: of so many nodes, which are then the first, layers with a window are left out."""
+        src, table = np.concatenate([ready_frames(node, tiers[0]) for node in nodes]), self.tables[tiers[1]]
+        there = [frames for node in nodes if (frames := node.frames[tiers[1]]) is not None]
+        assert not (there and num_unseen), "a partial node is seen, and what is behind it is not"
+        num_there = sum(map(len, there))
+        first_page = nodes[len(there)].start // self.tree.page_size if len(there) < len(nodes) else 0
+        new = table.allocate(len(src) - num_there, FrameState.FILLING, first_page)
+        if new is None:
             return None
-        op = self.ledger.begin_transfer(link, tiers, src, dst, after)
-        self.tree.begin_fill(nodes, *tiers, dst, op.ticket)
+        for frames in there:
+            table.transition(frames, FrameState.CACHED, FrameState.FILLING)
+        dst, num_full_only = np.concatenate([*there, new]), self.pages_of(nodes[:num_unseen])
+        op = self.ledger.begin_transfer(link, tiers, src, dst, after, num_full_only, num_there)
+        self.tree.begin_fill(nodes, *tiers, dst, op.ticket, num_unseen)
         return op
 
     def _from_block_starts(self, nodes: list[Node]) -> list[Node]:
@@ -223,9 +243,7 @@ class HiCacheController:
         stay = [node for node in kept if node.frames[Tier.HOST] is not None]
         for node in nodes if Tier.HOST not in self.unwritten else ():
             num_pages = len(node.key) // self.tree.page_size
-            is_known = (
-                is_ready(node, Tier.PEER) and node.frames[Tier.DEVICE] is None and node.frames[Tier.HOST] is None
-            )
+            is_known = is_ready(node, Tier.PEER) and is_lacking(node) and node.frames[Tier.HOST] is None
             if not is_known or not self.links.is_worth_trying(Tier.HOST, node.start, node.end):
                 continue
             if self.is_over_quota(node, Tier.HOST):
@@ -245,9 +263,7 @@ class HiCacheController:
         """Whether nothing is lost if the host makes room for so many pages: storage or another tier has it too."""
         missing = num_pages - self.tables[Tier.HOST].num_free
         return all(
-            node.frames[Tier.DEVICE] is not None
-            or node.frames[Tier.PEER] is not None
-            or self.tree.names.has_stored(node)
+            not is_lacking(node) or node.frames[Tier.PEER] is not None or self.tree.names.has_stored(node)
             for node in self.tree.victims(Tier.HOST, missing, {node.id for node in kept}, splits=False)
         )
 
@@ -343,7 +359,7 @@ class HiCacheController:
         """Give up what went to peers only to measure how slow they are: once they alone have it, all behind it that
         the host has would be computed, too. What a request uses stays: one that streams may have had it copied."""
         for node in nodes:
-            is_elsewhere = node.frames[Tier.DEVICE] is not None or node.frames[Tier.HOST] is not None
+            is_elsewhere = not is_lacking(node) or node.frames[Tier.HOST] is not None
             if is_elsewhere and not node.lock and not self.links.is_worth_copying(Tier.PEER, node.start, node.end):
                 self.drop(node, Tier.PEER)
 
@@ -426,7 +442,7 @@ class HiCacheController:
         return [
             node
             for node in nodes
-            if node.frames[Tier.DEVICE] is None
+            if is_lacking(node)
             and node.frames[Tier.HOST] is None
             and not self.tree.names.is_stored(node)
             and not is_alone(self.tree.root_of(node).namespace)
@@ -473,7 +489,7 @@ class HiCacheController:
         for tier in (Tier.PEER, Tier.HOST) if self.write_policy == "write_back" else (Tier.PEER,):
             if tier not in self.tables or tier in self.unwritten or BACKUP_LINKS[tier] in self.links.failing.links:
                 continue
-            lacking = [node for node in reversed(victims) if node.frames[tier] is None]
+            lacking = [node for node in reversed(victims) if node.frames[tier] is None and not node.is_partial]
             fitting = self._fitting(lacking, tier, kept=victims)
             if fitting:
                 self.back_up(fitting, tier, kept=victims)

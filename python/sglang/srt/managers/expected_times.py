@@ -88,9 +88,17 @@ class Forecast:
 
 class ExpectedTimes:
     """bytes_per_token: of KV, on the link from the host. num_layers: of the model; loads arrive layer by layer.
-    kernel_links: see `SchedulerConfig`. now: seconds, as in `StepInputs.now`, set at every step."""
+    kernel_links, windowed_share, window_reach: see `SchedulerConfig`. now: seconds, as in `StepInputs.now`, set at
+    every step."""
 
-    def __init__(self, bytes_per_token: float, num_layers: int, kernel_links: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        bytes_per_token: float,
+        num_layers: int,
+        kernel_links: Collection[str] = (),
+        windowed_share: float = 0.0,
+        window_reach: int = 0,
+    ) -> None:
         self.now = Seconds(0.0)
         self.costs = CostModel(bytes_per_token, kernel_links)
         self.launches = Forecast()
@@ -101,11 +109,15 @@ class ExpectedTimes:
         self.fetches = Forecast()
         self._bytes_per_token = bytes_per_token
         self._num_layers = num_layers
+        self._windowed_share, self._window_reach = windowed_share, window_reach
 
     # -- what things take ---------------------------------------------------------------------------------------
 
     def load_seconds(self, num_tokens: int, link: str = H2D) -> float:
-        return (num_tokens and self.costs.load_seconds(int(num_tokens * self._bytes_per_token), link)) or 0.0
+        """Of the last tokens of a prefix; layers with a window see only the end of it."""
+        left_out = self._windowed_share * max(0, num_tokens - self._window_reach)
+        num_bytes = int((num_tokens - left_out) * self._bytes_per_token)
+        return (num_tokens and self.costs.load_seconds(num_bytes, link)) or 0.0
 
     def compute_seconds(self, work: PrefillWork) -> float:
         return self.costs.prefill_seconds(*work) or 0.0
@@ -170,9 +182,9 @@ class ExpectedTimes:
     def note_failed_load(self, link: str) -> None:
         self.loads[link].note_failed(self.now)
 
-    def begin_load(self, ticket: Ticket, num_tokens: int) -> None:
+    def begin_load(self, ticket: Ticket, num_bytes: int) -> None:
         link, seq = ticket
-        self.loads[link].begin(seq, self.load_seconds(num_tokens, link), self.now)
+        self.loads[link].begin(seq, self.costs.load_seconds(num_bytes, link) or 0.0, self.now)
 
     def begin_prefill(self, seq: int, work: PrefillWork, loads: LoadTimes) -> None:
         seconds = self.compute_seconds(work) + self.stall_seconds(work, loads)

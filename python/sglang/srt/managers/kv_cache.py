@@ -71,14 +71,14 @@ class KVCache:
         self.config = config
         self.page_size = config.page_size
         self.clock = clock
-        self.tree = HiRadixTree(config.page_size, config.eviction_policy)
+        self.tree = HiRadixTree(config.page_size, config.eviction_policy, config.window_reach)
         # What requests are about to compute.
         self.claims = self.tree.claims
         pools = _open_pools(config)
         self.device = pools.device
         self.host = pools.host
         self.swap = pools.swap
-        self.ledger = TransferLedger(self.tree, pools, clock, config.page_bytes)
+        self.ledger = TransferLedger(self.tree, pools, clock, config.page_bytes, config.windowed_share)
         self.tables = self.ledger.tables
         self.controller = HiCacheController(self.ledger, config.write_policy, config.peers_written_through)
         self.sessions = SessionKeeper(self.tree, self.tables, clock)
@@ -212,9 +212,13 @@ class KVCache:
         """The locked nodes, top first."""
         return self.tree.path_of(receipt.node)
 
-    def lacking_nodes(self, receipt: Receipt) -> list[Node]:
-        """The nodes of a locked path that the device lacks, top first."""
-        return [n for n in self.path_of(receipt) if n.frames[Tier.DEVICE] is None]
+    def nodes_to_load(self, receipt: Receipt) -> list[Node]:
+        """Of a locked path, see `WindowReach.cut_to_load`."""
+        return self.tree.windows.cut_to_load(receipt.node)
+
+    def sees_partial(self, match: MatchResult) -> bool:
+        """See `WindowReach`."""
+        return self.tree.windows.sees_partial(match)
 
     def tokens_from_peers(self, path: list[Node]) -> int:
         """Tokens of a locked path that are streamed from peers."""
@@ -319,6 +323,7 @@ class KVCache:
         if len(keys := self.prompt_keys(req)):
             self.tree.names.name_created(result.created, keys)
         hold.pass_on(result.end // page, result.end)
+        self.ledger.free(result.replaced, Tier.DEVICE)
         if len(result.duplicates):
             self.device.free_after(result.duplicates, FrameState.HELD, req.last_launch)
             page_runs.append(PageRun(req.slot, start // page, result.frames))
@@ -379,11 +384,10 @@ class KVCache:
         self.storage.writer.begin_step(num_pages)
 
     def begin_load(self, nodes: list[Node]) -> list[tuple[Ticket, int]]:
-        """Load a path of nodes (top first) that are not on the device; there is room. Returns the operations and the
-        tokens of each."""
-        self.takes.note(sum(len(node.key) for node in nodes) // self.page_size)
+        """See `HiCacheController.begin_load`. Returns the operations and the bytes of each."""
+        self.takes.note(sum(len(n.key) for n in nodes if not n.is_partial) // self.page_size)
         tickets = self.controller.begin_load(nodes)
-        return [(ticket, sum(len(n.key) for n in self.tree.nodes_of(ticket))) for ticket in tickets]
+        return [(ticket, self.in_flight[ticket].size_bytes) for ticket in tickets]
 
     def take_free(self, num_pages: int) -> np.ndarray:
         """HELD device pages of those that are free; the caller has made room."""

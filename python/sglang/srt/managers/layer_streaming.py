@@ -444,13 +444,9 @@ class LayerStreaming(NoLayerStreaming):
 
     def _streamable(self, match: MatchResult) -> MatchResult:
         """The part of a match that the device has, peers or the host."""
-        pos = 0
         for i, node in enumerate(match.path):
             if not is_ready(node, Tier.DEVICE) and self._tree.order.ready_tier(node) is None:
-                last_len = len(match.path[i - 1].key) if i else 0
-                runs = tuple((start, min(end, pos)) for start, end in match.peer_runs if start < pos)
-                return MatchResult(match.namespace, match.path[:i], last_len, match.device_len, pos, runs)
-            pos += len(node.key)
+                return match.above(i)
         return match
 
     # -- operations ---------------------------------------------------------------------------------------------

@@ -74,7 +74,13 @@ class LoadPlanner:
     def __init__(self, config: SchedulerConfig, cache: KVCache, queues: RequestQueues) -> None:
         self.config = config
         self.policies = CachePolicies.of(config)
-        self.expected = ExpectedTimes(config.page_bytes / config.page_size, config.num_layers, config.kernel_links)
+        self.expected = ExpectedTimes(
+            config.page_bytes / config.page_size,
+            config.num_layers,
+            config.kernel_links,
+            config.windowed_share,
+            config.window_reach,
+        )
         # Seconds that launches have waited for loads.
         self.stall_s = 0.0
         # Requests that this step's launch leaves out because their loads are not in.
@@ -244,10 +250,10 @@ class LoadPlanner:
     # -- loads --------------------------------------------------------------------------------------------------
 
     def begin_load(self, nodes: list[Node]) -> LoadTimes:
-        """Load a path of nodes (top first) that are not on the device; there is room."""
+        """See `HiCacheController.begin_load`."""
         loads = self._cache.begin_load(nodes)
-        for ticket, num_tokens in loads:
-            self.expected.begin_load(ticket, num_tokens)
+        for ticket, num_bytes in loads:
+            self.expected.begin_load(ticket, num_bytes)
         return self.expected.arrival_of(ticket for ticket, _ in loads)
 
     def load_limit(self) -> LoadLimit:
@@ -303,7 +309,7 @@ class LoadPlanner:
             return False
         known = self._cache.candidate(req)
         to_load = known.load + known.from_peers
-        if not to_load:
+        if not to_load or known.sees_partial:
             return False
         loads = self.expected.loads
         needed = [link for n, link in ((known.load, H2D), (known.from_peers, P2D)) if n]
@@ -319,6 +325,8 @@ class LoadPlanner:
         besides."""
         num_load = match.total_len - match.device_len
         if not num_load or not self.policies.load_or_recompute or self.config.inserts_late:
+            return 0
+        if self._cache.sees_partial(match):
             return 0
         expected, queues = self.expected, self._queues
         is_idle = not batch.reqs and not queues.running and len(queues.waiting) == 1

@@ -15,7 +15,7 @@ import numpy as np
 
 from sglang.srt.managers.schedule_policy import Candidate
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
-from sglang.srt.mem_cache.node import Node
+from sglang.srt.mem_cache.node import MatchResult, Node
 from sglang.srt.mem_cache.transfer import Tier
 
 
@@ -61,27 +61,44 @@ class MatchCursors:
     def _match(self, namespace: str, tokens: np.ndarray, num_tokens: int) -> tuple[Candidate, tuple[Hashable, ...]]:
         """The result of the match, and its dependencies."""
         match = self._tree.match(namespace, tokens)
-        end = match.path[-1] if match.path else None
-        loads = [
-            (n.id, len(n.key))
-            for n in match.path
-            if n.frames[Tier.DEVICE] is None and self._tree.source_of(n) != Tier.PEER
-        ]
-        if loads and end is not None and loads[-1][0] == end.id:
-            loads[-1] = (end.id, match.last_len)
-        depends: list[Hashable] = [node.id for node in match.path]
-        is_whole = end is None or match.last_len == len(end.key)
-        if is_whole and match.total_len + self._tree.page_size <= len(tokens):
-            page = self._tree.page_key(tokens, match.total_len)
+        loads, from_peers = self._loads(match)
+        found = (*match.path, *match.beyond)
+        depends: list[Hashable] = [node.id for node in found]
+        # Of the last of `beyond` it is not known whether it is whole; then the match may depend on less.
+        end = found[-1] if found else None
+        pos = end.end if match.beyond and end is not None else match.total_len
+        is_whole = end is None or match.beyond or match.last_len == len(end.key)
+        if is_whole and pos + self._tree.page_size <= len(tokens):
+            page = self._tree.page_key(tokens, pos)
             depends.append((namespace if end is None else end.id, page))
             above = self._tree.roots.get(namespace) if end is None else end
             if above is not None and page in above.children:
                 depends.append(above.children[page].id)  # a hole, or on its way to another tier
         loading = dict.fromkeys(t for node in match.path if (t := node.tickets[Tier.DEVICE]) is not None)
         candidate = Candidate(
-            num_tokens - match.total_len, tuple(loads), match.total_len, tuple(loading), match.from_peers
+            num_tokens - match.total_len,
+            tuple(loads),
+            match.total_len,
+            tuple(loading),
+            from_peers,
+            sees_partial=self._tree.windows.sees_partial(match),
+            awaits_load=match.awaits_load,
         )
         return candidate, tuple(depends)
+
+    def _loads(self, match: MatchResult) -> tuple[list[tuple[int, int]], int]:
+        """What is to be loaded from the host, as in `Candidate`, and how many tokens from peers."""
+        loads, from_peers = [], match.from_peers
+        for node in match.to_complete:
+            seen = min(node.end, match.total_len) - max(node.start, self._tree.windows.first_seen(match.total_len))
+            if self._tree.source_of(node) == Tier.PEER:
+                from_peers += seen
+            elif node.tickets[Tier.DEVICE] is None:
+                loads.append((node.id, seen))
+        for node in match.path:
+            if node.frames[Tier.DEVICE] is None and self._tree.source_of(node) != Tier.PEER:
+                loads.append((node.id, min(len(node.key), match.total_len - node.start)))
+        return loads, from_peers
 
     def _changed(self, node: Node) -> None:
         self._forget_all(node.id)

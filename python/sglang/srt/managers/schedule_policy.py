@@ -83,6 +83,9 @@ class Candidate:
     loading: tuple[Ticket, ...] = ()
     # Tokens that it would load from peers, which takes nothing from the link to the host.
     from_peers: int = 0
+    # See `WindowReach.sees_partial`, and `MatchResult`.
+    sees_partial: bool = False
+    awaits_load: bool = False
     # The topmost node of loads.
     top: int | None = field(init=False)
     # Tokens of loads.

@@ -70,6 +70,10 @@ class SchedulerConfig:
     write_policy: str = "auto"
     # Of the model; loads hide behind them.
     num_layers: int = 1
+    # How many of them have a window, and how many tokens before the first new one these may read. 0: all are loaded
+    # whole.
+    num_windowed_layers: int = 0
+    window_reach: int = 0
     # The order of the queue, see `QUEUE_POLICIES`.
     schedule_policy: str = "fcfs"
     # None: priorities do not order the queue. Else they come before `schedule_policy`, and age only within one.
@@ -132,6 +136,11 @@ class SchedulerConfig:
         return self.num_peer_pages
 
     @property
+    def windowed_share(self) -> float:
+        """Of the layers, those with a window."""
+        return self.num_windowed_layers / self.num_layers
+
+    @property
     def inserts_late(self) -> bool:
         """Whether what a launch computes is inserted when it has completed."""
         return self.insert_at == "completion"
@@ -166,6 +175,7 @@ class SchedulerConfig:
                 )
             if len({end - first for first, end in self.slabs}) != 1:
                 raise ValueError("an engine that lends needs slabs of its device pool, all of the same length")
+        assert self.layer_stream is None or not self.window_reach, "what a request streams is read from any tier"
         if self.layer_stream is None:
             return
         if not self.num_host_pages or not self.enable_radix_cache:

@@ -46,13 +46,16 @@ class Pools:
 
 
 class TransferLedger:
-    """page_bytes: of one page, all layers."""
+    """page_bytes: of one page, all layers. windowed_share: of the layers, those with a window."""
 
-    def __init__(self, tree: HiRadixTree, pools: Pools, clock: LaunchClock, page_bytes: int) -> None:
+    def __init__(
+        self, tree: HiRadixTree, pools: Pools, clock: LaunchClock, page_bytes: int, windowed_share: float = 0.0
+    ) -> None:
         self.tree = tree
         self.pools = pools
         self.clock = clock
         self.page_bytes = page_bytes
+        self._windowed_share = windowed_share
         tables = {Tier.DEVICE: pools.device, Tier.PEER: pools.peer, Tier.HOST: pools.host}
         self.tables: dict[Tier, FrameTable] = {tier: table for tier, table in tables.items() if table is not None}
         self.in_flight: dict[Ticket, TransferOp | StorageOp] = {}
@@ -89,13 +92,18 @@ class TransferLedger:
         src_frames: np.ndarray,
         dst_frames: np.ndarray,
         after: LaunchSeq | None,
+        full_only: int = 0,
+        windowed_only: int = 0,
     ) -> TransferOp:
-        """tiers: source and destination; `Tier.DISK` is the swap file. after: see `TransferOp`."""
+        """tiers: source and destination; `Tier.DISK` is the swap file. The rest: see `TransferOp`."""
         src, dst = tiers
         self._table(src).pin(src_frames)
         self._table(dst).pin(dst_frames)
-        size_bytes = len(src_frames) * self.page_bytes
-        op = TransferOp(self._take_ticket(link), src, dst, src_frames, dst_frames, size_bytes, after)
+        left_out = full_only * self._windowed_share + windowed_only * (1 - self._windowed_share)
+        size_bytes = round((len(src_frames) - left_out) * self.page_bytes)
+        op = TransferOp(
+            self._take_ticket(link), src, dst, src_frames, dst_frames, size_bytes, after, full_only, windowed_only
+        )
         self._pages_in_flight[link] += len(src_frames)
         self._begin(op)
         return op

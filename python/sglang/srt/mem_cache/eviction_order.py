@@ -11,7 +11,7 @@ from collections.abc import Callable, Container, Iterable
 from functools import partial
 
 from sglang.srt.mem_cache.eviction import RETIRED_PRIORITY, Rank
-from sglang.srt.mem_cache.node import Node, is_hole, last_access_on
+from sglang.srt.mem_cache.node import Node, is_hole, is_lacking, is_whole, last_access_on
 from sglang.srt.mem_cache.placement import SPARE, class_of_copy
 from sglang.srt.mem_cache.transfer import FRAME_TIERS, Tier
 from sglang.srt.utils.time_units import LaunchSeq
@@ -180,7 +180,7 @@ class EvictionOrder:
             and (
                 node.lock == 0
                 if tier == _DEVICE
-                else node.tickets[_DEVICE] is None and (node.lock == 0 or node.frames[_DEVICE] is not None)
+                else node.tickets[_DEVICE] is None and (node.lock == 0 or not is_lacking(node))
             )
         )
 
@@ -206,7 +206,7 @@ class EvictionOrder:
         if tier != _PEER:
             return is_alive, is_pinned, int(is_covered), *by_policy
         # Peers hold what the device has no room for. The host holds all, where pages are written once.
-        is_farther = int(node.frames[_DEVICE] is None)
+        is_farther = int(is_lacking(node))
         return is_farther * is_alive, is_alive, is_pinned, int(is_covered), *by_policy
 
     def _is_covered(self, node: Node, tier: int) -> bool:
@@ -214,7 +214,7 @@ class EvictionOrder:
 
     def class_of(self, node: Node, tier: int, is_covered: bool | None = None) -> int:
         """See `class_of_copy`."""
-        ready = [frames is not None and ticket is None for frames, ticket in zip(node.frames, node.tickets)]
+        ready = [is_whole(node, each) for each in FRAME_TIERS]
         other = _PEER if tier == _HOST else _HOST
         is_first = self.load_order[0] == tier
         on_other = ready[other] and not is_first

@@ -46,6 +46,7 @@ from sglang.srt.mem_cache.node import (
     Root,
     is_fetching,
     is_hole,
+    is_lacking,
     is_ready,
     path_of,
     root_of,
@@ -57,6 +58,7 @@ from sglang.srt.mem_cache.radix import PageKey, common_len, join_keys, page_key_
 from sglang.srt.mem_cache.transfer import FRAME_TIERS, Ticket, Tier
 from sglang.srt.mem_cache.transient_nodes import TransientNodes
 from sglang.srt.mem_cache.tree_checks import check_tree
+from sglang.srt.mem_cache.window_reach import WindowReach
 from sglang.srt.utils.time_units import NO_LAUNCH, LaunchSeq
 
 # Plain integers: looking up a member of an enumeration costs as much as the rest of a line.
@@ -64,9 +66,9 @@ _DEVICE, _PEER, _HOST = int(Tier.DEVICE), int(Tier.PEER), int(Tier.HOST)
 
 
 class HiRadixTree:
-    """eviction_policy: of `EVICTION_POLICIES`."""
+    """eviction_policy: of `EVICTION_POLICIES`. window_reach: see `SchedulerConfig`."""
 
-    def __init__(self, page_size: int, eviction_policy: str = "lru") -> None:
+    def __init__(self, page_size: int, eviction_policy: str = "lru", window_reach: int = 0) -> None:
         self.page_size = page_size
         self.page_key = page_key_of(page_size)
         self.names = BlockNames()
@@ -80,6 +82,8 @@ class HiRadixTree:
         # What each tier gives up next, and the name of the policy.
         self.order = EvictionOrder(EVICTION_POLICIES[eviction_policy], page_size, self.split)
         self.eviction_policy = eviction_policy
+        # Which nodes have to be whole.
+        self.windows = WindowReach(window_reach, page_size, self.order, self.split)
         # Tiers that a match does not count on.
         self._unread: frozenset[Tier] = frozenset()
         self._changed: Callable[[Node], None] = lambda node: None
@@ -100,7 +104,7 @@ class HiRadixTree:
     def match(self, namespace: str, tokens: np.ndarray, fetching: bool = False) -> MatchResult:
         """The longest cached prefix of tokens (int32), in whole pages. Changes nothing.
 
-        fetching: also what is on its way from storage to the host.
+        fetching: also what is on its way from storage to the host, and partial nodes for whole ones.
         """
         node: Node | None = self.roots.get(namespace)
         path: list[Node] = []
@@ -130,7 +134,8 @@ class HiRadixTree:
             if last_len < len(key):
                 break
             node = child
-        return MatchResult(namespace, tuple(path), last_len, device_len, pos, tuple(peer_runs))
+        match = MatchResult(namespace, tuple(path), last_len, device_len, pos, tuple(peer_runs))
+        return match if fetching else self.windows.longest_whole(match, self.source_of)
 
     def source_of(self, node: Node) -> Tier | None:
         """The first tier of the load order that is read and has a node; None while all it has is on its way."""
@@ -241,9 +246,9 @@ class HiRadixTree:
             if step.lock == 0:
                 if step.num_device_children == 0:
                     self._offer(step, _DEVICE)
-                    if step.frames[_DEVICE] is None:
-                        self._offer(step, _PEER)
-                        self._offer(step, _HOST)
+                if is_lacking(step):
+                    self._offer(step, _PEER)
+                    self._offer(step, _HOST)
                 if step.parent is None:
                     self._prune(step)
             step = step.parent
@@ -251,7 +256,7 @@ class HiRadixTree:
     def _count_lock(self, node: Node, change: int) -> None:
         """The first lock of a node is taken, or the last one released: other pages can be evicted then."""
         # Of what the device has, the copies on other tiers can be evicted, locked or not.
-        tiers = (_DEVICE,) if node.frames[_DEVICE] is not None else FRAME_TIERS
+        tiers = FRAME_TIERS if is_lacking(node) else (_DEVICE,)
         for tier in tiers:
             self.counts.take_out(node, tier)
         node.lock += change
@@ -302,7 +307,8 @@ class HiRadixTree:
         """Enter device pages that launch `fence` writes, below the node where their prefix ends (None: the root).
 
         tokens: int32, whole pages; kept by reference. frames: one per page. Pages that the tree has already are
-        returned as duplicates; a node that the device lacks adopts the offered frames; a FILLING node ends the run.
+        returned as duplicates; a node that the device lacks adopts the offered frames, and one that is partial takes
+        them in place of its own; a FILLING node ends the run, and a partial one that is locked.
         """
         page = self.page_size
         assert len(tokens) == len(frames) * page
@@ -310,6 +316,7 @@ class HiRadixTree:
         taken: list[np.ndarray] = []
         duplicates: list[np.ndarray] = []
         created: list[Node] = []
+        replaced = Dropped()
         pos = 0
         while pos < len(tokens):
             child = node.children.get(self.page_key(tokens, pos))
@@ -324,28 +331,32 @@ class HiRadixTree:
                 created.append(child)
                 node, pos = child, len(tokens)
                 break
-            if child.tickets[Tier.DEVICE] is not None:
+            if child.tickets[Tier.DEVICE] is not None or (child.is_partial and child.lock):
                 break
             common = common_len(child.key, tokens, pos, len(tokens), page)
             if common < len(child.key):
                 child = self.split(child, common)
             offered = frames[pos // page : (pos + common) // page]
             mine = child.frames[Tier.DEVICE]
-            if mine is None:
-                if is_hole(child):
+            if mine is not None and not child.is_partial:
+                taken.append(mine)
+                duplicates.append(offered)
+            else:
+                if child.frames[_PEER] is None and child.frames[_HOST] is None:
                     child.is_lossy = node.is_lossy
                     child.came_from = Tier.DEVICE
                     # A request has missed it: what counts as stored may not be.
                     self.names.forget_stored(child)
+                if mine is not None:
+                    replaced.cached.append((mine, max(child.fences[_DEVICE], child.last_use)))
+                    self.pages.left(child, _DEVICE)
+                    child.is_partial = False
                 self._set_frames(child, Tier.DEVICE, offered, None, fence)
                 # If it was locked as the source of a load, it need not stay on the host any more.
                 for tier in FRAME_TIERS:
                     self._offer(child, tier)
                 taken.append(offered)
                 created.append(child)
-            else:
-                taken.append(mine)
-                duplicates.append(offered)
             child.last_access = launch
             if priority > child.priority:
                 child.priority = priority
@@ -358,20 +369,42 @@ class HiRadixTree:
             frames=np.concatenate(taken) if len(taken) > 1 else (taken[0] if taken else none),
             duplicates=np.concatenate(duplicates) if len(duplicates) > 1 else (duplicates[0] if duplicates else none),
             created=tuple(created),
+            replaced=replaced,
         )
 
-    def begin_fill(self, nodes: list[Node], source: Tier, tier: Tier, frames: np.ndarray, ticket: Ticket) -> None:
-        """Give nodes (of a path, top first) frames that the operation will fill from those of `source`, in order."""
+    def begin_fill(
+        self,
+        nodes: list[Node],
+        source: Tier,
+        tier: Tier,
+        frames: np.ndarray,
+        ticket: Ticket,
+        num_partial: int = 0,
+    ) -> None:
+        """Give nodes (of a path, top first) frames that the operation will fill from those of `source`, in order.
+        Partial nodes have theirs, and become whole. num_partial: the first so many become partial."""
         pos = 0
-        for node in nodes:
-            assert node.frames[tier] is None
+        for i, node in enumerate(nodes):
             n = len(node.key) // self.page_size
-            self._set_frames(node, tier, frames[pos : pos + n], ticket, node.fences[source])
+            if node.frames[tier] is None:
+                node.is_partial |= i < num_partial
+                self._set_frames(node, tier, frames[pos : pos + n], ticket, node.fences[source])
+            else:
+                self._begin_completing(node, ticket)
             node.was_copied = True
             self._offer(node, source)
             pos += n
         assert pos == len(frames)
         self._by_ticket[ticket] = list(nodes)
+
+    def _begin_completing(self, node: Node, ticket: Ticket) -> None:
+        """The operation will fill what the device lacks of a partial node."""
+        assert node.is_partial and node.tickets[_DEVICE] is None
+        self._changed(node)
+        self.pages.left(node, _DEVICE)
+        self._count_out(node, _DEVICE)
+        node.is_partial, node.tickets[_DEVICE] = False, ticket
+        self._count_in(node, _DEVICE)
 
     def child_on(self, node: Node, tokens: np.ndarray) -> Node | None:
         """The child that begins with the first page of tokens (int32, whole pages), split where they part."""
@@ -598,6 +631,7 @@ class HiRadixTree:
                 or (upper.is_lossy, upper.came_from) != (node.is_lossy, node.came_from)
                 or not self._is_settled(upper, done)
                 or any((upper.frames[t] is None) != (node.frames[t] is None) for t in FRAME_TIERS)
+                or upper.is_partial != node.is_partial
                 or (upper.block_keys is None) != (node.block_keys is None)
             ):
                 break
@@ -677,6 +711,7 @@ class HiRadixTree:
         node.start = upper.end
         upper.be_used_as(node)
         upper.num_device_children = int(node.frames[_DEVICE] is not None)
+        upper.is_partial = node.is_partial
         for tier in FRAME_TIERS:
             frames = node.frames[tier]
             if frames is None:
@@ -697,11 +732,11 @@ class HiRadixTree:
         assert node.parent is not None
         self._changed(node)
         self._count_out(node, tier)
+        if tier == _DEVICE and node.frames[tier] is None:
+            node.parent.num_device_children += 1
         node.frames[tier] = trimmed(frames)
         node.tickets[tier] = ticket
         node.fences[tier] = fence
-        if tier == _DEVICE:
-            node.parent.num_device_children += 1
         self._count_in(node, tier)
         if ticket is None:
             self.pages.placed(node, tier)
@@ -735,6 +770,8 @@ class HiRadixTree:
             dropped.filling.append((frames, ticket))
         node.frames[tier] = None
         node.tickets[tier] = None
+        if tier == _DEVICE:
+            node.is_partial = False
         self._count_in(node, tier)
         if ticket is None and is_hole(node):
             self.lost(node, tier)

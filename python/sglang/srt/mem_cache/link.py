@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -93,8 +93,8 @@ class _Operation:
     def __init__(self, ticket: Ticket) -> None:
         self.ticket = ticket
         self.layer_events: list[Event] = []
-        # Source and destination, while the operation runs.
-        self.frames: tuple[torch.Tensor, torch.Tensor] | None = None
+        # Source and destination of all pages and of those from some on, by where they begin; while it runs.
+        self.frames: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.cancelled = False
         self.finished = False
         self.error = ""
@@ -134,6 +134,8 @@ class CopyOptions:
     rate_limit: RateLimit | None = None
     # Where kernels run; None for the device pool's.
     device: torch.device | None = None
+    # Of each layer, whether it has a window; none: no load leaves any out.
+    windowed: Sequence[bool] = ()
 
 
 class CopyLink:
@@ -168,7 +170,12 @@ class CopyLink:
         self._load_backend = self._backend(options.io_backend, below, above)
         self._backup_backend = self._backend(options.io_backend, above, below)
         in_groups = self._device.type != "cpu" and self._copier is None and self._load_backend in KERNELS
-        self._groups = layer_groups(above.num_layers, LAYERS_AT_ONCE if in_groups else 1)
+        # Of each layer, whether it has a window.
+        self._windowed = options.windowed or (False,) * above.num_layers
+        at_once = LAYERS_AT_ONCE if in_groups else 1
+        self._groups = layer_groups(above.num_layers, at_once)
+        # For loads that leave some of them out.
+        self._groups_alike = layer_groups(above.num_layers, at_once, self._windowed)
         # For loads that are one kernel each, which cannot be held back between layers.
         self._flags: LayerFlags | None = None
         is_persistent = in_groups and self._load_backend == "persistent" and self.rate_limit is None
@@ -184,15 +191,18 @@ class CopyLink:
         self._next_seq += 1
         operation = self._operations[seq] = _Operation(op.ticket)
         self._operations.pop(seq - _KEPT_OPERATIONS, None)
-        if op.src != Tier.DEVICE and self._flags is not None:
+        is_cut = bool(op.full_only or op.windowed_only)
+        if op.src != Tier.DEVICE and self._flags is not None and not is_cut:
             launch = KernelLaunch(self._flags)
             self._enqueue(op, operation, partial(self._load_by_one_kernel, op, launch=launch))
             self.stream.enqueue(launch.end, always=True)
             for layers, event in zip(self._groups, launch.events(), strict=True):
                 operation.layer_events += [event] * len(layers)
         elif op.src != Tier.DEVICE:
-            for layers in self._groups:
-                self._enqueue(op, operation, partial(self._load_layers, op, layers=layers))
+            for layers in self._groups_alike if is_cut else self._groups:
+                first = op.full_only if self._windowed[layers[0]] else op.windowed_only
+                if first < len(op.src_frames):
+                    self._enqueue(op, operation, partial(self._load_layers, layers=layers), first)
                 operation.layer_events += [self.stream.record()] * len(layers)
         else:
             fence = None if op.after is None else self.fence(op.after)
@@ -221,16 +231,20 @@ class CopyLink:
         return results
 
     def _enqueue(
-        self, op: TransferOp, operation: _Operation, work: Callable[[torch.Tensor, torch.Tensor], None]
+        self,
+        op: TransferOp,
+        operation: _Operation,
+        work: partial[None],
+        first: int = 0,
     ) -> None:
-        self.stream.enqueue(partial(self._guard, op, operation, work))
+        """first: of the operation's pages, the first that the part works on."""
+        self.stream.enqueue(partial(self._guard, op, operation, work, first))
 
     # -- on the stream ------------------------------------------------------------------------------------------
 
-    def _load_layers(self, op: TransferOp, src: torch.Tensor, dst: torch.Tensor, layers: range) -> None:
-        all_layers = self.device_pool.kv_pages
-        pages = all_layers.part(layers)
-        with self._pace(op.size_bytes * len(layers) // all_layers.num_layers):
+    def _load_layers(self, src: torch.Tensor, dst: torch.Tensor, layers: range) -> None:
+        pages = self.device_pool.kv_pages.part(layers)
+        with self._pace(len(src) * sum(pages.run_bytes) * len(layers)):
             if self._copier is not None:
                 self._copier.load_layer(layers[0], pages, src, dst, self._load_backend)
                 return
@@ -255,7 +269,11 @@ class CopyLink:
         return self.rate_limit.transfer(size_bytes) if self.rate_limit else nullcontext()
 
     def _guard(
-        self, op: TransferOp, operation: _Operation, work: Callable[[torch.Tensor, torch.Tensor], None]
+        self,
+        op: TransferOp,
+        operation: _Operation,
+        work: Callable[[torch.Tensor, torch.Tensor], None],
+        first: int,
     ) -> None:
         """Run one part of an operation; an error fails the operation, not the stream."""
         if operation.began is None:
@@ -266,13 +284,14 @@ class CopyLink:
             operation.error = "cancelled"
             return
         try:
-            if operation.frames is None:
+            if first not in operation.frames:
                 # Converted once per operation, not per layer.
                 backend = self._backup_backend if op.src == Tier.DEVICE else self._load_backend
                 where = page_numbers_device(self.host_pool, backend, self._device)
-                src, dst = (to_device(each.astype(np.int64), where) for each in (op.src_frames, op.dst_frames))
-                operation.frames = src, dst
-            work(*operation.frames)
+                pages = op.src_frames[first:], op.dst_frames[first:]
+                src, dst = (to_device(each.astype(np.int64), where) for each in pages)
+                operation.frames[first] = src, dst
+            work(*operation.frames[first])
         except LoadFailedError as error:
             operation.error = str(error)
         except Exception as error:
@@ -285,7 +304,7 @@ class CopyLink:
 
     def _end(self, operation: _Operation) -> None:
         operation.ended = self.stream.mark()
-        operation.frames = None
+        operation.frames = {}
 
     def _finish(self, operation: _Operation) -> None:
         error = operation.error
@@ -302,15 +321,17 @@ def kernel_links_of(io_backend: str, run_bytes: int, device: torch.device) -> tu
     return tuple(link for link, size in runs.items() if pick_backend(io_backend, device, size) in KERNELS)
 
 
-def layer_groups(num_layers: int, most: int) -> list[range]:
-    """Layers that are loaded together, in order: one, one, and then twice as many each time, up to `most`."""
-    sizes: list[int] = []
-    left = num_layers
-    while left:
-        sizes.append(min(left, most, 1 << max(len(sizes) - 1, 0)))
-        left -= sizes[-1]
-    ends = np.cumsum(sizes, dtype=int).tolist()
-    return [range(end - size, end) for size, end in zip(sizes, ends)]
+def layer_groups(num_layers: int, most: int, kinds: Sequence[Any] = ()) -> list[range]:
+    """Layers that are loaded together, in order: one, one, and then twice as many each time, up to `most`. kinds: of
+    each layer; only those of one kind are loaded together. None: all are alike."""
+    groups: list[range] = []
+    end = 0
+    while end < num_layers:
+        start, size = end, min(most, 1 << max(len(groups) - 1, 0))
+        while end < min(num_layers, start + size) and (not kinds or kinds[end] == kinds[start]):
+            end += 1
+        groups.append(range(start, end))
+    return groups
 
 
 def page_numbers_device(pool: HasPages, io_backend: str, device: torch.device) -> torch.device:

@@ -27,6 +27,7 @@ class Node:
         "id",
         "is_lossy",
         "is_next",
+        "is_partial",
         "is_stored_ahead",
         "key",
         "last_access",
@@ -61,6 +62,8 @@ class Node:
         self.tickets: list[Ticket | None] = [None] * NUM_TIERS
         # Per tier: the launch that wrote the data.
         self.fences: list[LaunchSeq] = [NO_LAUNCH] * NUM_TIERS
+        # Whether the device frames lack what layers with a window have of it, as those that load it did not see it.
+        self.is_partial = False
         # Children that have device frames.
         self.num_device_children = 0
         # Locks that end here, plus those of the children.
@@ -166,16 +169,26 @@ def is_ready(node: Node, tier: Tier) -> bool:
     return node.frames[tier] is not None and node.tickets[tier] is None
 
 
+def is_whole(node: Node, tier: Tier) -> bool:
+    """Whether a tier has all layers of a node, ready."""
+    return is_ready(node, tier) and not (node.is_partial and tier == Tier.DEVICE)
+
+
 def ready_frames(node: Node, tier: Tier) -> np.ndarray:
-    """The frames of a node on a tier, of which nothing is on its way."""
+    """The frames of a node on a tier, which has it whole."""
     frames = node.frames[tier]
-    assert frames is not None and node.tickets[tier] is None, f"{node} is not ready on the {tier.name.lower()}"
+    assert frames is not None and is_whole(node, tier), f"{node} is not ready on the {tier.name.lower()}"
     return frames
 
 
+def is_lacking(node: Node) -> bool:
+    """Whether the device lacks a node, or what layers with a window have of it."""
+    return node.frames[Tier.DEVICE] is None or node.is_partial
+
+
 def is_only_on_device(node: Node) -> bool:
-    """Whether the device has a node, ready, and no other tier has it or gets it."""
-    return is_ready(node, Tier.DEVICE) and node.frames[Tier.PEER] is None and node.frames[Tier.HOST] is None
+    """Whether the device has a node whole, and no other tier has it or gets it."""
+    return is_whole(node, Tier.DEVICE) and node.frames[Tier.PEER] is None and node.frames[Tier.HOST] is None
 
 
 def is_hole(node: Node) -> bool:
@@ -218,6 +231,12 @@ class MatchResult:
     total_len: int
     # Runs [start, end) of those behind device_len that come from peers.
     peer_runs: tuple[tuple[int, int], ...] = ()
+    # Partial nodes of which layers with a window see something from total_len on: that has to be loaded.
+    to_complete: tuple[Node, ...] = ()
+    # Whether one of them is on its way, partial, and has to arrive before the rest of it can be loaded.
+    awaits_load: bool = False
+    # Nodes that continue the path and the tokens, but begin in what such layers would see and no tier has whole.
+    beyond: tuple[Node, ...] = ()
 
     @property
     def from_peers(self) -> int:
@@ -234,6 +253,13 @@ class MatchResult:
             pos += len(node.key)
         last_len = len(path[-1].key) - (pos - self.device_len) if path else 0
         return MatchResult(self.namespace, tuple(path), last_len, self.device_len, self.device_len)
+
+    def above(self, place: int) -> MatchResult:
+        """The part of it above the node at a place of the path."""
+        path, end = self.path[:place], self.path[place].start
+        runs = tuple((start, min(last, end)) for start, last in self.peer_runs if start < end)
+        last_len = len(path[-1].key) if path else 0
+        return MatchResult(self.namespace, path, last_len, min(self.device_len, end), end, runs)
 
     def to_load_behind(self, start: int) -> tuple[int, int]:
         """Tokens behind `start` that come from the host, and from peers. start: not below device_len."""
@@ -260,6 +286,8 @@ class InsertResult:
     duplicates: np.ndarray
     # Nodes that took offered frames.
     created: tuple[Node, ...]
+    # Frames of partial nodes in whose place offered ones came.
+    replaced: Dropped
 
 
 @dataclass(frozen=True)

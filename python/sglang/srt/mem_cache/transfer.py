@@ -68,7 +68,8 @@ class Ticket(NamedTuple):
 
 @dataclass(frozen=True)
 class TransferOp:
-    """Copy all layers of pages from one tier to another."""
+    """Copy pages from one tier to another. full_only: of the first so many pages only layers with full attention;
+    windowed_only: only layers with a window."""
 
     ticket: Ticket
     src: Tier
@@ -76,11 +77,13 @@ class TransferOp:
     # (n,) int32 each.
     src_frames: np.ndarray
     dst_frames: np.ndarray
-    # All components of all layers.
+    # All components of the layers.
     size_bytes: int
     # Of a backup: the fence, which is the launch that writes the source, or -1 if storage wrote it. None: the source
     # is ready.
     after: int | None = None
+    full_only: int = 0
+    windowed_only: int = 0
 
 
 @dataclass(frozen=True)

@@ -83,3 +83,4 @@ def _check_residency(node: Node) -> None:
     assert on_device or not num_device_children, f"{node} has residents below it on the device"
     assert node.children or not is_hole(node), f"{node} is on no tier, and nothing is below it"
     assert node.lock == 0 or not is_hole(node), f"{node} is locked, and on no tier"
+    assert on_device or not node.is_partial, f"{node} is partial, and not on the device"

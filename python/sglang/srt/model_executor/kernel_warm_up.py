@@ -95,9 +95,10 @@ def warm_up_kernels(
     logger.info("warmed kernels up in %.1f s", time.monotonic() - began)
 
 
-def warm_up_transfers(pool: DevicePool, host_pages: KVPages, io_backend: str) -> None:
+def warm_up_transfers(pool: DevicePool, host_pages: KVPages, io_backend: str, windowed: Sequence[bool] = ()) -> None:
     """The page of the pool's scratch slot, which it must have, to the host's first page and back, on the current
-    stream. io_backend: see `kvcacheio.pick_backend`. Raises LayerFlagsError where the driver lets no stream wait."""
+    stream. io_backend: see `kvcacheio.pick_backend`. windowed: see `CopyOptions`. Raises LayerFlagsError where the
+    driver lets no stream wait."""
     assert pool.scratch_slot is not None, "a warm-up writes to a scratch slot"
     device, frames = pool.kv_pages.device, (pool.scratch_slot // pool.page_size, 0)
     backend = pick_between(io_backend, pool.kv_pages, host_pages)
@@ -106,12 +107,13 @@ def warm_up_transfers(pool: DevicePool, host_pages: KVPages, io_backend: str) ->
     backend = pick_between(io_backend, host_pages, pool.kv_pages)
     scratch, first = (to_device(np.array([page]), index_device(backend, device)) for page in frames)
     groups = layer_groups(host_pages.num_layers, LAYERS_AT_ONCE)
+    alike = layer_groups(host_pages.num_layers, LAYERS_AT_ONCE, windowed) if windowed else []
     if backend == "persistent":
         flags = LayerFlags([group.stop for group in groups], device)
         value = load_layers(host_pages, pool.kv_pages, first, scratch, flags)
         flags.wait(len(flags) - 1, value, torch.cuda.current_stream(device))
-        return
-    for layers in groups:
+        groups = []
+    for layers in dict.fromkeys([*groups, *alike]):
         transfer_kv_all_layer_pf_lf(
             host_pages.part(layers), pool.kv_pages.part(layers), first, scratch, backend=backend
         )

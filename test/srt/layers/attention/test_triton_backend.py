@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
+from sglang.srt.layers.attention.base_attn_backend import WINDOW_TILE, AttentionMetadata
 from sglang.srt.layers.attention.masked_attention import masked_attention
 from sglang.srt.mem_cache.kv_view import KVSegment
 from support.attention_cases import (
@@ -53,6 +53,19 @@ INT_TYPES = (torch.int32, torch.int64)
 )
 def test_under_the_interpreter(what: str):
     assert run_interpreted(__file__, what).count("are right") == what.count(",") + 1
+
+
+@needs_triton
+def test_no_tile_reaches_farther_before_a_window_than_loads_do():
+    from sglang.srt.layers.attention.triton_backend import Tiles
+
+    sizes = itertools.product(
+        (8, 64, 128, 256, 512, 1024), TORCH_TYPES.values(), (1, 3, 16, 64, 128), SHARED_BYTES.values()
+    )
+    for head_dim, dtype, page_size, shared_bytes in sizes:
+        tiles = Tiles.of(head_dim, dtype, page_size, shared_bytes)
+        extends = [tile for tile in (tiles.extend, tiles.short) if tile is not None]
+        assert max(tiles.decode_keys, *(max(t.keys, t.keys_of_pages) for t in extends)) <= WINDOW_TILE
 
 
 @needs_triton
@@ -583,15 +596,17 @@ def masked(backend: Any) -> int:
     long_prefix = Case(4, 3, "layer_first", torch.float32, q_lens=(1, 20, 3), max_prefix=700, **SMALL)
     for case in (cases[-1], long_prefix):
         check_masked_partials(backend, case)
-    # Blocks that no query sees any more are not read.
-    case = PagedCase(1, 64, "layer_first", torch.float32, ((700, 1), (700, 20)), **SMALL)
-    want = [masked_attention(case.q, case.view, case.segments, replace(case.meta, window=each)) for each in (9, 90)]
-    for start in case.segments.starts:
-        gone = case.segments.table[start : start + 5].long()
-        case.view.k[gone] = case.view.v[gone] = math.nan
-    for window, right in zip((9, 90), want):
-        got = backend.forward(case.q, case.view, case.segments, replace(case.meta, window=window))
-        assert (got - right).abs().max() < case.tolerance(), window
+    # What lies a tile before all that queries see is not read: it may never have been loaded.
+    for window in (90, 9):
+        case = PagedCase(1, 64, "layer_first", torch.float32, ((700, 1), (700, 20)), **SMALL)
+        meta = replace(case.meta, window=window)
+        want = masked_attention(case.q, case.view, case.segments, meta)
+        for start, kv_len, q_len in zip(case.segments.starts, case.segments.kv_lens, case.segments.q_lens):
+            unread = (kv_len - q_len + 1 - window - WINDOW_TILE) // 64
+            gone = case.segments.table[start : start + unread].long()
+            case.view.k[gone] = case.view.v[gone] = math.nan
+        got = backend.forward(case.q, case.view, case.segments, meta)
+        assert (got - want).abs().max() < case.tolerance(), window
     return len(cases)
 
 

@@ -32,6 +32,11 @@ class AttentionMetadata:
         return self.window is None and self.softcap is None and self.sinks is None
 
 
+# Kernels read keys and values in tiles of at most so many tokens. Of a tile that begins before a window, what is
+# hidden has a weight of 0, but has to be finite.
+WINDOW_TILE = 128
+
+
 @dataclass(frozen=True)
 class PartialMask:
     """What hides tokens of a segment from queries, or caps scores. window, softcap: as in `AttentionMetadata`.

@@ -31,7 +31,13 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_config import SchedulerConfig
 from sglang.srt.managers.startup.device import check_device, page_layout, pick_dtype, with_kv_cache
 from sglang.srt.managers.startup.peers import borrow_memory, lend_memory
-from sglang.srt.managers.startup.sizes import build_config, check_weights_fit, device_pages, graph_batch_size_for
+from sglang.srt.managers.startup.sizes import (
+    build_config,
+    check_weights_fit,
+    device_pages,
+    graph_batch_size_for,
+    with_windows,
+)
 from sglang.srt.managers.startup.storage import StorageOpener
 from sglang.srt.mem_cache.check_link import CheckLink
 from sglang.srt.mem_cache.layer_stream_cache import LayerStreamCache
@@ -146,7 +152,8 @@ class EngineBuilder:
         if rank.device.type == "cuda":
             torch.cuda.empty_cache()
         rank.progress.stage("allocating the pools")
-        self.config = build_config(args, self.model, rank.group, rank.device)
+        windows = () if args.disable_hybrid_swa_memory else model.windows
+        self.config = with_windows(build_config(args, self.model, rank.group, rank.device), windows)
         graph_batch_size = self._open_device_pool(attention.computes_masked)
         executor = self._open_executor(model, attention, graph_batch_size)
         storage = self._open_tiers(executor) if self.config.num_host_pages else None
@@ -276,6 +283,7 @@ class EngineBuilder:
         """The tiers below the device, and the links to them."""
         args, rank, config = self.args, self.rank, self.config
         host_pool = MHATokenToKVPoolHost(self.pool, config.num_host_pages, args.hicache_mem_layout)
+        windowed = [window is not None for window in executor.model.windows] if config.window_reach else []
         if self.pool.scratch_slot is not None:
             backends = {args.hicache_io_backend}
             if self.borrowed is not None or config.num_swap_pages:
@@ -283,7 +291,7 @@ class EngineBuilder:
                 backends.add(pick_backend(args.hicache_io_backend, rank.device))
             try:
                 for backend in sorted(backends):
-                    warm_up_transfers(self.pool, host_pool.kv_pages, backend)
+                    warm_up_transfers(self.pool, host_pool.kv_pages, backend, windowed)
             except LayerFlagsError as error:
                 raise StartupError(f"--hicache-io-backend persistent cannot run here: {error}; use auto") from error
             # Links' streams, which do not wait for it, write to the same pages.
@@ -309,7 +317,7 @@ class EngineBuilder:
                 stream,
                 executor.fence,
                 rank.notify,
-                CopyOptions(args.hicache_io_backend, self._limits.get(name), rank.device),
+                CopyOptions(args.hicache_io_backend, self._limits.get(name), rank.device, windowed),
             )
         if args.hicache_canary:
             folder = Path(args.hicache_canary_dir).expanduser()

@@ -4,6 +4,8 @@ ranks agree on the least."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -11,6 +13,7 @@ from sgl_kernel.kvcacheio import page_size_for_dma
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.model_families import TRANSFORMERS
 from sglang.srt.distributed.parallel_state import TensorParallelGroup
+from sglang.srt.layers.attention.base_attn_backend import WINDOW_TILE
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.managers.scheduler_config import LayerStreamConfig, PriorityConfig, SchedulerConfig
 from sglang.srt.managers.startup.device import free_memory, kv_cache_bytes, page_layout
@@ -197,6 +200,17 @@ def graph_batch_size_for(
         return 0
     default = 0 if model.model_impl == TRANSFORMERS else config.max_running_requests
     return min(args.cuda_graph_max_bs_decode or default, config.max_running_requests)
+
+
+def with_windows(config: SchedulerConfig, windows: Sequence[int | None], tile: int = WINDOW_TILE) -> SchedulerConfig:
+    """A config whose loads leave out what layers with a window do not see. windows: of each layer, the tokens that a
+    query sees, itself included; None for all. tile: see `WINDOW_TILE`."""
+    seen = [window for window in windows if window is not None]
+    reach = max(seen, default=0) - 1 + tile
+    # Requests that stream may read any of it.
+    if not seen or reach >= config.context_len or not config.num_host_pages or config.layer_stream is not None:
+        return config
+    return replace(config, num_windowed_layers=len(seen), window_reach=reach)
 
 
 def layer_stream_sizes_for(

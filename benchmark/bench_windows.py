@@ -1,0 +1,138 @@
+"""What loads save that leave out what layers with a window do not see: bytes, seconds, first tokens.
+
+    python benchmark/bench_windows.py [--rounds N]
+
+In process, a small model with random weights of which 5 of 6 layers have a window, real copies. The prefix is on the
+host and not on the device. In each round the engines take turns, so that the ratios hold on a noisy machine. A branch
+asks behind half of a prefix that has just been loaded without what its windows do not show.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from common import print_table, write_json
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.attention.base_attn_backend import WINDOW_TILE
+from sglang.srt.mem_cache.transfer import H2D, Tier
+from sglang.srt.sampling.sampling_params import SamplingParams
+from support.local_engine import LocalEngine
+
+PREFIXES = (2048, 8192)
+NEW_TOKENS, WINDOW, NUM_LAYERS, LAYERS_PER_FULL = 64, 512, 12, 6
+RATES = {"memory": None, "0.5 GB/s": 0.5e9}
+ONE_TOKEN = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True, sampling_seed=0)
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "max_position_embeddings": 16384,
+    "use_sliding_window": True,
+    "sliding_window": WINDOW,
+    "layer_types": [
+        "sliding_attention" if (layer + 1) % LAYERS_PER_FULL else "full_attention" for layer in range(NUM_LAYERS)
+    ],
+    "torch_dtype": "float32",
+    "eos_token_id": 0,
+}
+
+
+class Rig:
+    """window_tile: see `LocalEngine`; None: loads are whole."""
+
+    def __init__(self, model: ModelConfig, window_tile: int | None, bytes_per_s: float | None) -> None:
+        self.engine = LocalEngine(
+            model,
+            num_device_pages=2 * PREFIXES[-1],
+            num_host_pages=4 * PREFIXES[-1],
+            debug=False,
+            load_format="dummy",
+            load_bytes_per_s=bytes_per_s,
+            window_tile=window_tile,
+            write_policy="write_through",
+        )
+
+    def ask(self, prompt: np.ndarray) -> dict[str, float]:
+        """Ask once. Returns seconds to the first token, and of its loads bytes and seconds."""
+        cache = self.engine.scheduler.cache
+        num_before = cache.num_done(H2D)
+        loads: list[tuple[float, float]] = []
+        costs = self.engine.scheduler.planner.expected.costs
+        add = costs.add_copy
+
+        def add_copy(num_bytes: int, seconds: float, link: str) -> bool:
+            if link == H2D:
+                loads.append((num_bytes, seconds))
+            return add(num_bytes, seconds, link)
+
+        costs.add_copy = add_copy  # type: ignore[method-assign]
+        (answer,) = self.engine.generate([prompt], ONE_TOKEN)
+        self.engine.settle()
+        costs.add_copy = add  # type: ignore[method-assign]
+        assert cache.num_done(H2D) - num_before == len(loads) > 0, "it was to load"
+        num_bytes, seconds = (sum(each) for each in zip(*loads))
+        return {"bytes": num_bytes, "load s": seconds, "first token s": answer.first_token_s}
+
+    def evict(self) -> None:
+        cache = self.engine.scheduler.cache
+        cache.controller.evict(Tier.DEVICE, cache.device.num_pages)
+
+
+def question(document: np.ndarray, seed: int) -> np.ndarray:
+    return np.concatenate((document, np.random.default_rng(seed).integers(1, 512, NEW_TOKENS, dtype=np.int32)))
+
+
+def measure(model: ModelConfig, rate: str, rounds: int) -> list[dict[str, object]]:
+    rigs = {"whole": Rig(model, None, RATES[rate]), "seen": Rig(model, WINDOW_TILE, RATES[rate])}
+    samples: dict[tuple[int, str, str], list[dict[str, float]]] = {}
+    for place, length in enumerate(PREFIXES):
+        document = np.random.default_rng(place).integers(1, 512, length, dtype=np.int32)
+        for rig in rigs.values():
+            rig.engine.generate([question(document, 0)], ONE_TOKEN)
+            rig.engine.settle()
+        for number in range(1, rounds + 1):
+            for name, rig in rigs.items():
+                rig.evict()
+                samples.setdefault((length, "end", name), []).append(rig.ask(question(document, 2 * number)))
+                if name == "whole":
+                    rig.evict()
+                branch = question(document[: length // 2], 2 * number + 1)
+                samples.setdefault((length, "middle", name), []).append(rig.ask(branch))
+    rows: list[dict[str, object]] = []
+    for length in PREFIXES:
+        for place in ("end", "middle"):
+            whole, seen = (samples[length, place, name] for name in rigs)
+            row: dict[str, object] = {"link": rate, "prefix": length, "asked behind its": place}
+            for what in whole[0]:
+                ratios = [a[what] / b[what] for a, b in zip(seen, whole)]
+                row[f"{what}, whole"] = float(np.median([each[what] for each in whole]))
+                row[f"{what}, ratio"] = float(np.median(ratios))
+            rows.append({**row, "rounds": rounds})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(CONFIG))
+        model = ModelConfig.from_pretrained(folder)
+        rows = [row for rate in RATES for row in measure(model, rate, args.rounds)]
+    print_table("Loads that leave out what windows hide; a whole load is 1", rows)
+    write_json("windows", {**vars(args), "model": "random, float32"}, rows)
+
+
+if __name__ == "__main__":
+    main()

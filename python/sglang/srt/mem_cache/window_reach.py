@@ -1,0 +1,96 @@
+"""`WindowReach`: what layers with a sliding window see of a prefix, and which of its nodes must be whole for that.
+
+The tokens behind a prefix see all of it in layers with full attention, and its end alone in layers with a window. So
+a load leaves out the rest of the latter, and the device has a *partial* node: all its frames, and the KV of some
+layers. It serves what continues the prefix. What leaves the prefix in the middle sees its windows, too:
+
+                       ┌──────── seen from b
+                       │              ┌──── seen from a
+    [ system prompt, document .. b .. a ][ question a ]
+      partial          to complete    whole
+                               └──[ question b ]
+
+The end of such a match is loaded in the missing layers (`MatchResult.to_complete`). Where no tier has it whole, the
+match ends above. A partial node is never copied to another tier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from sglang.srt.mem_cache.eviction_order import EvictionOrder
+from sglang.srt.mem_cache.node import MatchResult, Node, path_of
+from sglang.srt.mem_cache.transfer import Tier
+
+# A plain integer: looking up a member of an enumeration costs as much as the rest of a line.
+_DEVICE = int(Tier.DEVICE)
+
+
+class WindowReach:
+    """Owns nothing.
+
+    num_tokens: before the first new one, that layers with a window may read; 0: all nodes are whole. order: the
+    tree's, which knows where nodes are cut. split: the tree's, which cuts a node behind so many tokens.
+    """
+
+    def __init__(
+        self, num_tokens: int, page_size: int, order: EvictionOrder, split: Callable[[Node, int], Node]
+    ) -> None:
+        self.num_tokens = num_tokens
+        self._page_size = page_size
+        self._order = order
+        self._split = split
+
+    def first_seen(self, num_tokens: int) -> int:
+        """Where the first page begins that windows reach from behind num_tokens tokens; 0 or less for all."""
+        return (num_tokens - self.num_tokens) // self._page_size * self._page_size
+
+    def cut(self, num_tokens: int) -> int:
+        """What ends there, or before, is loaded without layers with a window, for tokens behind num_tokens ones."""
+        size = self._order.cut_tokens
+        return self.first_seen(num_tokens) // size * size if self.num_tokens else 0
+
+    def sees_partial(self, match: MatchResult) -> bool:
+        """Whether what the device has of a match does not do to compute what follows on that: windows reach partial
+        nodes from there."""
+        first = self.first_seen(match.device_len)
+        return any([n.is_partial and n.end > first and n.start < match.device_len for n in match.path])
+
+    def longest_whole(self, match: MatchResult, source_of: Callable[[Node], Tier | None]) -> MatchResult:
+        """The longest part of a match from whose end windows reach nothing that no tier has whole. source_of: the
+        tree's."""
+        if not self.num_tokens or not any([node.is_partial for node in match.path]):
+            return match
+        whole, place = match, len(match.path)
+        to_complete: list[Node] = []
+        awaits_load = False
+        while place:
+            place -= 1
+            node = match.path[place]
+            if node.end <= self.first_seen(whole.total_len):
+                break
+            if not node.is_partial:
+                continue
+            if node.tickets[_DEVICE] is None and source_of(node) is None:
+                whole, to_complete, awaits_load = whole.above(place), [], False
+                continue
+            to_complete.append(node)
+            awaits_load |= node.tickets[_DEVICE] is not None
+        beyond = match.path[len(whole.path) :]
+        return replace(whole, to_complete=tuple(to_complete[::-1]), awaits_load=awaits_load, beyond=beyond)
+
+    def cut_to_load(self, end: Node) -> list[Node]:
+        """The nodes of the path to `end` that the device lacks, and the partial ones that windows reach from there;
+        top first. They are cut where what they reach begins."""
+        first, cut, found = self.first_seen(end.end), self.cut(end.end), []
+        for node in path_of(end):
+            is_on_device = node.frames[_DEVICE] is not None
+            if is_on_device and not (node.is_partial and node.end > first):
+                continue
+            if node.start < cut < node.end:
+                upper = self._split(node, cut - node.start)
+                if not is_on_device:
+                    found.append(upper)
+            found.append(node)
+        return found

@@ -1,0 +1,397 @@
+"""Loads that leave out what layers with a window do not see: what is loaded, what later requests find of it, and
+whether answers stay what they are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_equality import KV_TOLERANCE, MODELS, SHAPE, VOCAB, Model, greedy, not_emulated
+from transformers import Qwen2Config
+
+from sglang.srt.managers.expected_times import ExpectedTimes
+from sglang.srt.managers.schedule_policy import Candidate
+from sglang.srt.managers.scheduler_config import LayerStreamConfig, SchedulerConfig
+from sglang.srt.managers.startup.sizes import with_windows
+from sglang.srt.mem_cache.node import Node, is_whole
+from sglang.srt.mem_cache.transfer import H2D, P2D, TransferOp
+from support.controller_rig import Rig
+from support.kv_oracle import check_kv
+from support.residency_events import PARTIAL, WINDOW_EVENTS
+from support.soak import Soak
+from support.storage_rig import DEVICE, HOST, PEER, tokens
+from support.tier_mixes import TIER_MIXES, windowed_mix
+
+# Windows of 3: what they reach are the 2 tokens before a query.
+REACH = 2
+
+
+def window_rig(**options: int) -> Rig:
+    return Rig(**{"device": 16, "host": 16, "window_reach": REACH, **options})
+
+
+def find(rig: Rig, text: str) -> list[Node]:
+    """What a request whose prefix this is has to load, once it has locked and unlocked its path."""
+    match = rig.tree.match("", tokens(text))
+    receipt = rig.tree.lock(match, rig.clock.next)
+    found = rig.tree.windows.cut_to_load(receipt.node)
+    rig.tree.unlock(receipt, rig.clock.next, rig.clock.done)
+    rig.check()
+    return found
+
+
+def load(rig: Rig, text: str, ends: bool = True) -> TransferOp:
+    """Load what a request with this prefix lacks, by one operation."""
+    (ticket,) = rig.controller.begin_load(find(rig, text))
+    (op,) = (each for each in rig.ledger.take_ops()[0] if each.ticket == ticket)
+    rig.check()
+    if ends:
+        rig.at(10).commit(ticket)
+        rig.check()
+    assert isinstance(op, TransferOp)
+    return op
+
+
+def marks(rig: Rig, text: str = "abcdefgh") -> str:
+    """Of each letter what the device has of it: w for all, p for all but layers with a window, - for nothing."""
+    found, node = "", rig.tree.roots.get("")
+    while node is not None and len(found) < len(text):
+        node = node.children.get(ord(text[len(found)]))
+        if node is not None:
+            mark = "p" if node.is_partial else "w" if is_whole(node, DEVICE) else "-"
+            found += mark * len(node.key)
+    return found
+
+
+def loaded(text: str = "abcdefgh", **options: int) -> Rig:
+    """A prefix of the host, loaded for what comes behind it."""
+    rig = window_rig(**options)
+    rig.on_host_only(text)
+    load(rig, text)
+    return rig
+
+
+# -- loads --------------------------------------------------------------------------------------------------------
+
+
+def test_a_load_leaves_out_what_windows_do_not_reach():
+    rig = window_rig()
+    rig.on_host_only("abcdefgh")
+    op = load(rig, "abcdefgh")
+    assert (op.full_only, op.windowed_only, len(op.src_frames)) == (6, 0, 8)
+    assert op.size_bytes == 6 * 50 + 2 * 100, "of six pages half of the layers"
+    assert marks(rig) == "ppppppww" and rig.lengths("abcdefgh") == (8, 8)
+    assert rig.lengths("abcdefghij") == (8, 8) and find(rig, "abcdefgh") == []
+    assert rig.controller.counters["load_full_only_tokens"] == 6 and rig.controller.counters["load_back_tokens"] == 8
+
+
+def test_what_is_no_longer_than_windows_is_loaded_whole():
+    rig = window_rig()
+    rig.on_host_only("ab")
+    assert load(rig, "ab").full_only == 0 and marks(rig, "ab") == "ww"
+
+
+def test_nodes_are_cut_between_blocks_of_storage():
+    rig = window_rig()
+    rig.tree.order.cut_tokens = 4
+    rig.on_host_only("abcdefghij")
+    assert load(rig, "abcdefghij").full_only == 8 and marks(rig, "abcdefghij") == "ppppppppww"
+    rig = window_rig()
+    rig.tree.order.cut_tokens = 4
+    rig.on_host_only("abcdefghi")
+    assert load(rig, "abcdefghi").full_only == 4 and marks(rig, "abcdefghi") == "ppppwwwww"
+
+
+def test_peers_and_host_leave_out_each_their_part():
+    rig = window_rig(peer=8)
+    top = rig.insert("abcd")
+    low = rig.insert("efgh", below=top)
+    rig.copy(top, PEER)
+    rig.copy(low, HOST)
+    rig.controller.drop(top, DEVICE)
+    rig.device.reap(1000)
+    near, far = rig.controller.begin_load(find(rig, "abcdefgh"))
+    assert (near.link, far.link) == (P2D, H2D)
+    ops = rig.ledger.take_ops()[0]
+    assert [(op.full_only, len(op.src_frames)) for op in ops] == [(4, 4), (2, 4)]
+    for ticket in (near, far):
+        rig.at(10).commit(ticket)
+    rig.check()
+    assert marks(rig) == "ppppppww"
+
+
+# -- what leaves the prefix in the middle -------------------------------------------------------------------------
+
+
+def test_the_windows_of_a_branch_are_loaded_into_the_same_pages():
+    rig = loaded()
+    (before,) = (n.frames[DEVICE] for n in rig.tree.walk() if n.is_partial)
+    match = rig.tree.match("", tokens("abcde"))
+    assert (match.device_len, match.total_len, match.awaits_load) == (5, 5, False)
+    assert [n.end for n in match.to_complete] == [6] and rig.tree.windows.sees_partial(match)
+    op = load(rig, "abcde")
+    assert (op.full_only, op.windowed_only) == (0, 2) and op.dst_frames.tolist() == before[3:5].tolist()
+    assert op.size_bytes == 2 * 50 and rig.controller.counters["load_windowed_only_tokens"] == 2
+    assert marks(rig) == "pppwwpww" and find(rig, "abcde") == []
+    assert not rig.tree.match("", tokens("abcde")).to_complete
+
+
+def test_a_branch_just_behind_the_cut_loads_what_lacks():
+    rig = loaded()
+    assert load(rig, "abcdefg").windowed_only == 1 and marks(rig) == "pppppwww"
+
+
+def test_a_branch_that_has_to_load_more_completes_what_it_sees():
+    rig = loaded("abcdef")
+    node = next(n for n in rig.tree.walk() if n.end == 6)
+    more = rig.insert("xy", below=node)
+    rig.back_up(more)
+    rig.controller.drop(node, DEVICE)
+    rig.device.reap(1000)
+    assert marks(rig, "abcdefxy") == "pppp----"
+    op = load(rig, "abcde")
+    assert (op.windowed_only, len(op.src_frames)) == (1, 2), "d in layers with a window, e in all"
+    assert marks(rig, "abcdefxy") == "pppww---"
+    # Of what is loaded behind it nothing is left out for windows that reach the partial node.
+    assert load(rig, "abcdef").full_only == 0
+
+
+def test_a_branch_waits_for_a_load_that_leaves_out_what_it_sees():
+    rig = window_rig()
+    rig.on_host_only("abcdefgh")
+    op = load(rig, "abcdefgh", ends=False)
+    assert rig.tree.match("", tokens("abcdefgh")).awaits_load is False
+    match = rig.tree.match("", tokens("abcde"))
+    assert match.awaits_load and match.total_len == 5
+    rig.at(10).commit(op.ticket)
+    assert not rig.tree.match("", tokens("abcde")).awaits_load
+
+
+def test_who_stays_behind_what_is_being_completed_only_waits_for_it():
+    rig = loaded()
+    op = load(rig, "abcde", ends=False)
+    match = rig.tree.match("", tokens("abcde"))
+    assert not match.to_complete and not match.awaits_load and match.total_len == 5
+    assert [n.tickets[DEVICE] for n in match.path] == [None, op.ticket]
+
+
+def test_a_failed_completion_costs_the_pages_and_their_source():
+    rig = loaded()
+    op = load(rig, "abcde", ends=False)
+    rig.at(10).abort(op.ticket)
+    rig.check()
+    assert marks(rig) == "ppp-----"
+    match = rig.tree.match("", tokens("abcde"))
+    assert match.total_len == 3 and [n.end for n in match.to_complete] == [3], "the rest is computed"
+
+
+# -- where no tier has what windows see ---------------------------------------------------------------------------
+
+
+def without_source(rig: Rig) -> Rig:
+    for node in list(rig.tree.walk()):
+        if node.frames[HOST] is not None:
+            rig.controller.drop(node, HOST)
+    rig.check()
+    return rig
+
+
+def test_a_match_ends_where_windows_see_what_the_device_has():
+    rig = without_source(loaded())
+    assert rig.lengths("abcdefgh") == (8, 8), "all that is seen is there"
+    match = rig.tree.match("", tokens("abcde"))
+    assert (match.device_len, match.total_len, match.last_len) == (0, 0, 0)
+    assert [n.end for n in match.beyond] == [6]
+    # Not seen: a prefix of no more than a window has it all.
+    assert rig.tree.match("", tokens("abcde"), fetching=True).total_len == 5
+
+
+def test_a_match_ends_behind_what_is_whole():
+    rig = loaded()
+    load(rig, "abcde")
+    without_source(rig)
+    assert marks(rig) == "pppwwpww"
+    assert rig.lengths("abcdef") == (5, 5) and rig.lengths("abcdefg") == (5, 5) and rig.lengths("abcd") == (0, 0)
+
+
+def test_what_is_computed_takes_the_place_of_partial_pages():
+    rig = without_source(loaded())
+    (before,) = (n.frames[DEVICE] for n in rig.tree.walk() if n.is_partial)
+    frames = rig.device.allocate(5)
+    result = rig.tree.insert_prefix("", None, tokens("abcde"), frames, rig.clock.next, rig.clock.next)
+    assert result.end == 5 and result.frames.tolist() == frames.tolist() and not len(result.duplicates)
+    ((gone, fence),) = result.replaced.cached
+    assert gone.tolist() == before[:5].tolist() and fence < rig.clock.next
+    assert marks(rig) == "wwwwwpww" and rig.lengths("abcde") == (5, 5)
+
+
+def test_partial_pages_that_a_request_reads_end_what_another_inserts():
+    rig = without_source(loaded())
+    receipt = rig.tree.lock(rig.tree.match("", tokens("abcdefgh")), rig.clock.next)
+    frames = rig.device.allocate(5)
+    result = rig.tree.insert_prefix("", None, tokens("abcde"), frames, rig.clock.next, rig.clock.next)
+    assert result.end == 0 and not result.replaced.cached and marks(rig) == "ppppppww"
+    rig.tree.unlock(receipt, rig.clock.next, rig.clock.done)
+
+
+def test_with_reads_turned_off_a_match_does_without_the_host():
+    rig = loaded()
+    rig.tree.set_load_order(rig.tree.order.load_order, unread=frozenset({HOST}))
+    assert rig.lengths("abcde") == (0, 0) and rig.lengths("abcdefgh") == (8, 8)
+
+
+# -- copies -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("write_policy", ["auto", "write_through", "write_back", "write_through_selective"])
+def test_partial_pages_are_copied_nowhere(write_policy: str):
+    rig = loaded(peer=16)
+    rig.controller.set_write_policy(write_policy)
+    without_source(rig)
+    end = next(n for n in rig.tree.walk() if n.end == 8)
+    for tier in (HOST, PEER):
+        rig.controller.begin_backup(end, tier)
+    rig.at(10).evict(DEVICE, 8)
+    copied = [op for op in rig.ledger.take_ops()[0] if isinstance(op, TransferOp)]
+    assert sum(len(op.src_frames) for op in copied if op.dst == HOST) <= 2, "the end, which is whole"
+    rig.check()
+
+
+def test_the_host_keeps_what_partial_pages_that_are_read_lack():
+    rig = loaded()
+    receipt = rig.tree.lock(rig.tree.match("", tokens("abcdefgh")), rig.clock.next)
+    assert rig.tree.evictable_pages(HOST) == 2
+    rig.tree.unlock(receipt, rig.clock.next, rig.clock.done)
+    rig.check()
+    assert rig.tree.evictable_pages(HOST) == 8
+
+
+def test_with_auto_the_host_first_gives_up_what_the_device_has_whole():
+    rig = loaded()
+    rig.controller.set_write_policy("auto")
+    assert [n.end for n in rig.tree.victims(HOST, 1)] == [8]
+
+
+def test_what_left_the_device_is_loaded_anew():
+    rig = loaded()
+    rig.at(10).evict(DEVICE, 8)
+    assert marks(rig) == "--------"
+    assert load(rig, "abcd").full_only == 2 and marks(rig) == "ppww----"
+
+
+def test_a_chain_is_merged_where_all_or_none_of_it_is_partial():
+    rig = loaded()
+    load(rig, "abcde")
+    end = next(n for n in rig.tree.walk() if n.end == 8)
+    rig.tree.compact(end, 10)
+    assert marks(rig) == "pppwwpww" and rig.tree.num_nodes == 4
+    rig.at(10).evict(DEVICE, 8)
+    rig.tree.compact(end, 10)
+    rig.check()
+    assert rig.tree.num_nodes == 1
+
+
+# -- what is expected, and when it applies ------------------------------------------------------------------------
+
+
+def test_a_load_is_expected_to_take_as_long_as_what_it_copies():
+    times = ExpectedTimes(10.0, 4, windowed_share=0.75, window_reach=100)
+    for num_bytes in (1000, 2000, 4000):
+        times.costs.add_copy(num_bytes, num_bytes * 1e-6, H2D)
+    assert times.load_seconds(100) == pytest.approx(1e-3, rel=0.01)
+    assert times.load_seconds(500) == pytest.approx(2e-3, rel=0.01)
+
+
+def test_only_what_cannot_stream_and_is_long_enough_leaves_windows_out():
+    config = SchedulerConfig(1, 64, 64, 8, context_len=4096, num_layers=3)
+    assert with_windows(config, (None, None, None)) == config
+    found = with_windows(config, (None, 512, 128), tile=100)
+    assert (found.num_windowed_layers, found.window_reach) == (2, 611) and found.windowed_share == 2 / 3
+    for other in (
+        replace(config, num_host_pages=0),
+        replace(config, context_len=611),
+        replace(config, layer_stream=LayerStreamConfig(2, 8)),
+    ):
+        assert with_windows(other, (None, 512, 128), tile=100) == other
+
+
+def test_candidates_count_what_is_to_be_completed():
+    assert Candidate(1, ((3, 5),)).load == 5
+
+
+# -- answers ------------------------------------------------------------------------------------------------------
+
+
+def of_the_mixed_layers() -> Qwen2Config:
+    """Its first layer sees all, the others 24 tokens."""
+    return Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=24, max_window_layers=1)
+
+
+@pytest.mark.parametrize("page_size", [1, 3, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen2",
+        pytest.param("mistral", marks=pytest.mark.slow),
+        pytest.param("gemma2", marks=(pytest.mark.slow, not_emulated)),
+    ],
+)
+@pytest.mark.parametrize("fail_rate", [0.0, pytest.param(0.3, marks=pytest.mark.slow)])
+def test_answers_are_those_of_transformers(tmp_path: Path, name: str, page_size: int, fail_rate: float) -> None:
+    """Documents come from the host, for questions behind their ends and in their middles. All memory is NaN until it
+    is written: what a window hides may not be touched."""
+    model = Model(of_the_mixed_layers() if name == "qwen2" else MODELS[name], str(tmp_path))
+    engine = model.engine(
+        page_size=page_size,
+        num_device_pages=330 // page_size,
+        num_host_pages=2400 // page_size,
+        window_tile=0,
+        load_fail_rate=fail_rate,
+        seed=3,
+    )
+    rng = np.random.default_rng(5)
+    documents = [rng.integers(3, VOCAB, length).astype(np.int32) for length in (200, 160, 180)]
+    for number in range(4):
+        for document in documents:
+            whole = len(document)
+            for length in ((whole,), (whole - 40,), (whole // 2,), (whole, whole // 3))[number]:
+                question = rng.integers(3, VOCAB, 7 + number).astype(np.int32)
+                prompt = np.concatenate((document[:length], question))
+                (answer,) = engine.generate([prompt], greedy(5))
+                model.check(prompt, answer, 5)
+                engine.settle()
+    counters = engine.scheduler.state()["counters"]
+    assert counters["load_full_only_tokens"] > 300 and counters["load_windowed_only_tokens"] > 0, counters
+    pools = {DEVICE: engine.device_pool, HOST: engine.host_pool}
+    compared = check_kv(engine.scheduler, pools, model.reference_kv, KV_TOLERANCE, windows=engine.model.windows)
+    assert compared > 0
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("mix", "seed", "events"),
+    [
+        (("peer",), 6, WINDOW_EVENTS),
+        (("peer", "disk"), 2, WINDOW_EVENTS[:2]),
+        (("disk", "lent"), 0, WINDOW_EVENTS[:2]),
+    ],
+)
+def test_the_nets_find_nothing(mix: tuple[str, ...], seed: int, events: tuple[str, ...]) -> None:
+    """The seeds were chosen for what happens in them."""
+    soak = Soak(windowed_mix(mix, seed))
+    soak.run()
+    assert all(soak.events.counts[event] for event in events), f"{soak.events.counts}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mix", [mix for mix in TIER_MIXES if "stream" not in mix], ids="+".join)
+def test_the_nets_find_nothing_in_any_mix_of_tiers(mix: tuple[str, ...]) -> None:
+    counts = Counter[str]()
+    for seed in range(20, 32):
+        soak = Soak(windowed_mix(mix, seed))
+        soak.run()
+        counts.update(soak.events.counts)
+    assert counts[PARTIAL], f"{counts}"
