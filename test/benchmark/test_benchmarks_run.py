@@ -51,6 +51,7 @@ SMALLEST = {
     "strict": "--quick",
     "tree": "--quick",
     "ttft": "--rounds 1",
+    "windows": "--rounds 1",
 }
 
 

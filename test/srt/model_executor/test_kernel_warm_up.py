@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from sgl_kernel.kvcacheio import KVPages
 from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.sampler import Sampler
@@ -16,6 +18,7 @@ from sglang.srt.mem_cache.kv_view import KVSegment, PagedSegments
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.page_layout import PageLayout
+from sglang.srt.model_executor import kernel_warm_up
 from sglang.srt.model_executor.kernel_warm_up import warm_up_kernels, warm_up_transfers
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.peer.memory.cuda_slabs import SlabsConfig, reserve_slabs
@@ -125,3 +128,19 @@ def test_a_page_goes_to_the_host_and_back(io_backend: str):
     assert all(math.isnan(x) for x in pages_of(pool, frames).flatten().tolist())
     assert bool((pool.kv_pages.k[:, 5] == 2.0).all()) and bool((host.kv_pages.k[:, 0] == 2.0).all())
     assert not host.kv[1:].any()
+
+
+def test_every_group_of_layers_that_a_load_may_copy_is_met(monkeypatch: pytest.MonkeyPatch):
+    pool = MHATokenToKVPool(5, PageLayout.kv(4, 9, 2, 8, torch.float32), has_scratch=True)
+    host = MHATokenToKVPoolHost(pool, 7)
+    loaded: list[int] = []
+
+    def load(src: KVPages, dst: KVPages, *pages: Any, backend: str) -> None:
+        loaded.append(src.num_layers)
+
+    monkeypatch.setattr(kernel_warm_up, "transfer_kv_all_layer_pf_lf", load)
+    warm_up_transfers(pool, host.kv_pages, "auto")
+    assert loaded == [1, 1, 2, 4, 1]
+    loaded.clear()
+    warm_up_transfers(pool, host.kv_pages, "auto", [True, True, True, True, True, False, True, True, False])
+    assert loaded == [1, 1, 2, 4, 1, 1, 1, 2], "those above, then such of one kind that are not among them"

@@ -223,9 +223,9 @@ def test_a_worker_on_a_gpu_decodes_as_graphs_while_slabs_come_and_go(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**9, 2 * 10**9))
     warm_up_transfers, copied = startup_engine.warm_up_transfers, []
 
-    def warm_up(pool: Any, host_pages: Any, io_backend: str) -> None:
+    def warm_up(pool: Any, host_pages: Any, io_backend: str, windowed: list[bool]) -> None:
         copied.append((pool.scratch_slot is not None, io_backend))
-        warm_up_transfers(pool, host_pages, io_backend)
+        warm_up_transfers(pool, host_pages, io_backend, windowed)
 
     monkeypatch.setattr(startup_engine, "warm_up_transfers", warm_up)
     # Here copies with the host are other ones.
