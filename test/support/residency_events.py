@@ -55,6 +55,7 @@ class ResidencyEvents:
         self._wrap(cache.tree, "_take_frames", self._taking)
         self._wrap(cache.tree, "_set_frames", self._setting)
         self._wrap(cache.tree, "begin_fill", self._filling)
+        self._wrap(cache.tree, "begin_completing", self._completing)
         self._wrap(cache.tree, "give_up", self._giving_up)
         self._wrap(cache.tree, "begin_fetch", self._fetching)
         self._wrap(cache.controller, "begin_load", self._loading)
@@ -102,7 +103,6 @@ class ResidencyEvents:
     ) -> None:
         self.counts[MOVED] += (source, tier) == (Tier.PEER, Tier.HOST)
         self.counts[PARTIAL] += num_partial > 0
-        self.counts[COMPLETED] += nodes[0].is_partial and tier == Tier.DEVICE
         if tier == Tier.DEVICE:
             self._copied.update(frames.tolist())
         if source != Tier.DEVICE:
@@ -117,6 +117,9 @@ class ResidencyEvents:
             if is_rewritten and not is_free and self._controller.write_policy == "auto":
                 raise CopiedTwiceError(f"{node} was copied before, and stays on the device")
             self._copied.update(device_frames.tolist())
+
+    def _completing(self, nodes: list[Node], ticket: Ticket) -> None:
+        self.counts[COMPLETED] += 1
 
     def _is_front_of_block(self, node: Node) -> bool:
         """Whether it is a part of a block that ends below: that is copied again with what is below it."""

@@ -554,6 +554,19 @@ def test_a_path_that_peer_and_host_have_in_turn_is_loaded_by_two_operations():
     assert rig.controller.counters["load_back_tokens"] == 4
 
 
+def test_a_tier_that_is_not_read_any_more_is_loaded_from_only_where_no_other_has_it():
+    rig = PeerRig(peer=4)
+    both = rig.insert("ab")
+    alone = rig.insert("cd", below=both)
+    for node, tier in ((both, PEER), (both, HOST), (alone, PEER)):
+        rig.copy(node, tier)
+    rig.controller.drop(both, DEVICE)
+    rig.device.reap(1000)
+    rig.tree.set_load_order((PEER, HOST), unread=frozenset({PEER}))
+    far, near = rig.controller.begin_load([both, alone])
+    assert (far, near) == (Ticket(H2D, 0), Ticket(P2D, 0)) and both.tickets[DEVICE] == far
+
+
 def test_a_failed_load_of_what_two_tiers_have_in_turn_leaves_a_hole_where_it_failed():
     rig = PeerRig(peer=4)
     top = rig.insert("ab")

@@ -16,7 +16,7 @@ from sglang.srt.managers.expected_times import ExpectedTimes
 from sglang.srt.managers.schedule_policy import Candidate
 from sglang.srt.managers.scheduler_config import LayerStreamConfig, SchedulerConfig
 from sglang.srt.managers.startup.sizes import with_windows
-from sglang.srt.mem_cache.node import Node, is_whole
+from sglang.srt.mem_cache.node import is_whole
 from sglang.srt.mem_cache.transfer import H2D, P2D, TransferOp
 from support.controller_rig import Rig
 from support.kv_oracle import check_kv
@@ -33,25 +33,23 @@ def window_rig(**options: int) -> Rig:
     return Rig(**{"device": 16, "host": 16, "window_reach": REACH, **options})
 
 
-def find(rig: Rig, text: str) -> list[Node]:
-    """What a request whose prefix this is has to load, once it has locked and unlocked its path."""
-    match = rig.tree.match("", tokens(text))
-    receipt = rig.tree.lock(match, rig.clock.next)
-    found = rig.tree.windows.cut_to_load(receipt.node)
+def begin_loads(rig: Rig, text: str) -> list[TransferOp]:
+    """Begin to load what a request with this prefix lacks. Its path is not locked when this returns."""
+    receipt = rig.tree.lock(rig.tree.match("", tokens(text)), rig.clock.next)
+    tickets = rig.controller.complete(rig.tree.windows.cut_to_complete(receipt.node))
+    if lacking := rig.tree.windows.cut_to_load(receipt.node):
+        tickets += rig.controller.begin_load(lacking)
     rig.tree.unlock(receipt, rig.clock.next, rig.clock.done)
     rig.check()
-    return found
+    return [op for op in rig.ledger.take_ops()[0] if isinstance(op, TransferOp) and op.ticket in tickets]
 
 
 def load(rig: Rig, text: str, ends: bool = True) -> TransferOp:
-    """Load what a request with this prefix lacks, by one operation."""
-    (ticket,) = rig.controller.begin_load(find(rig, text))
-    (op,) = (each for each in rig.ledger.take_ops()[0] if each.ticket == ticket)
-    rig.check()
+    """The same, by one operation."""
+    (op,) = begin_loads(rig, text)
     if ends:
-        rig.at(10).commit(ticket)
+        rig.at(10).commit(op.ticket)
         rig.check()
-    assert isinstance(op, TransferOp)
     return op
 
 
@@ -84,7 +82,7 @@ def test_a_load_leaves_out_what_windows_do_not_reach():
     assert (op.full_only, op.windowed_only, len(op.src_frames)) == (6, 0, 8)
     assert op.size_bytes == 6 * 50 + 2 * 100, "of six pages half of the layers"
     assert marks(rig) == "ppppppww" and rig.lengths("abcdefgh") == (8, 8)
-    assert rig.lengths("abcdefghij") == (8, 8) and find(rig, "abcdefgh") == []
+    assert rig.lengths("abcdefghij") == (8, 8) and not begin_loads(rig, "abcdefgh")
     assert rig.controller.counters["load_full_only_tokens"] == 6 and rig.controller.counters["load_back_tokens"] == 8
 
 
@@ -113,12 +111,11 @@ def test_peers_and_host_leave_out_each_their_part():
     rig.copy(low, HOST)
     rig.controller.drop(top, DEVICE)
     rig.device.reap(1000)
-    near, far = rig.controller.begin_load(find(rig, "abcdefgh"))
-    assert (near.link, far.link) == (P2D, H2D)
-    ops = rig.ledger.take_ops()[0]
-    assert [(op.full_only, len(op.src_frames)) for op in ops] == [(4, 4), (2, 4)]
-    for ticket in (near, far):
-        rig.at(10).commit(ticket)
+    near, far = begin_loads(rig, "abcdefgh")
+    assert (near.ticket.link, far.ticket.link) == (P2D, H2D)
+    assert [(op.full_only, len(op.src_frames)) for op in (near, far)] == [(4, 4), (2, 4)]
+    for op in (near, far):
+        rig.at(10).commit(op.ticket)
     rig.check()
     assert marks(rig) == "ppppppww"
 
@@ -135,7 +132,7 @@ def test_the_windows_of_a_branch_are_loaded_into_the_same_pages():
     op = load(rig, "abcde")
     assert (op.full_only, op.windowed_only) == (0, 2) and op.dst_frames.tolist() == before[3:5].tolist()
     assert op.size_bytes == 2 * 50 and rig.controller.counters["load_windowed_only_tokens"] == 2
-    assert marks(rig) == "pppwwpww" and find(rig, "abcde") == []
+    assert marks(rig) == "pppwwpww" and not begin_loads(rig, "abcde")
     assert not rig.tree.match("", tokens("abcde")).to_complete
 
 
@@ -152,8 +149,11 @@ def test_a_branch_that_has_to_load_more_completes_what_it_sees():
     rig.controller.drop(node, DEVICE)
     rig.device.reap(1000)
     assert marks(rig, "abcdefxy") == "pppp----"
-    op = load(rig, "abcde")
-    assert (op.windowed_only, len(op.src_frames)) == (1, 2), "d in layers with a window, e in all"
+    completing, loading = begin_loads(rig, "abcde")
+    assert (completing.windowed_only, len(completing.src_frames)) == (1, 1), "d in layers with a window"
+    assert (loading.full_only, loading.windowed_only, len(loading.src_frames)) == (0, 0, 1), "e in all"
+    for op in (completing, loading):
+        rig.at(10).commit(op.ticket)
     assert marks(rig, "abcdefxy") == "pppww---"
     # Of what is loaded behind it nothing is left out for windows that reach the partial node.
     assert load(rig, "abcdef").full_only == 0
@@ -258,15 +258,6 @@ def test_partial_pages_are_copied_nowhere(write_policy: str):
     copied = [op for op in rig.ledger.take_ops()[0] if isinstance(op, TransferOp)]
     assert sum(len(op.src_frames) for op in copied if op.dst == HOST) <= 2, "the end, which is whole"
     rig.check()
-
-
-def test_the_host_keeps_what_partial_pages_that_are_read_lack():
-    rig = loaded()
-    receipt = rig.tree.lock(rig.tree.match("", tokens("abcdefgh")), rig.clock.next)
-    assert rig.tree.evictable_pages(HOST) == 2
-    rig.tree.unlock(receipt, rig.clock.next, rig.clock.done)
-    rig.check()
-    assert rig.tree.evictable_pages(HOST) == 8
 
 
 def test_with_auto_the_host_first_gives_up_what_the_device_has_whole():

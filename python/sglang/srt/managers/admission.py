@@ -323,10 +323,12 @@ class Admission:
     def _begin_preload(self, req: Req, match: MatchResult) -> bool:
         """Begin a request's load while it waits; False if there is no room."""
         receipt = self._cache.lock(match)
+        self._planner.complete(receipt)
         if not self._cache.make_room((match.total_len - match.device_len) // self.page_size, self._decode_pages):
             self._cache.unlock(receipt)
             return False
-        self._planner.begin_load(self._cache.nodes_to_load(receipt))
+        if lacking := self._cache.lacking_nodes(receipt):
+            self._planner.begin_load(lacking)
         self._note_loads(req, self._cache.path_of(receipt))
         req.preload = Preload(receipt, match.device_len, match.total_len, match.peer_runs)
         self.num_preloads += 1
@@ -373,6 +375,7 @@ class Admission:
         if chunk == 0:
             return 0
         receipt = cache.lock(match)
+        completing = planner.complete(receipt)
         num_load = 0 if streams else (match.total_len - match.device_len) // page
         num_own = pages_for(match.total_len + chunk, page) - match.total_len // page
         if not cache.make_room(num_load + num_own, self._decode_pages):
@@ -385,13 +388,15 @@ class Admission:
             self._streaming.begin(req)
         self._end_waiting(req)
         loading = (node.tickets[Tier.DEVICE] for node in match.path)
-        batch.loads = batch.loads.and_also(planner.expected.arrival_of(t for t in loading if t is not None))
+        under_way = planner.expected.arrival_of(t for t in loading if t is not None)
+        batch.loads = batch.loads.and_also(under_way).and_also(completing)
         if num_recomputed:
             self._builder.recompute(batch, req, match.device_len, num_recomputed)
-        to_load = [] if streams else cache.nodes_to_load(receipt)
+        lacking = [] if streams else cache.lacking_nodes(receipt)
         path = cache.path_of(receipt)
-        if to_load:
-            batch.loads = batch.loads.and_also(planner.begin_load(to_load))
+        if lacking:
+            batch.loads = batch.loads.and_also(planner.begin_load(lacking))
+        if lacking or match.to_complete:
             self._note_loads(req, path)
         req.plan = plan_spans(path, req.num_known, (match.device_len, match.device_len + num_recomputed))
         self._count_found(req, path, lookup)

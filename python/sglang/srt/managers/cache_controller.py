@@ -115,29 +115,44 @@ class HiCacheController:
     # -- loads --------------------------------------------------------------------------------------------------
 
     def begin_load(self, nodes: list[Node]) -> list[Ticket]:
-        """Load a path of nodes (top first) that the device lacks, or has partial, each from the nearest tier that has
-        it. The caller has made room on the device. Of those that end before layers with a window see them, these
-        layers are left out."""
-        by_source: dict[Tier, list[Node]] = {}
-        for node in nodes:
-            source = self.tree.order.ready_tier(node)
-            assert source is not None, f"{node} is ready nowhere"
-            by_source.setdefault(source, []).append(node)
-        tickets = []
-        for source, part in by_source.items():
-            partial = [node for node in part if node.is_partial]
-            lacking = part[len(partial) :]
-            num_unseen = sum(node.end <= self.tree.windows.cut(nodes[-1].end) for node in lacking)
-            op = self._begin_copy(LOAD_LINKS[source], (source, Tier.DEVICE), part, num_unseen=num_unseen)
+        """Load a path of nodes (top first) that are not on the device, each from the nearest tier that has it. The
+        caller has made room on the device. Of those that windows do not reach from its end, layers with a window are
+        left out."""
+        tickets, cut = [], self.tree.windows.cut(nodes[-1].end)
+        for source, part in self._by_source(nodes).items():
+            unseen = [node for node in part if node.end <= cut]
+            op = self._begin_copy(LOAD_LINKS[source], (source, Tier.DEVICE), part, num_unseen=len(unseen))
             assert op is not None, "a load needs free frames: make room first"
             tickets.append(op.ticket)
-            num_tokens = self.tokens_of(lacking)
+            num_tokens = self.tokens_of(part)
             self.counters["load_back_tokens"] += num_tokens
-            self.counters["load_full_only_tokens"] += self.tokens_of(lacking[:num_unseen])
-            self.counters["load_windowed_only_tokens"] += self.tokens_of(partial)
+            self.counters["load_full_only_tokens"] += self.tokens_of(unseen)
             if source == Tier.PEER:
                 self.counters["load_peer_tokens"] += num_tokens
         return tickets
+
+    def complete(self, nodes: list[Node]) -> list[Ticket]:
+        """Load what the device lacks of partial nodes, into the pages that they have."""
+        tickets = []
+        for source, part in self._by_source(nodes).items():
+            src = np.concatenate([ready_frames(node, source) for node in part])
+            dst = np.concatenate([frames for node in part if (frames := node.frames[Tier.DEVICE]) is not None])
+            self.tables[Tier.DEVICE].transition(dst, FrameState.CACHED, FrameState.FILLING)
+            tiers = source, Tier.DEVICE
+            op = self.ledger.begin_transfer(LOAD_LINKS[source], tiers, src, dst, None, windowed_only=len(src))
+            self.tree.begin_completing(part, op.ticket)
+            tickets.append(op.ticket)
+            self.counters["load_windowed_only_tokens"] += self.tokens_of(part)
+        return tickets
+
+    def _by_source(self, nodes: list[Node]) -> dict[Tier, list[Node]]:
+        """Nodes by the nearest tier that has them and is read, else by one that is not read any more."""
+        by_source: dict[Tier, list[Node]] = {}
+        for node in nodes:
+            source = self.tree.source_of(node) or self.tree.order.ready_tier(node)
+            assert source is not None, f"{node} is ready nowhere"
+            by_source.setdefault(source, []).append(node)
+        return by_source
 
     # -- backups ------------------------------------------------------------------------------------------------
 
@@ -199,21 +214,15 @@ class HiCacheController:
         after: LaunchSeq | None = None,
         num_unseen: int = 0,
     ) -> TransferOp | None:
-        """Copy nodes that a tier has whole to another one; of those that are partial there, which come first, what it
-        lacks. None if that has not enough free frames. tiers: source and destination. after: see `TransferOp`.
-        num_unseen: of so many nodes, which are then the first, layers with a window are left out."""
-        src, table = np.concatenate([ready_frames(node, tiers[0]) for node in nodes]), self.tables[tiers[1]]
-        there = [frames for node in nodes if (frames := node.frames[tiers[1]]) is not None]
-        assert not (there and num_unseen), "a partial node is seen, and what is behind it is not"
-        num_there = sum(map(len, there))
-        first_page = nodes[len(there)].start // self.tree.page_size if len(there) < len(nodes) else 0
-        new = table.allocate(len(src) - num_there, FrameState.FILLING, first_page)
-        if new is None:
+        """Copy nodes that a tier has whole to another one. None if that has not enough free frames. tiers: source
+        and destination. after: see `TransferOp`. num_unseen: of the first so many layers with a window are left
+        out."""
+        src = np.concatenate([ready_frames(node, tiers[0]) for node in nodes])
+        first_page = nodes[0].start // self.tree.page_size
+        dst = self.tables[tiers[1]].allocate(len(src), FrameState.FILLING, first_page)
+        if dst is None:
             return None
-        for frames in there:
-            table.transition(frames, FrameState.CACHED, FrameState.FILLING)
-        dst, num_full_only = np.concatenate([*there, new]), self.pages_of(nodes[:num_unseen])
-        op = self.ledger.begin_transfer(link, tiers, src, dst, after, num_full_only, num_there)
+        op = self.ledger.begin_transfer(link, tiers, src, dst, after, self.pages_of(nodes[:num_unseen]))
         self.tree.begin_fill(nodes, *tiers, dst, op.ticket, num_unseen)
         return op
 

@@ -212,7 +212,7 @@ class KVCache:
         """The locked nodes, top first."""
         return self.tree.path_of(receipt.node)
 
-    def nodes_to_load(self, receipt: Receipt) -> list[Node]:
+    def lacking_nodes(self, receipt: Receipt) -> list[Node]:
         """Of a locked path, see `WindowReach.cut_to_load`."""
         return self.tree.windows.cut_to_load(receipt.node)
 
@@ -385,8 +385,14 @@ class KVCache:
 
     def begin_load(self, nodes: list[Node]) -> list[tuple[Ticket, int]]:
         """See `HiCacheController.begin_load`. Returns the operations and the bytes of each."""
-        self.takes.note(sum(len(n.key) for n in nodes if not n.is_partial) // self.page_size)
+        self.takes.note(sum(len(node.key) for node in nodes) // self.page_size)
         tickets = self.controller.begin_load(nodes)
+        return [(ticket, self.in_flight[ticket].size_bytes) for ticket in tickets]
+
+    def complete(self, receipt: Receipt) -> list[tuple[Ticket, int]]:
+        """Begin to load what windows reach of the partial nodes of a locked path, which takes no new pages. Returns
+        the operations and the bytes of each."""
+        tickets = self.controller.complete(self.tree.windows.cut_to_complete(receipt.node))
         return [(ticket, self.in_flight[ticket].size_bytes) for ticket in tickets]
 
     def take_free(self, num_pages: int) -> np.ndarray:

@@ -30,7 +30,7 @@ from sglang.srt.managers.schedule_policy import (
 )
 from sglang.srt.managers.scheduler_config import DEFAULT_LOAD_RATIO, SchedulerConfig
 from sglang.srt.managers.storage_advice import StorageAdvice
-from sglang.srt.mem_cache.node import MatchResult, Node
+from sglang.srt.mem_cache.node import MatchResult, Node, Receipt
 from sglang.srt.mem_cache.placement import is_worth_copying
 from sglang.srt.mem_cache.transfer import (
     BACKUP_LINKS,
@@ -251,7 +251,13 @@ class LoadPlanner:
 
     def begin_load(self, nodes: list[Node]) -> LoadTimes:
         """See `HiCacheController.begin_load`."""
-        loads = self._cache.begin_load(nodes)
+        return self._note_begun(self._cache.begin_load(nodes))
+
+    def complete(self, receipt: Receipt) -> LoadTimes:
+        """See `KVCache.complete`; before room is made for anything, which may cost what is loaded."""
+        return self._note_begun(self._cache.complete(receipt))
+
+    def _note_begun(self, loads: list[tuple[Ticket, int]]) -> LoadTimes:
         for ticket, num_bytes in loads:
             self.expected.begin_load(ticket, num_bytes)
         return self.expected.arrival_of(ticket for ticket, _ in loads)
@@ -326,7 +332,7 @@ class LoadPlanner:
         num_load = match.total_len - match.device_len
         if not num_load or not self.policies.load_or_recompute or self.config.inserts_late:
             return 0
-        if self._cache.sees_partial(match):
+        if match.to_complete or self._cache.sees_partial(match):
             return 0
         expected, queues = self.expected, self._queues
         is_idle = not batch.reqs and not queues.running and len(queues.waiting) == 1

@@ -180,7 +180,7 @@ class EvictionOrder:
             and (
                 node.lock == 0
                 if tier == _DEVICE
-                else node.tickets[_DEVICE] is None and (node.lock == 0 or not is_lacking(node))
+                else node.tickets[_DEVICE] is None and (node.lock == 0 or node.frames[_DEVICE] is not None)
             )
         )
 

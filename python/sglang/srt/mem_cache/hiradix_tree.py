@@ -46,7 +46,6 @@ from sglang.srt.mem_cache.node import (
     Root,
     is_fetching,
     is_hole,
-    is_lacking,
     is_ready,
     path_of,
     root_of,
@@ -246,9 +245,9 @@ class HiRadixTree:
             if step.lock == 0:
                 if step.num_device_children == 0:
                     self._offer(step, _DEVICE)
-                if is_lacking(step):
-                    self._offer(step, _PEER)
-                    self._offer(step, _HOST)
+                    if step.frames[_DEVICE] is None:
+                        self._offer(step, _PEER)
+                        self._offer(step, _HOST)
                 if step.parent is None:
                     self._prune(step)
             step = step.parent
@@ -256,7 +255,7 @@ class HiRadixTree:
     def _count_lock(self, node: Node, change: int) -> None:
         """The first lock of a node is taken, or the last one released: other pages can be evicted then."""
         # Of what the device has, the copies on other tiers can be evicted, locked or not.
-        tiers = FRAME_TIERS if is_lacking(node) else (_DEVICE,)
+        tiers = (_DEVICE,) if node.frames[_DEVICE] is not None else FRAME_TIERS
         for tier in tiers:
             self.counts.take_out(node, tier)
         node.lock += change
@@ -381,30 +380,30 @@ class HiRadixTree:
         ticket: Ticket,
         num_partial: int = 0,
     ) -> None:
-        """Give nodes (of a path, top first) frames that the operation will fill from those of `source`, in order.
-        Partial nodes have theirs, and become whole. num_partial: the first so many become partial."""
+        """Give nodes (of a path, top first) frames that the operation will fill from those of `source`, in order. On
+        the device the first num_partial will be partial."""
         pos = 0
         for i, node in enumerate(nodes):
+            assert node.frames[tier] is None
             n = len(node.key) // self.page_size
-            if node.frames[tier] is None:
-                node.is_partial |= i < num_partial
-                self._set_frames(node, tier, frames[pos : pos + n], ticket, node.fences[source])
-            else:
-                self._begin_completing(node, ticket)
+            node.is_partial |= i < num_partial
+            self._set_frames(node, tier, frames[pos : pos + n], ticket, node.fences[source])
             node.was_copied = True
             self._offer(node, source)
             pos += n
         assert pos == len(frames)
         self._by_ticket[ticket] = list(nodes)
 
-    def _begin_completing(self, node: Node, ticket: Ticket) -> None:
-        """The operation will fill what the device lacks of a partial node."""
-        assert node.is_partial and node.tickets[_DEVICE] is None
-        self._changed(node)
-        self.pages.left(node, _DEVICE)
-        self._count_out(node, _DEVICE)
-        node.is_partial, node.tickets[_DEVICE] = False, ticket
-        self._count_in(node, _DEVICE)
+    def begin_completing(self, nodes: list[Node], ticket: Ticket) -> None:
+        """The operation will load what the device lacks of partial nodes."""
+        for node in nodes:
+            assert node.is_partial and node.tickets[_DEVICE] is None
+            self._changed(node)
+            self.pages.left(node, _DEVICE)
+            self._count_out(node, _DEVICE)
+            node.is_partial, node.tickets[_DEVICE] = False, ticket
+            self._count_in(node, _DEVICE)
+        self._by_ticket[ticket] = list(nodes)
 
     def child_on(self, node: Node, tokens: np.ndarray) -> Node | None:
         """The child that begins with the first page of tokens (int32, whole pages), split where they part."""

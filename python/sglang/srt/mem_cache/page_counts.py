@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from sglang.srt.mem_cache.node import NUM_TIERS, Node, is_lacking
+from sglang.srt.mem_cache.node import NUM_TIERS, Node
 from sglang.srt.mem_cache.transfer import Tier
 
 _DEVICE = int(Tier.DEVICE)
@@ -48,5 +48,5 @@ def evictable_pages(node: Node, tier: int) -> int:
         return 0
     if tier == _DEVICE:
         return 0 if node.lock else len(frames)
-    is_read = node.tickets[_DEVICE] is not None or (node.lock > 0 and is_lacking(node))
+    is_read = node.tickets[_DEVICE] is not None or (node.lock > 0 and node.frames[_DEVICE] is None)
     return 0 if is_read else len(frames)

@@ -80,17 +80,22 @@ class WindowReach:
         beyond = match.path[len(whole.path) :]
         return replace(whole, to_complete=tuple(to_complete[::-1]), awaits_load=awaits_load, beyond=beyond)
 
-    def cut_to_load(self, end: Node) -> list[Node]:
-        """The nodes of the path to `end` that the device lacks, and the partial ones that windows reach from there;
-        top first. They are cut where what they reach begins."""
-        first, cut, found = self.first_seen(end.end), self.cut(end.end), []
-        for node in path_of(end):
-            is_on_device = node.frames[_DEVICE] is not None
-            if is_on_device and not (node.is_partial and node.end > first):
-                continue
-            if node.start < cut < node.end:
-                upper = self._split(node, cut - node.start)
-                if not is_on_device:
-                    found.append(upper)
-            found.append(node)
+    def cut_to_complete(self, end: Node) -> list[Node]:
+        """The partial nodes of the path to `end` that windows reach from there, top first. They are cut where what is
+        reached begins."""
+        first = self.first_seen(end.end)
+        found = [node for node in path_of(end) if node.is_partial and node.end > first]
+        for node in found:
+            self._cut(node, end)
         return found
+
+    def cut_to_load(self, end: Node) -> list[Node]:
+        """The nodes of the path to `end` that the device lacks, top first, cut where windows reach begins."""
+        found = [node for node in path_of(end) if node.frames[_DEVICE] is None]
+        uppers = [upper for node in found if (upper := self._cut(node, end)) is not None]
+        return sorted([*uppers, *found], key=lambda node: node.start)
+
+    def _cut(self, node: Node, end: Node) -> Node | None:
+        """Split what begins before and ends behind `cut`. Returns the new upper part."""
+        cut = self.cut(end.end)
+        return self._split(node, cut - node.start) if node.start < cut < node.end else None
