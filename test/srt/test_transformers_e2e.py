@@ -1,5 +1,5 @@
-"""A real server whose model transformers computes: over HTTP, with host and disk, and started again. Mixtures of
-experts also by native code, with two ranks."""
+"""A real server whose model transformers computes: over HTTP, with host and disk, and started again, on one and on
+two ranks. Mixtures of experts also by native code."""
 
 from __future__ import annotations
 
@@ -73,8 +73,12 @@ def continued(theirs: Any, text: str) -> list[int]:
 
 @pytest.mark.parametrize(
     ("config", "num_ranks"),
-    [(OlmoeConfig(**SHAPE, **EXPERTS), 1), (Qwen3MoeConfig(**SHAPE, **EXPERTS, moe_intermediate_size=32), 2)],
-    ids=["transformers", "native"],
+    [
+        (OlmoeConfig(**SHAPE, **EXPERTS), 1),
+        (OlmoeConfig(**SHAPE, **EXPERTS), 2),
+        (Qwen3MoeConfig(**SHAPE, **EXPERTS, moe_intermediate_size=32), 2),
+    ],
+    ids=["transformers", "transformers on two ranks", "native"],
 )
 def test_a_mixture_of_experts(tmp_path: Path, config: PretrainedConfig, num_ranks: int) -> None:
     model = tmp_path / "model"
@@ -99,16 +103,20 @@ def test_a_mixture_of_experts(tmp_path: Path, config: PretrainedConfig, num_rank
 
 
 @pytest.mark.parametrize(
-    "config", [OlmoeConfig(**SHAPE, **EXPERTS), Gemma2Config(**SHAPE, sliding_window=100)], ids=["moe", "masked"]
+    ("config", "num_ranks"),
+    [(OlmoeConfig(**SHAPE, **EXPERTS), 1), (Gemma2Config(**SHAPE, sliding_window=100), 2)],
+    ids=["moe", "masked, on two ranks"],
 )
-def test_a_prompt_longer_than_the_device(tmp_path: Path, config: PretrainedConfig) -> None:
+def test_a_prompt_longer_than_the_device(tmp_path: Path, config: PretrainedConfig, num_ranks: int) -> None:
     model = tmp_path / "model"
     theirs = made(model, config)
     text = " ".join(f"{TEXT} Part {part}." for part in range(6))
     flags = (
         "--hicache --max-total-tokens 400 --page-size 16 --hicache-ratio 5 --chunked-prefill-size 64 --layer-stream 2"
     )
-    with Server(*flags.split(), "--layer-stream-tokens", "64", model=str(model)) as server:
+    with Server(
+        *flags.split(), "--layer-stream-tokens", "64", "--tp-size", str(num_ranks), model=str(model)
+    ) as server:
         reply = generate(server, text)
         assert reply["meta_info"]["prompt_tokens"] > 600
         assert reply["output_ids"] == continued(theirs, text)

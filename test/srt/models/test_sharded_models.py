@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,9 +11,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
     Phi3Config,
     Qwen2Config,
     Qwen2MoeConfig,
@@ -21,8 +28,8 @@ from transformers import (
 
 from sglang.srt.configs.model_config import ModelConfig, ModelConfigError
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-from sglang.srt.model_loader import loader
-from sglang.srt.model_loader.loader import load_model
+from sglang.srt.model_loader import loader, transformers_loader
+from sglang.srt.model_loader.loader import ModelLoadError, load_model
 from support.thread_group import thread_groups
 from support.tiny_runner import TinyRunner
 
@@ -60,17 +67,48 @@ MODELS = {
 }
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def path(request, tmp_path_factory):
+# Computed by transformers: with plans that divide heads, that give all heads to all ranks, and without a plan; with
+# capped scores and windows, norms over all heads, fused projections, experts, sinks, and latent attention.
+OF_TRANSFORMERS = {
+    "llama_biased": MODELS["llama_biased"],
+    "gemma2": Gemma2Config(**BASE, sliding_window=12, attn_logit_softcapping=2.0),
+    "gemma3_one_kv_head": Gemma3TextConfig(**BASE | {"num_key_value_heads": 1}, sliding_window=12),
+    "olmo2": Olmo2Config(**{**BASE, "hidden_size": 72}),
+    "phi3": MODELS["phi3_fused"],
+    "gpt2": GPT2Config(**{n: x for n, x in BASE.items() if n not in ("num_key_value_heads", "head_dim")}),
+    "gpt_oss": GptOssConfig(**BASE, num_local_experts=3, num_experts_per_tok=2, sliding_window=12),
+    "qwen2_moe": MODELS["qwen2_moe"],
+    "deepseek_v3": DeepseekV3Config(
+        **BASE | {"num_key_value_heads": 12, "head_dim": 8},
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_nope_head_dim=12,
+        qk_rope_head_dim=8,
+        v_head_dim=10,
+        n_routed_experts=4,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=2,
+        moe_intermediate_size=36,
+        first_k_dense_replace=1,
+    ),
+}
+
+
+def write(config, path):
     torch.manual_seed(2)
-    model = AutoModelForCausalLM.from_config(MODELS[request.param])
+    model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("norm.weight", "bias")):
                 parameter.uniform_(0.5, 1.5)
-    path = tmp_path_factory.mktemp(request.param)
     model.save_pretrained(path, max_shard_size="30KB")
     return str(path)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def path(request, tmp_path_factory):
+    return write(MODELS[request.param], tmp_path_factory.mktemp(request.param))
 
 
 def on_all_ranks(size, work):
@@ -82,7 +120,55 @@ def on_all_ranks(size, work):
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("size", [2, 4, 12])
 def test_logits_equal_one_ranks(path, size):
-    config = ModelConfig.from_pretrained(path)
+    check_logits(ModelConfig.from_pretrained(path), size)
+
+
+@pytest.fixture
+def read_one_by_one(monkeypatch):
+    """While transformers reads a checkpoint, it changes its own code: other threads may not."""
+    lock, read = threading.Lock(), transformers_loader._read
+
+    def locked(config):
+        with lock:
+            return read(config)
+
+    monkeypatch.setattr(transformers_loader, "_read", locked)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("size", [2, 4, 12])
+@pytest.mark.parametrize("name", OF_TRANSFORMERS)
+def test_logits_of_transformers_models_equal_one_ranks(tmp_path, name, size, read_one_by_one):
+    path = write(OF_TRANSFORMERS[name], tmp_path)
+    check_logits(ModelConfig.from_pretrained(path, model_impl="transformers", dtype="float32"), size)
+
+
+def test_a_rank_of_a_transformers_model_keeps_its_part(tmp_path, read_one_by_one):
+    """Of what the plan divides; the rest is whole on all ranks."""
+    config = ModelConfig.from_pretrained(write(OF_TRANSFORMERS["gemma2"], tmp_path), model_impl="transformers")
+    divided = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1, "gate_proj": 0, "up_proj": 0, "down_proj": 1}
+
+    def parts(group):
+        return TinyRunner(config, group=group).model.model.state_dict()
+
+    whole, (first, second) = TinyRunner(config).model.model.state_dict(), on_all_ranks(2, parts)
+    assert whole.keys() == first.keys()
+    for name, tensor in whole.items():
+        dim = divided.get(name.split(".")[-2])
+        together = first[name] if dim is None else torch.cat((first[name], second[name]), dim)
+        assert torch.equal(together, tensor), name
+        assert dim is None or first[name].shape[dim] == tensor.shape[dim] // 2, name
+
+
+def test_a_width_that_no_rank_can_have_a_part_of_is_refused(tmp_path):
+    config = ModelConfig.from_pretrained(
+        write(Gemma2Config(**BASE | {"intermediate_size": 61}), tmp_path), model_impl="transformers"
+    )
+    with pytest.raises(ModelLoadError, match=r"over 2 ranks: model\.layers\.0\.mlp\.gate_proj has 61 outputs"):
+        load_model(config, "auto", TorchNativeAttnBackend(), group=thread_groups(2)[0])
+
+
+def check_logits(config, size):
     rng = random.Random(2)
     prompts = [[rng.randrange(VOCAB) for _ in range(n)] for n in (23, 1, 40)]
 

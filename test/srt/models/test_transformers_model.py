@@ -417,9 +417,10 @@ def test_rotations_that_depend_on_the_length(tmp_path: Path, config_class: Any) 
 
 def test_several_ranks(tmp_path: Path) -> None:
     config = of_transformers(written(tmp_path, LlamaConfig(**SMALL), "LlamaForCausalLM"))
-    config.check_tensor_parallel(1)
-    with pytest.raises(ModelConfigError, match="not divided over ranks; use --tp-size 1"):
-        config.check_tensor_parallel(2)
+    for num_ranks in (1, config.num_heads):
+        config.check_tensor_parallel(num_ranks)
+    with pytest.raises(ModelConfigError, match=f"{config.num_heads} attention heads cannot be divided over 7 ranks"):
+        config.check_tensor_parallel(7)
 
 
 def test_weights_that_do_not_fit(tmp_path: Path) -> None:

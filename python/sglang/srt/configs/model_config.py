@@ -25,7 +25,6 @@ from sglang.srt.configs.model_families import NATIVE, TRANSFORMERS, pick_model_i
 from sglang.srt.configs.model_files import (
     ModelConfigError,
     check_activation,
-    check_one_rank,
     check_tensor_parallel,
     pick_architecture,
     pick_context_length,
@@ -214,10 +213,9 @@ class ModelConfig:
 
     def check_tensor_parallel(self, num_ranks: int) -> None:
         """Raises ModelConfigError if the model cannot be divided over so many ranks."""
-        if self.model_impl == TRANSFORMERS:
-            check_one_rank(num_ranks)
-            return
-        check_tensor_parallel(num_ranks, self.num_heads, self._widths, self.num_kv_heads)
+        # What transformers computes has widths of its own, see `divide_layers`.
+        widths = () if self.model_impl == TRANSFORMERS else self._widths
+        check_tensor_parallel(num_ranks, self.num_heads, widths, self.num_kv_heads)
 
     @property
     def _widths(self) -> tuple[int, ...]:

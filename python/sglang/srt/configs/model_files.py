@@ -257,7 +257,6 @@ def check_config(
     if dtype == "auto" and stored not in _DTYPE_NAMES:
         raise unsupported_dtype(stored)
     if impl == TRANSFORMERS:
-        check_one_rank(num_ranks)
         return impl
     check_activation(raw.get("hidden_act", "silu"))
     own = raw.get("max_position_embeddings")
@@ -268,14 +267,6 @@ def check_config(
     if isinstance(num_heads, int) and isinstance(rows, int) and isinstance(num_kv_heads, int):
         check_tensor_parallel(num_ranks, num_heads, (rows,), num_kv_heads)
     return impl
-
-
-def check_one_rank(num_ranks: int) -> None:
-    if num_ranks > 1:
-        raise ModelConfigError(
-            "A model that transformers computes is not divided over ranks; use --tp-size 1, or a model with a native "
-            "implementation."
-        )
 
 
 def quantization_of(model_path: str, raw: Mapping[str, Any], impl: str) -> WeightQuantization | None:

@@ -36,6 +36,7 @@ from sglang.srt.layers.kv_scale import kv_scale_of
 from sglang.srt.layers.radix_attention import RadixAttention, StreamedAttention
 from sglang.srt.mem_cache.kv_view import KVPool, KVSegment, KVView
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.models.transformers_ranks import OwnHeads, divide_layers
 from sglang.srt.utils.device import to_device
 
 # The names of our attention in transformers. It builds masks for one that is registered for them, and first asks the
@@ -185,6 +186,7 @@ class TransformersForCausalLM(nn.Module):
             )
         self.model = model.requires_grad_(False)
         self.config = config
+        self.heads = divide_layers(self.model, config, group)
         self.num_layers = config.num_layers
         self.backend = attn_backend
         # Known once the layers were inspected, as is the attention of each.
@@ -198,7 +200,7 @@ class TransformersForCausalLM(nn.Module):
     def inspect_layers(self, device: torch.device) -> None:
         """Find the windows, and that every layer is one that paged attention can compute: by forward passes of two
         tokens without attention. device: the model's, which gets the KV scales. Raises ModelConfigError."""
-        found, counted = _Inspection(self.config), _Inspection(self.config)
+        found, counted = (_Inspection(self.config, self.heads) for _ in range(2))
         tokens, positions, last = (to_device(np.array(each), device) for each in ([3, 2], [0, 1], [1]))
         token = _masks.set(found.masks)
         try:
@@ -215,9 +217,9 @@ class TransformersForCausalLM(nn.Module):
         self.model.set_attn_implementation(PAGED)
         self.windows = found.windows()
         with device:
-            scales, heads = self.config.kv_scales, self.config.num_kv_heads
+            scales, rank, kv_heads = self.config.kv_scales, self.heads.group.rank, self.heads.kv.size
             self.attention = [
-                RadixAttention(layer, self.backend, kv_scale_of(scales, 0, layer, heads), self.windows[layer])
+                RadixAttention(layer, self.backend, kv_scale_of(scales, rank, layer, kv_heads), self.windows[layer])
                 for layer in range(self.num_layers)
             ]
         if logits.shape[-1] != self.config.vocab_size:
@@ -239,18 +241,18 @@ class TransformersForCausalLM(nn.Module):
     def begin_layer(self, layer_id: int, state: _ForwardPass, batch: ForwardBatch, pool: KVPool) -> _ForwardPass:
         asked, attention, head_dim = state.asked, self.attention[layer_id], self.config.head_dim
         assert asked is not None and asked.layer == layer_id, f"{asked} attends in place of layer {layer_id}"
-        q, k, v = (
-            x[0].transpose(0, 1).to(self.config.dtype).contiguous() for x in (asked.query, asked.key, asked.value)
-        )
+        heads = self.heads
+        shards = (asked.query, heads.query), (asked.key, heads.kv), (asked.value, heads.kv)
+        q, k, v = (heads.of(x[0], shard, 0).transpose(0, 1).to(self.config.dtype).contiguous() for x, shard in shards)
         if v.shape[-1] < head_dim:
             v = pad(v, (0, head_dim - v.shape[-1]))
         attention.store(k, v, batch.out_loc, pool)
-        scale = asked.kwargs.get("scaling")
+        scale, sinks = asked.kwargs.get("scaling"), asked.kwargs.get("s_aux")
         attn = replace(
             batch.attn,
             scale=head_dim**-0.5 if scale is None else float(scale),
             softcap=asked.kwargs.get("softcap"),
-            sinks=asked.kwargs.get("s_aux"),
+            sinks=None if sinks is None else heads.of(sinks, heads.query, 0),
         )
         state.attended = attention(q, replace(batch, attn=attn), pool)
         if batch.streamed:
@@ -277,7 +279,7 @@ class TransformersForCausalLM(nn.Module):
         assert state.attended is not None
         if state.streamed is not None:
             state.streamed.write_to(state.attended)
-        state.resume(state.attended)
+        state.resume(self.heads.results(layer_id, state.attended))
         return state
 
     def logits(self, state: _ForwardPass, batch: ForwardBatch) -> torch.Tensor:
@@ -319,6 +321,7 @@ class _Inspection:
     """Records what a model asks of attention, and refuses what is not served."""
 
     config: ModelConfig
+    heads: OwnHeads
     masks: list[tuple[torch.Tensor, Callable[..., torch.Tensor]]] = field(default_factory=list)
     calls: list[_Call] = field(default_factory=list)
 
@@ -336,10 +339,14 @@ class _Inspection:
         mask: Any,
         kwargs: dict[str, Any],
     ) -> torch.Tensor:
-        config = self.config
+        config, heads = self.config, self.heads
         shapes = (tuple(query.shape), tuple(key.shape))
         wanted = ((1, config.num_heads, 2, config.head_dim), (1, config.num_kv_heads, 2, config.head_dim))
-        if shapes != wanted or value.shape[:3] != key.shape[:3] or value.shape[3] > config.head_dim:
+        fits = all(
+            shape in (whole, (1, shard.size, *whole[2:]))
+            for shape, whole, shard in zip(shapes, wanted, (heads.query, heads.kv))
+        )
+        if not fits or value.shape[:3] != key.shape[:3] or value.shape[3] > config.head_dim:
             raise self.refusal(
                 f"a layer has queries and keys of the shapes {shapes}, and its config asks for {wanted} in every "
                 "layer"
@@ -353,8 +360,9 @@ class _Inspection:
             raise self.refusal(
                 f"its attention takes {', '.join(unknown) or 'dropout or the future'}, which paged attention does not"
             )
-        self.calls.append(_Call(_layer_of(module), mask, key[0].float()))
-        return torch.zeros_like(query.transpose(1, 2))[..., : value.shape[-1]]
+        layer = _layer_of(module)
+        self.calls.append(_Call(layer, mask, key[0].float()))
+        return query.new_zeros(1, 2, heads.num_results(layer), value.shape[-1])
 
     def windows(self) -> list[int | None]:
         """Of each layer."""

@@ -1,0 +1,105 @@
+"""`divide_layers`: a rank's part of a model that transformers computes, by transformers' own plan of its layers.
+
+The plan names linear layers and how each is divided. A rank keeps some outputs of the first layers of a block and the
+inputs of its last layer that belong to them; the results are summed. What the plan does not divide, and what is no
+plain linear layer (experts, the vocabulary), every rank computes as a whole. Attention is always divided by heads, as
+the KV cache is: `OwnHeads` takes a rank's heads from layers that give all.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.model_files import ModelConfigError
+from sglang.srt.distributed.parallel_state import Shard, TensorParallelGroup
+
+# Styles of transformers' plans. Others give or take all in all ranks, and are left whole.
+_COLUMNS = frozenset({"colwise"})
+_ROWS = frozenset({"rowwise", "rowwise_split_input"})
+
+
+class SummedLinear(nn.Module):
+    """A rank's inputs of a linear layer, whose result is summed over ranks. It is given them, or all inputs."""
+
+    def __init__(self, whole: nn.Linear, shard: Shard, group: TensorParallelGroup) -> None:
+        super().__init__()
+        self.weight = _part(whole.weight[:, shard.start : shard.start + shard.size])
+        self.bias = whole.bias
+        self._shard = shard
+        self._group = group
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[-1] == self._shard.full:
+            x = x[..., self._shard.start : self._shard.start + self._shard.size]
+        found = self._group.all_reduce(F.linear(x, self.weight))
+        return found if self.bias is None else found + self.bias
+
+
+@dataclass(frozen=True)
+class OwnHeads:
+    """The heads of a rank. query, kv: of all. joined: layers that want the results of all heads, not the rank's."""
+
+    query: Shard
+    kv: Shard
+    joined: frozenset[int]
+    group: TensorParallelGroup
+
+    def of(self, x: torch.Tensor, shard: Shard, dim: int) -> torch.Tensor:
+        """The rank's entries of a dimension over heads, which has all of them, or these alone."""
+        return x if x.shape[dim] == shard.size else x.narrow(dim, shard.start, shard.size)
+
+    def results(self, layer: int, attended: torch.Tensor) -> torch.Tensor:
+        """attended: (num_tokens, own heads, head_dim). The same, or that of all heads, as the layer wants it."""
+        if layer not in self.joined or self.group.size == 1:
+            return attended
+        num_tokens, _, head_dim = attended.shape
+        return self.group.all_gather(attended.reshape(num_tokens, -1)).view(num_tokens, -1, head_dim)
+
+    def num_results(self, layer: int) -> int:
+        """Heads of `results`."""
+        return self.query.full if layer in self.joined else self.query.size
+
+
+def divide_layers(model: Any, config: ModelConfig, group: TensorParallelGroup) -> OwnHeads:
+    """Keep this rank's part of a model's layers. Raises ModelConfigError for what cannot be divided."""
+    heads, kv_heads = group.shard(config.num_heads), group.shard_kv_heads(config.num_kv_heads)
+    own = frozenset[int]()
+    plan = (getattr(model, "tp_plan", None) or {}) if group.size > 1 else {}
+    for name, layer in list(model.named_modules()):
+        style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+        if style not in _COLUMNS | _ROWS or not isinstance(layer, nn.Linear):
+            continue
+        block_name, _, last = name.rpartition(".")
+        block = model.get_submodule(block_name)
+        full = layer.out_features if style in _COLUMNS else layer.in_features
+        shard, is_attention = group.shard(full), "attn" in block_name or "attention" in block_name
+        if is_attention:
+            is_kv = full == config.num_kv_heads * config.head_dim and style in _COLUMNS
+            shard = kv_heads.times(config.head_dim) if is_kv else heads.times(full // heads.full)
+        if shard.full != full or full % shard.size:
+            raise ModelConfigError(
+                f"{config.model_path!r} cannot be divided over {group.size} ranks: {name} has {full} "
+                f"{'outputs' if style in _COLUMNS else 'inputs'}; choose another --tp-size."
+            )
+        if style in _ROWS:
+            setattr(block, last, SummedLinear(layer, shard, group))
+            if is_attention:
+                own |= {block.layer_idx}
+            continue
+        rows = slice(shard.start, shard.start + shard.size)
+        layer.weight, layer.out_features = _part(layer.weight[rows]), shard.size
+        if layer.bias is not None:
+            layer.bias = _part(layer.bias[rows])
+    return OwnHeads(heads, kv_heads, frozenset(range(config.num_layers)) - own, group)
+
+
+def _part(tensor: torch.Tensor) -> nn.Parameter:
+    # A copy, so that the whole is given back.
+    return nn.Parameter(tensor.detach().clone(), requires_grad=False)
