@@ -46,7 +46,7 @@ LONG = (100, 102, 103, 104, 105, 106, 107, 109, 111, 114)
 # mixes that run below.
 LONG_CONFIGURATIONS = (
     *(1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 15, 17, 20, 22, 45, 237, 313),
-    *(402, 504, 507, 522, 708, 5001, 5004, 6000, 9000),
+    *(402, 504, 507, 522, 708, 1001, 1043, 5001, 5004, 6000, 9000),
 )
 # Mixes that run by default. Together they have all parts, and all events of EVENTS_OF_MIXES.
 SHORT_MIXES = (
@@ -64,6 +64,9 @@ LONG_HUNTS = (
     "gate_of_the_layer_before",
     "preload_not_waited_for",
     "preload_kept_when_its_load_fails",
+    "partial_nodes_match_as_whole",
+    "partial_nodes_are_computed_on",
+    "computed_pages_give_way_to_partial_ones",
 )
 
 

@@ -26,7 +26,7 @@ from sglang.srt.managers.schedule_batch import BatchDecision
 from support.mutations import configurations
 from support.soak import Soak
 from support.soak_config import SoakConfig
-from support.tier_mixes import TIER_MIXES, tier_mix, windowed_mix
+from support.tier_mixes import TIER_MIXES, tier_mix
 
 FILE = Path(__file__).with_name("decisions.msgpack.zst")
 # Old name of a field -> its name today.
@@ -58,7 +58,6 @@ def runs() -> Iterator[tuple[str, SoakConfig]]:
         yield f"soak {seed}", SoakConfig.draw(seed, STEPS)
     for mix in TIER_MIXES:
         yield f"mix {'+'.join(mix)}", replace(tier_mix(mix, 0), steps=MIX_STEPS)
-    yield "windows", windowed_mix(("peer",), 6)
 
 
 def decide(config: SoakConfig) -> list[Any]:

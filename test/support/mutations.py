@@ -53,6 +53,7 @@ from sglang.srt.mem_cache.slab_ledger import SlabLedger, SlabState
 from sglang.srt.mem_cache.storage_link import StorageLink
 from sglang.srt.mem_cache.transfer import D2P, FRAME_TIERS, P2D, P2H, GateError, Tier
 from sglang.srt.mem_cache.transient_nodes import TransientNodes
+from sglang.srt.mem_cache.window_reach import WindowReach
 from sglang.srt.model_executor import executor as executor_module
 from sglang.srt.model_executor.executor import ModelExecutor, NonFiniteLogitsError
 from sglang.srt.sampling.penalties import PenaltyTable
@@ -66,7 +67,7 @@ from support.soak_config import SoakConfig
 from support.soak_rank import ALL_NETS
 from support.soak_requests import WrongTokensError
 from support.stream_emulator import EmulatedEvent
-from support.tier_mixes import tier_mix
+from support.tier_mixes import tier_mix, windowed_mix
 
 MUTATIONS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {}
 
@@ -298,6 +299,57 @@ def load_in_wrong_order() -> Any:
         load(self, src.flip(0), dst, layers)
 
     return mock.patch.object(CopyLink, "_load_layers", patched)
+
+
+@mutation
+def windows_reach_a_page_less() -> Any:
+    """A load leaves out a page too much of layers with a window."""
+    first_seen = WindowReach.first_seen
+
+    def patched(self: Any, num_tokens: int) -> int:
+        return first_seen(self, num_tokens) + self._page_size
+
+    return mock.patch.object(WindowReach, "first_seen", patched)
+
+
+@mutation
+def partial_nodes_match_as_whole() -> Any:
+    """A request that leaves a prefix in the middle finds there what the device lacks."""
+    return mock.patch.object(WindowReach, "longest_whole", lambda self, match, source_of: match)
+
+
+@mutation
+def partial_nodes_are_computed_on() -> Any:
+    """Tokens behind what the device has are computed instead of loaded, though windows reach partial nodes."""
+    return mock.patch.object(WindowReach, "sees_partial", lambda self, match: False)
+
+
+@mutation
+def completion_brings_the_other_layers() -> Any:
+    """What a partial node lacks is not loaded, but again what it has."""
+    begin = TransferLedger.begin_transfer
+
+    def patched(self: Any, *args: Any, full_only: int = 0, windowed_only: int = 0) -> Any:
+        return begin(self, *args, full_only=full_only + windowed_only)
+
+    return mock.patch.object(TransferLedger, "begin_transfer", patched)
+
+
+@mutation
+def computed_pages_give_way_to_partial_ones() -> Any:
+    """Partial pages stay in the place of those that a request has computed."""
+    insert = HiRadixTree.insert_prefix
+
+    def patched(self: Any, *args: Any) -> Any:
+        partial = [node for node in self.walk() if node.is_partial and node.tickets[Tier.DEVICE] is None]
+        for node in partial:
+            node.is_partial = False
+        found = insert(self, *args)
+        for node in partial:
+            node.is_partial = node.frames[Tier.DEVICE] is not None
+        return found
+
+    return mock.patch.object(HiRadixTree, "insert_prefix", patched)
 
 
 @mutation
@@ -1118,6 +1170,29 @@ _SLOW_FETCHES: dict[str, Any] = {
 }
 
 
+# Prompts of two documents that part early.
+_BRANCHES: dict[str, Any] = {
+    "page_size": 1,
+    "num_host_pages": 500,
+    "num_documents": 2,
+    "arrival_rate": 0.3,
+    "max_new_tokens": 8,
+    "write_policy": "write_through",
+    "steps": 200,
+    "load_s": 3e-3,
+}
+_WINDOWED: dict[int, dict[str, Any]] = {
+    1: {"num_device_pages": 114, "whole_rate": 0.3, "launch_s": 3e-4},
+    43: {
+        "num_device_pages": 164,
+        "whole_rate": 0.5,
+        "launch_s": 1e-3,
+        "link_fail_rate": 0.0,
+        "load_or_recompute": True,
+    },
+}
+
+
 def configurations() -> Iterator[SoakConfig]:
     """In which all requests use the cache."""
     return (dataclasses.replace(config, cache_modes=False, switch_rate=0.0) for config in _configurations())
@@ -1209,6 +1284,9 @@ def _configurations() -> Iterator[SoakConfig]:
     # With the policy auto.
     yield tier_mix(("peer", "remote"), 0)
     yield tier_mix(("disk", "stream"), 0)
+    # Layers with a window, which leave their part of loads out; in the second, the front of loads may be computed.
+    for seed, more in _WINDOWED.items():
+        yield dataclasses.replace(windowed_mix(("peer",), seed), **_BRANCHES, **more)
 
 
 def _storage(seed: int, page_size: int) -> dict[str, Any]:

@@ -290,7 +290,7 @@ class SoakConfig:
         if seed % 11 in (1, 4, 7, 10):
             config = config.with_rare_options()
         if not config.streams:
-            return config
+            return config.with_windows() if seed % 7 in (1, 5) else config
         # Too little for most requests.
         chunk = max(page_size, 5)
         pages = 2 * -(-chunk // page_size) + 2

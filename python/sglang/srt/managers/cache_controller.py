@@ -222,7 +222,8 @@ class HiCacheController:
         dst = self.tables[tiers[1]].allocate(len(src), FrameState.FILLING, first_page)
         if dst is None:
             return None
-        op = self.ledger.begin_transfer(link, tiers, src, dst, after, self.pages_of(nodes[:num_unseen]))
+        full_only = self.pages_of(nodes[:num_unseen])
+        op = self.ledger.begin_transfer(link, tiers, src, dst, after, full_only=full_only)
         self.tree.begin_fill(nodes, *tiers, dst, op.ticket, num_unseen)
         return op
 
