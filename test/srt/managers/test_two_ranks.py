@@ -42,15 +42,16 @@ def hf(tmp_path_factory):
     return model
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("model_impl", ["native", "transformers"])
 @pytest.mark.parametrize(
     "fail_rates",
     [(0.0, 0.5), (0.5, 0.0), pytest.param((0.4, 0.4), marks=pytest.mark.slow)],
     ids=["rank 1", "rank 0", "both"],
 )
-def test_loads_that_fail_on_one_rank(hf, fail_rates):
+def test_loads_that_fail_on_one_rank(hf, fail_rates, model_impl):
     engine = TwoRanks(
-        ModelConfig.from_pretrained(hf.path, dtype="float32"),
+        ModelConfig.from_pretrained(hf.path, dtype="float32", model_impl=model_impl),
         fail_rates,
         num_device_pages=230,
         num_host_pages=900,

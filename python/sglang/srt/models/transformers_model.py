@@ -199,7 +199,8 @@ class TransformersForCausalLM(nn.Module):
     @torch.inference_mode()
     def inspect_layers(self, device: torch.device) -> None:
         """Find the windows, and that every layer is one that paged attention can compute: by forward passes of two
-        tokens without attention. device: the model's, which gets the KV scales. Raises ModelConfigError."""
+        tokens without attention, of this rank alone. device: the model's, which gets the KV scales. Raises
+        ModelConfigError."""
         found, counted = (_Inspection(self.config, self.heads) for _ in range(2))
         tokens, positions, last = (to_device(np.array(each), device) for each in ([3, 2], [0, 1], [1]))
         token = _masks.set(found.masks)
@@ -227,6 +228,7 @@ class TransformersForCausalLM(nn.Module):
         for call, same in zip(found.calls, counted.calls):
             if (call.keys - same.keys).abs().max() > _SAME * call.keys.abs().max():
                 raise found.refusal("the positions of its tokens are not 0, 1, 2, as its own code counts them")
+        self.heads.join()
 
     @torch.inference_mode()
     def embed(self, batch: ForwardBatch) -> _ForwardPass:

@@ -18,7 +18,7 @@ from torch import nn
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.model_files import ModelConfigError
-from sglang.srt.distributed.parallel_state import Shard, TensorParallelGroup
+from sglang.srt.distributed.parallel_state import SINGLE_RANK, Shard, TensorParallelGroup
 
 # Styles of transformers' plans. Others give or take all in all ranks, and are left whole.
 _COLUMNS = frozenset({"colwise"})
@@ -26,30 +26,37 @@ _ROWS = frozenset({"rowwise", "rowwise_split_input"})
 
 
 class SummedLinear(nn.Module):
-    """A rank's inputs of a linear layer, whose result is summed over ranks. It is given them, or all inputs."""
+    """A rank's inputs of a linear layer. It is given them, or all inputs. group: over which the result is summed."""
 
-    def __init__(self, whole: nn.Linear, shard: Shard, group: TensorParallelGroup) -> None:
+    def __init__(self, whole: nn.Linear, shard: Shard) -> None:
         super().__init__()
+        self.group = SINGLE_RANK
         self.weight = _part(whole.weight[:, shard.start : shard.start + shard.size])
         self.bias = whole.bias
         self._shard = shard
-        self._group = group
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.shape[-1] == self._shard.full:
             x = x[..., self._shard.start : self._shard.start + self._shard.size]
-        found = self._group.all_reduce(F.linear(x, self.weight))
+        found = self.group.all_reduce(F.linear(x, self.weight))
         return found if self.bias is None else found + self.bias
 
 
 @dataclass(frozen=True)
 class OwnHeads:
-    """The heads of a rank. query, kv: of all. joined: layers that want the results of all heads, not the rank's."""
+    """The heads of a rank. query, kv: of all. joined: layers that want the results of all heads, not the rank's.
+    summed: what is summed over ranks once they are joined."""
 
     query: Shard
     kv: Shard
     joined: frozenset[int]
+    summed: tuple[SummedLinear, ...]
     group: TensorParallelGroup
+
+    def join(self) -> None:
+        """From now on all ranks compute together."""
+        for layer in self.summed:
+            layer.group = self.group
 
     def of(self, x: torch.Tensor, shard: Shard, dim: int) -> torch.Tensor:
         """The rank's entries of a dimension over heads, which has all of them, or these alone."""
@@ -68,9 +75,10 @@ class OwnHeads:
 
 
 def divide_layers(model: Any, config: ModelConfig, group: TensorParallelGroup) -> OwnHeads:
-    """Keep this rank's part of a model's layers. Raises ModelConfigError for what cannot be divided."""
+    """Keep this rank's part of a model's layers, which meets no other rank before `join`. Raises ModelConfigError for
+    what cannot be divided."""
     heads, kv_heads = group.shard(config.num_heads), group.shard_kv_heads(config.num_kv_heads)
-    own = frozenset[int]()
+    own, summed = set[int](), list[SummedLinear]()
     plan = (getattr(model, "tp_plan", None) or {}) if group.size > 1 else {}
     for name, layer in list(model.named_modules()):
         style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
@@ -89,15 +97,17 @@ def divide_layers(model: Any, config: ModelConfig, group: TensorParallelGroup) -
                 f"{'outputs' if style in _COLUMNS else 'inputs'}; choose another --tp-size."
             )
         if style in _ROWS:
-            setattr(block, last, SummedLinear(layer, shard, group))
+            summed.append(SummedLinear(layer, shard))
+            setattr(block, last, summed[-1])
             if is_attention:
-                own |= {block.layer_idx}
+                own.add(block.layer_idx)
             continue
         rows = slice(shard.start, shard.start + shard.size)
         layer.weight, layer.out_features = _part(layer.weight[rows]), shard.size
         if layer.bias is not None:
             layer.bias = _part(layer.bias[rows])
-    return OwnHeads(heads, kv_heads, frozenset(range(config.num_layers)) - own, group)
+    joined = frozenset(range(config.num_layers)) - own
+    return OwnHeads(heads, kv_heads, joined, tuple(summed), group)
 
 
 def _part(tensor: torch.Tensor) -> nn.Parameter:
