@@ -87,11 +87,13 @@ def divide_layers(model: Any, config: ModelConfig, group: TensorParallelGroup) -
         block_name, _, last = name.rpartition(".")
         block = model.get_submodule(block_name)
         full = layer.out_features if style in _COLUMNS else layer.in_features
-        shard, is_attention = group.shard(full), "attn" in block_name or "attention" in block_name
-        if is_attention:
-            is_kv = full == config.num_kv_heads * config.head_dim and style in _COLUMNS
-            shard = kv_heads.times(config.head_dim) if is_kv else heads.times(full // heads.full)
-        if shard.full != full or full % shard.size:
+        is_attention = "attn" in block_name or "attention" in block_name
+        is_kv = is_attention and style in _COLUMNS and full == config.num_kv_heads * config.head_dim
+        shard = heads.times(full // heads.full) if is_attention else group.shard(full)
+        if is_kv:
+            # Whose heads several ranks may have.
+            shard = kv_heads.times(config.head_dim)
+        elif shard.size * group.size != full:
             raise ModelConfigError(
                 f"{config.model_path!r} cannot be divided over {group.size} ranks: {name} has {full} "
                 f"{'outputs' if style in _COLUMNS else 'inputs'}; choose another --tp-size."
@@ -99,7 +101,7 @@ def divide_layers(model: Any, config: ModelConfig, group: TensorParallelGroup) -
         if style in _ROWS:
             summed.append(SummedLinear(layer, shard))
             setattr(block, last, summed[-1])
-            if is_attention:
+            if is_attention and isinstance(getattr(block, "layer_idx", None), int):
                 own.add(block.layer_idx)
             continue
         rows = slice(shard.start, shard.start + shard.size)
