@@ -321,7 +321,7 @@ def partial_nodes_match_as_whole() -> Any:
 @mutation
 def partial_nodes_are_computed_on() -> Any:
     """Tokens behind what the device has are computed instead of loaded, though windows reach partial nodes."""
-    return mock.patch.object(WindowReach, "sees_partial", lambda self, match: False)
+    return mock.patch.object(WindowReach, "on_device", lambda self, match: match.on_device())
 
 
 @mutation
@@ -329,8 +329,8 @@ def completion_brings_the_other_layers() -> Any:
     """What a partial node lacks is not loaded, but again what it has."""
     begin = TransferLedger.begin_transfer
 
-    def patched(self: Any, *args: Any, full_only: int = 0, windowed_only: int = 0) -> Any:
-        return begin(self, *args, full_only=full_only + windowed_only)
+    def patched(self: Any, *args: Any, **skips: Any) -> Any:
+        return begin(self, *args, **{"full_only": sum(skips.values())})
 
     return mock.patch.object(TransferLedger, "begin_transfer", patched)
 

@@ -90,7 +90,15 @@ class ResidencyEvents:
 
         return taken
 
-    def _setting(self, node: Node, tier: Tier, frames: np.ndarray, ticket: Ticket | None, fence: int) -> None:
+    def _setting(
+        self,
+        node: Node,
+        tier: Tier,
+        frames: np.ndarray,
+        ticket: Ticket | None,
+        fence: int,
+        is_partial: bool = False,
+    ) -> None:
         if tier == Tier.DEVICE and (before := node.frames[tier]) is not None:
             self.counts[COMPUTED_PARTIAL] += 1
             self._copied.difference_update(before.tolist())

@@ -13,6 +13,7 @@ from test_equality import KV_TOLERANCE, MODELS, SHAPE, VOCAB, Model, greedy, not
 from transformers import Qwen2Config
 
 from sglang.srt.managers.expected_times import ExpectedTimes
+from sglang.srt.managers.lost_hits import Lookup, LostHits, StorageOutcome
 from sglang.srt.managers.schedule_policy import Candidate
 from sglang.srt.managers.scheduler_config import LayerStreamConfig, SchedulerConfig
 from sglang.srt.managers.startup.sizes import with_windows
@@ -128,7 +129,7 @@ def test_the_windows_of_a_branch_are_loaded_into_the_same_pages():
     (before,) = (n.frames[DEVICE] for n in rig.tree.walk() if n.is_partial)
     match = rig.tree.match("", tokens("abcde"))
     assert (match.device_len, match.total_len, match.awaits_load) == (5, 5, False)
-    assert [n.end for n in match.to_complete] == [6] and rig.tree.windows.sees_partial(match)
+    assert [n.end for n in match.to_complete] == [6] and rig.tree.windows.on_device(match).total_len == 0
     op = load(rig, "abcde")
     assert (op.full_only, op.windowed_only) == (0, 2) and op.dst_frames.tolist() == before[3:5].tolist()
     assert op.size_bytes == 2 * 50 and rig.controller.counters["load_windowed_only_tokens"] == 2
@@ -237,6 +238,25 @@ def test_partial_pages_that_a_request_reads_end_what_another_inserts():
     rig.tree.unlock(receipt, rig.clock.next, rig.clock.done)
 
 
+def test_what_can_be_computed_without_a_load():
+    rig = loaded()
+    whole, branch = (rig.tree.match("", tokens(text)) for text in ("abcdefgh", "abcde"))
+    windows = rig.tree.windows
+    assert windows.on_device(whole).total_len == 8 and windows.on_device(branch).total_len == 0
+    load(rig, "abcde")
+    found = windows.on_device(rig.tree.match("", tokens("abcdef")))
+    assert (found.total_len, found.device_len, found.path[-1].end) == (5, 5, 5)
+
+
+def test_what_no_tier_has_whole_counts_as_lost_and_not_as_switched_off():
+    rig = loaded()
+    lost_hits = LostHits(rig.tree, 1)
+    without_source(rig)
+    text = tokens("abcde")
+    explained = lost_hits.explain(Lookup("", text, 0, StorageOutcome()), 6, 0)
+    assert "switched_off" not in explained and sum(explained.values()) == 6, explained
+
+
 def test_with_reads_turned_off_a_match_does_without_the_host():
     rig = loaded()
     rig.tree.set_load_order(rig.tree.order.load_order, unread=frozenset({HOST}))
@@ -260,10 +280,29 @@ def test_partial_pages_are_copied_nowhere(write_policy: str):
     rig.check()
 
 
-def test_with_auto_the_host_first_gives_up_what_the_device_has_whole():
+@pytest.mark.parametrize("write_policy", ["auto", "write_through"])
+def test_the_host_gives_up_last_what_lacks_in_pages_that_are_read(write_policy: str):
     rig = loaded()
+    rig.controller.set_write_policy(write_policy)
+    rig.on_host_only("xyz")
+    receipt = rig.tree.lock(rig.tree.match("", tokens("abcdefgh")), rig.clock.next)
+    rig.check()
+    assert [n.end for n in rig.tree.victims(HOST, 11)][-1] == 6
+    rig.tree.unlock(receipt, rig.clock.next, rig.clock.done)
+    rig.check()
+
+
+@pytest.mark.parametrize(("host", "full_only"), [(12, 0), (13, 6)])
+def test_where_copies_are_given_up_for_others_few_pages_are_partial(host: int, full_only: int):
+    """An eighth of the host's pages, and as many as are free: of 13, 1 and 5."""
+    rig = window_rig(host=host)
+    rig.on_host_only("abcdefgh")
+    for write_policy in ("auto", "write_back"):
+        rig.controller.set_write_policy(write_policy)
+        assert rig.controller._may_be_partial(6) == (full_only > 0)
     rig.controller.set_write_policy("auto")
-    assert [n.end for n in rig.tree.victims(HOST, 1)] == [8]
+    assert load(rig, "abcdefgh").full_only == full_only
+    assert not full_only or not rig.controller._may_be_partial(1)
 
 
 def test_what_left_the_device_is_loaded_anew():
@@ -294,6 +333,8 @@ def test_a_load_is_expected_to_take_as_long_as_what_it_copies():
         times.costs.add_copy(num_bytes, num_bytes * 1e-6, H2D)
     assert times.load_seconds(100) == pytest.approx(1e-3, rel=0.01)
     assert times.load_seconds(500) == pytest.approx(2e-3, rel=0.01)
+    assert times.load_seconds(400, behind=100) == pytest.approx(1e-3, rel=0.01)
+    assert times.load_seconds(100, behind=40) == pytest.approx(0.7e-3, rel=0.01)
 
 
 def test_only_what_cannot_stream_and_is_long_enough_leaves_windows_out():
@@ -366,8 +407,8 @@ def test_answers_are_those_of_transformers(tmp_path: Path, name: str, page_size:
     ("mix", "seed", "events"),
     [
         (("peer",), 6, WINDOW_EVENTS),
-        (("peer", "disk"), 2, WINDOW_EVENTS[:2]),
-        (("disk", "lent"), 0, WINDOW_EVENTS[:2]),
+        (("peer", "disk"), 10, WINDOW_EVENTS[:2]),
+        (("disk", "lent"), 8, WINDOW_EVENTS[:2]),
     ],
 )
 def test_the_nets_find_nothing(mix: tuple[str, ...], seed: int, events: tuple[str, ...]) -> None:

@@ -11,8 +11,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
+    CohereConfig,
     DeepseekV3Config,
     Gemma2Config,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
     GPT2Config,
     GptOssConfig,
@@ -73,6 +75,16 @@ OF_TRANSFORMERS = {
     "llama_biased": MODELS["llama_biased"],
     "gemma2": Gemma2Config(**BASE, sliding_window=12, attn_logit_softcapping=2.0),
     "gemma3_one_kv_head": Gemma3TextConfig(**BASE | {"num_key_value_heads": 1}, sliding_window=12),
+    # Looks at the mean over the whole width inside of its first layer, which is not divided.
+    "gemma3n": Gemma3nTextConfig(
+        **BASE,
+        vocab_size_per_layer_input=VOCAB,
+        hidden_size_per_layer_input=8,
+        laurel_rank=4,
+        num_kv_shared_layers=0,
+        layer_types=["full_attention"] * 2,
+        activation_sparsity_pattern=[0.5, 0.0],
+    ),
     "olmo2": Olmo2Config(**{**BASE, "hidden_size": 72}),
     "phi3": MODELS["phi3_fused"],
     "gpt2": GPT2Config(**{n: x for n, x in BASE.items() if n not in ("num_key_value_heads", "head_dim")}),
@@ -135,7 +147,7 @@ def read_one_by_one(monkeypatch):
     monkeypatch.setattr(transformers_loader, "_read", locked)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("size", [2, 4, 12])
 @pytest.mark.parametrize("name", OF_TRANSFORMERS)
 def test_logits_of_transformers_models_equal_one_ranks(tmp_path, name, size, read_one_by_one):
@@ -158,6 +170,15 @@ def test_a_rank_of_a_transformers_model_keeps_its_part(tmp_path, read_one_by_one
         together = first[name] if dim is None else torch.cat((first[name], second[name]), dim)
         assert torch.equal(together, tensor), name
         assert dim is None or first[name].shape[dim] == tensor.shape[dim] // 2, name
+
+
+def test_code_that_fails_on_a_part_is_refused(tmp_path, read_one_by_one):
+    """Its norms have a weight for each head."""
+    config = CohereConfig(**BASE, use_qk_norm=True)
+    config = ModelConfig.from_pretrained(write(config, tmp_path), model_impl="transformers")
+    TinyRunner(config)
+    with pytest.raises(ModelLoadError, match=r"modelling code fails.*, divided over 2 ranks: choose --tp-size 1\.$"):
+        load_model(config, "auto", TorchNativeAttnBackend(), group=thread_groups(2)[0])
 
 
 def test_a_width_that_no_rank_can_have_a_part_of_is_refused(tmp_path):

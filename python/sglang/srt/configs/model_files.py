@@ -256,14 +256,17 @@ def check_config(
     stored = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
     if dtype == "auto" and stored not in _DTYPE_NAMES:
         raise unsupported_dtype(stored)
+    num_heads = raw.get("num_attention_heads")
+    num_kv_heads = raw.get("num_key_value_heads") or num_heads
     if impl == TRANSFORMERS:
+        if isinstance(num_heads, int) and isinstance(num_kv_heads, int):
+            check_tensor_parallel(num_ranks, num_heads, (), num_kv_heads)
         return impl
     check_activation(raw.get("hidden_act", "silu"))
     own = raw.get("max_position_embeddings")
     if isinstance(own, int) and context_length is not None:
         pick_context_length(context_length, own, rope_parameters_of(SimpleNamespace(**raw)))
-    num_heads, rows = raw.get("num_attention_heads"), raw.get("moe_intermediate_size", raw.get("intermediate_size"))
-    num_kv_heads = raw.get("num_key_value_heads") or num_heads
+    rows = raw.get("moe_intermediate_size", raw.get("intermediate_size"))
     if isinstance(num_heads, int) and isinstance(rows, int) and isinstance(num_kv_heads, int):
         check_tensor_parallel(num_ranks, num_heads, (rows,), num_kv_heads)
     return impl

@@ -124,7 +124,7 @@ class Admission:
         """What a request that starts takes from the cache."""
         match = self._cache.match(req)
         computes = self._may_compute(req) and self._planner.computes_instead(req)
-        return match.on_device() if computes else match
+        return self._cache.on_device(match) if computes else match
 
     def _is_full(self, budget: int) -> bool:
         """Whether a launch with so many tokens left can take no other request."""
@@ -214,7 +214,8 @@ class Admission:
         return min(able, key=self.turn_of, default=None)
 
     def _is_loading(self, req: Req) -> bool:
-        return req.preload is not None and bool(self._cache.candidate(req).loading)
+        known = self._cache.candidate(req)
+        return known.awaits_load or (req.preload is not None and bool(known.loading))
 
     def lacks_room(self, req: Req) -> bool:
         """Whether others keep a waiting request from starting: by their slots, a prompt, or their memory."""
@@ -224,7 +225,7 @@ class Admission:
     def _can_begin_with(self, first: Req, others: list[Req]) -> bool:
         """Whether the first request may start. If it lacks memory, what others have of it is taken or asked for."""
         match = self._match(first)
-        if self.may_start(first, match):
+        if self.may_start(first, match) or self._cache.candidate(first).awaits_load:
             return True
         if self._queues.prefilling is not None or self._fills_too_much(match):
             return False

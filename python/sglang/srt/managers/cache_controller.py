@@ -54,6 +54,9 @@ _FROM_DEVICE = frozenset(BACKUP_LINKS.values())
 # With write_through_selective, pages that so many requests have used go to the host.
 SELECTIVE_HITS = 2
 
+# Of the host's pages, one in so many may be what partial nodes lack, besides those that are free.
+_PARTIAL_SHARE = 8
+
 # What peers give up, of which storage lacks all, is looked for and copied so many times as far as it must go.
 _MOVED_AHEAD = 4
 
@@ -121,6 +124,8 @@ class HiCacheController:
         tickets, cut = [], self.tree.windows.cut(nodes[-1].end)
         for source, part in self._by_source(nodes).items():
             unseen = [node for node in part if node.end <= cut]
+            if not self._may_be_partial(self.pages_of(unseen)):
+                unseen = []
             op = self._begin_copy(LOAD_LINKS[source], (source, Tier.DEVICE), part, num_unseen=len(unseen))
             assert op is not None, "a load needs free frames: make room first"
             tickets.append(op.ticket)
@@ -130,6 +135,14 @@ class HiCacheController:
             if source == Tier.PEER:
                 self.counters["load_peer_tokens"] += num_tokens
         return tickets
+
+    def _may_be_partial(self, num_pages: int) -> bool:
+        """Whether so many more pages may be partial on the device. They need their copies below it: that costs room
+        where those are given up for others once the device has them, or were not made before it gives them up."""
+        if self.write_policy in ("write_through", "write_through_selective"):
+            return True
+        host = self.tables[Tier.HOST]
+        return self.tree.counts.partial + num_pages <= host.num_pages // _PARTIAL_SHARE + host.num_free
 
     def complete(self, nodes: list[Node]) -> list[Ticket]:
         """Load what the device lacks of partial nodes, into the pages that they have."""

@@ -26,7 +26,7 @@ from sglang.srt.managers.kv_cache import KVCache
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler_config import SchedulerConfig
 from sglang.srt.mem_cache.namespaces import is_private
-from sglang.srt.mem_cache.node import Node, is_whole
+from sglang.srt.mem_cache.node import Node, is_ready
 from sglang.srt.mem_cache.transfer import CHECK, TIER_NAMES, CheckOp, Ticket, Tier
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.time_units import Seconds
@@ -127,9 +127,10 @@ class Canary:
         assert req is not None and req.hold is not None and sample is not None
         page, tokens = self.config.page_size, sample.tokens
         match = self._cache.tree.match(sample.namespace, tokens).on_device()
-        ready = takewhile(lambda node: is_whole(node, Tier.DEVICE) and not node.is_lossy, match.path)
-        by_tier: Callable[[Node], Tier] = lambda node: node.came_from  # noqa: E731
-        runs = [(tier, list(nodes)) for tier, nodes in groupby(ready, by_tier)]
+        ready = takewhile(lambda node: is_ready(node, Tier.DEVICE) and not node.is_lossy, match.path)
+        # Of partial nodes not all layers are there.
+        by_tier: Callable[[Node], Tier | None] = lambda node: None if node.is_partial else node.came_from  # noqa: E731
+        runs = [(tier, list(nodes)) for tier, nodes in groupby(ready, by_tier) if tier is not None]
         self._has_differed = False
         for tier, nodes in runs:
             start, end = nodes[0].start, min(nodes[-1].end, match.device_len)

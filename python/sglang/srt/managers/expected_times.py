@@ -113,9 +113,9 @@ class ExpectedTimes:
 
     # -- what things take ---------------------------------------------------------------------------------------
 
-    def load_seconds(self, num_tokens: int, link: str = H2D) -> float:
-        """Of the last tokens of a prefix; layers with a window see only the end of it."""
-        left_out = self._windowed_share * max(0, num_tokens - self._window_reach)
+    def load_seconds(self, num_tokens: int, link: str = H2D, behind: int = 0) -> float:
+        """Of tokens of a prefix with so many behind them; layers with a window see only its end."""
+        left_out = self._windowed_share * max(0, num_tokens - max(0, self._window_reach - behind))
         num_bytes = int((num_tokens - left_out) * self._bytes_per_token)
         return (num_tokens and self.costs.load_seconds(num_bytes, link)) or 0.0
 

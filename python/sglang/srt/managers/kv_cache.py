@@ -216,9 +216,9 @@ class KVCache:
         """Of a locked path, see `WindowReach.cut_to_load`."""
         return self.tree.windows.cut_to_load(receipt.node)
 
-    def sees_partial(self, match: MatchResult) -> bool:
+    def on_device(self, match: MatchResult) -> MatchResult:
         """See `WindowReach`."""
-        return self.tree.windows.sees_partial(match)
+        return self.tree.windows.on_device(match)
 
     def tokens_from_peers(self, path: list[Node]) -> int:
         """Tokens of a locked path that are streamed from peers."""
@@ -755,6 +755,8 @@ class KVCache:
             f"{req}: locks other tokens than its own"
         )
         assert depth == hold.inserted_len, f"{req}: locked to {depth}, inserted {hold.inserted_len}"
+        first_seen = self.tree.windows.first_seen(req.computed)
+        assert all(node.end <= first_seen for node in path if node.is_partial), f"{req}: its windows see what lacks"
         assert len(hold.frames) == pages_for(req.computed, page) - depth // page - hold.num_swapped
 
 

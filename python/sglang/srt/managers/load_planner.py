@@ -315,14 +315,15 @@ class LoadPlanner:
             return False
         known = self._cache.candidate(req)
         to_load = known.load + known.from_peers
-        if not to_load or known.sees_partial:
+        if not to_load:
             return False
         loads = self.expected.loads
         needed = [link for n, link in ((known.load, H2D), (known.from_peers, P2D)) if n]
         if any(loads[link].is_doubtful(self.expected.now) for link in needed):
             return True
         load_s = self.expected.load_seconds(known.load) + self.expected.load_seconds(known.from_peers, P2D)
-        compute_s = self.expected.costs.recompute_seconds(known.prefix - to_load, known.prefix)
+        start = known.prefix - to_load if known.on_device is None else known.on_device
+        compute_s = self.expected.costs.recompute_seconds(start, known.prefix)
         return compute_s is not None and times * compute_s <= load_s
 
     def recompute_prefix_len(self, batch: ExtendBatch, match: MatchResult, chunk: int, budget: int) -> int:
@@ -332,8 +333,8 @@ class LoadPlanner:
         num_load = match.total_len - match.device_len
         if not num_load or not self.policies.load_or_recompute or self.config.inserts_late:
             return 0
-        if match.to_complete or self._cache.sees_partial(match):
-            return 0
+        if match.to_complete or self._cache.on_device(match).total_len < match.device_len:
+            return 0  # windows reach partial nodes from there
         expected, queues = self.expected, self._queues
         is_idle = not batch.reqs and not queues.running and len(queues.waiting) == 1
 
@@ -351,7 +352,8 @@ class LoadPlanner:
         # Where others could use the time, computing must be the cheaper way.
         compute_s = expected.compute_seconds(PrefillWork().plus(match.device_len, recomputed))
         rest, all_of_it = match.to_load_behind(match.device_len + recomputed), match.to_load_behind(match.device_len)
-        load_s = expected.load_seconds(all_of_it[0] - rest[0]) + expected.load_seconds(all_of_it[1] - rest[1], P2D)
+        host_s = expected.load_seconds(all_of_it[0] - rest[0], behind=sum(rest))
+        load_s = host_s + expected.load_seconds(all_of_it[1] - rest[1], P2D, behind=sum(rest))
         return recomputed if is_idle or compute_s <= load_s else 0
 
     def blocks_worth_fetching(self, rid: str, first: int, num_blocks: int, ahead: int) -> int:

@@ -62,6 +62,7 @@ class MatchCursors:
         """The result of the match, and its dependencies."""
         match = self._tree.match(namespace, tokens)
         loads, from_peers = self._loads(match)
+        on_device = self._tree.windows.on_device(match).total_len
         found = (*match.path, *match.beyond)
         depends: list[Hashable] = [node.id for node in found]
         # Of the last of `beyond` it is not known whether it is whole; then the match may depend on less.
@@ -81,7 +82,7 @@ class MatchCursors:
             match.total_len,
             tuple(loading),
             from_peers,
-            sees_partial=self._tree.windows.sees_partial(match),
+            on_device=on_device if on_device < match.device_len else None,
             awaits_load=match.awaits_load,
         )
         return candidate, tuple(depends)

@@ -83,8 +83,9 @@ class Candidate:
     loading: tuple[Ticket, ...] = ()
     # Tokens that it would load from peers, which takes nothing from the link to the host.
     from_peers: int = 0
-    # See `WindowReach.sees_partial`, and `MatchResult`.
-    sees_partial: bool = False
+    # Tokens that it has if nothing is loaded; None for all that are not to be loaded.
+    on_device: int | None = None
+    # See `MatchResult`.
     awaits_load: bool = False
     # The topmost node of loads.
     top: int | None = field(init=False)

@@ -70,6 +70,12 @@ class EvictionHeap:
         return found
 
 
+def _is_awaited(node: Node) -> bool:
+    """Whether a waiting request fetched on its path, or others may need what the device lacks of it: while a request
+    reads it, it cannot be computed in its place."""
+    return node.soft_pins > 0 or (node.is_partial and node.lock > 0)
+
+
 class EvictionOrder:
     """What each tier gives up next. Owns the candidates of all tiers.
 
@@ -202,7 +208,7 @@ class EvictionOrder:
             copy = self.class_of(node, tier, is_covered)
             # Of what the device has, that which it keeps longest, as far as that was known when it was entered.
             return (is_alive, copy, -last_access_on(node, _DEVICE)) if copy == SPARE else (is_alive, copy, *by_policy)
-        is_pinned = int(node.soft_pins > 0)
+        is_pinned = int(_is_awaited(node))
         if tier != _PEER:
             return is_alive, is_pinned, int(is_covered), *by_policy
         # Peers hold what the device has no room for. The host holds all, where pages are written once.
@@ -221,7 +227,7 @@ class EvictionOrder:
         is_next = node.is_next and not (on_other and ready[_DEVICE])
         if is_covered is None:
             is_covered = self._is_covered(node, tier)
-        is_pinned = node.soft_pins > 0
+        is_pinned = _is_awaited(node)
         # Peers behind the host are much slower: what they have, the host is not to give up for it.
         on_farther = is_first and tier == _PEER and ready[_HOST]
         return class_of_copy(ready[_DEVICE] or on_other, on_farther, is_next, is_covered, is_pinned)

@@ -44,8 +44,10 @@ from sglang.srt.mem_cache.node import (
     Node,
     Receipt,
     Root,
+    is_alone_and_partial,
     is_fetching,
     is_hole,
+    is_lacking,
     is_ready,
     path_of,
     root_of,
@@ -245,9 +247,9 @@ class HiRadixTree:
             if step.lock == 0:
                 if step.num_device_children == 0:
                     self._offer(step, _DEVICE)
-                    if step.frames[_DEVICE] is None:
-                        self._offer(step, _PEER)
-                        self._offer(step, _HOST)
+                if is_lacking(step):
+                    self._offer(step, _PEER)
+                    self._offer(step, _HOST)
                 if step.parent is None:
                     self._prune(step)
             step = step.parent
@@ -349,7 +351,6 @@ class HiRadixTree:
                 if mine is not None:
                     replaced.cached.append((mine, max(child.fences[_DEVICE], child.last_use)))
                     self.pages.left(child, _DEVICE)
-                    child.is_partial = False
                 self._set_frames(child, Tier.DEVICE, offered, None, fence)
                 # If it was locked as the source of a load, it need not stay on the host any more.
                 for tier in FRAME_TIERS:
@@ -386,8 +387,7 @@ class HiRadixTree:
         for i, node in enumerate(nodes):
             assert node.frames[tier] is None
             n = len(node.key) // self.page_size
-            node.is_partial |= i < num_partial
-            self._set_frames(node, tier, frames[pos : pos + n], ticket, node.fences[source])
+            self._set_frames(node, tier, frames[pos : pos + n], ticket, node.fences[source], i < num_partial)
             node.was_copied = True
             self._offer(node, source)
             pos += n
@@ -726,13 +726,21 @@ class HiRadixTree:
         return upper
 
     def _set_frames(
-        self, node: Node, tier: Tier, frames: np.ndarray, ticket: Ticket | None, fence: LaunchSeq
+        self,
+        node: Node,
+        tier: Tier,
+        frames: np.ndarray,
+        ticket: Ticket | None,
+        fence: LaunchSeq,
+        is_partial: bool = False,
     ) -> None:
+        """is_partial: on the device."""
         assert node.parent is not None
         self._changed(node)
         self._count_out(node, tier)
-        if tier == _DEVICE and node.frames[tier] is None:
-            node.parent.num_device_children += 1
+        if tier == _DEVICE:
+            node.parent.num_device_children += node.frames[tier] is None
+            node.is_partial = is_partial
         node.frames[tier] = trimmed(frames)
         node.tickets[tier] = ticket
         node.fences[tier] = fence
@@ -772,7 +780,7 @@ class HiRadixTree:
         if tier == _DEVICE:
             node.is_partial = False
         self._count_in(node, tier)
-        if ticket is None and is_hole(node):
+        if ticket is None and (is_hole(node) or is_alone_and_partial(node)):
             self.lost(node, tier)
         if tier == _DEVICE:
             assert node.num_device_children == 0

@@ -186,6 +186,11 @@ def is_lacking(node: Node) -> bool:
     return node.frames[Tier.DEVICE] is None or node.is_partial
 
 
+def is_alone_and_partial(node: Node) -> bool:
+    """Whether no tier has a node whole, or gets it, and the device has it partial."""
+    return node.is_partial and node.frames[Tier.PEER] is None and node.frames[Tier.HOST] is None
+
+
 def is_only_on_device(node: Node) -> bool:
     """Whether the device has a node whole, and no other tier has it or gets it."""
     return is_whole(node, Tier.DEVICE) and node.frames[Tier.PEER] is None and node.frames[Tier.HOST] is None

@@ -13,13 +13,14 @@ _DEVICE = int(Tier.DEVICE)
 
 class PageCounts:
     """Lists by tier. evictable: see `evictable_pages`; unpinned: those of them that have no soft pins. soft_pinned:
-    of nodes with soft pins, below the device."""
+    of nodes with soft pins, below the device. partial: pages of partial nodes."""
 
     def __init__(self) -> None:
         self.resident = [0] * NUM_TIERS
         self.evictable = [0] * NUM_TIERS
         self.unpinned = [0] * NUM_TIERS
         self.soft_pinned = [0] * NUM_TIERS
+        self.partial = 0
 
     def put_in(self, node: Node, tier: int) -> None:
         self._add(node, tier, 1)
@@ -33,6 +34,8 @@ class PageCounts:
             return
         num_pages, num_evictable = sign * len(frames), sign * evictable_pages(node, tier)
         self.resident[tier] += num_pages
+        if node.is_partial and tier == _DEVICE:
+            self.partial += num_pages
         self.evictable[tier] += num_evictable
         if node.soft_pins == 0 or tier == _DEVICE:
             self.unpinned[tier] += num_evictable

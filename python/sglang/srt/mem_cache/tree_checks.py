@@ -33,7 +33,8 @@ def check_tree(tree: HiRadixTree) -> None:
             if ticket is not None:
                 filling.setdefault(ticket, set()).add(node.id)
     assert num_nodes == tree.num_nodes
-    for name in ("resident", "evictable", "unpinned", "soft_pinned"):
+    assert tree.windows.num_tokens or not counts.partial, "no layer has a window, and nodes are partial"
+    for name in ("resident", "evictable", "unpinned", "soft_pinned", "partial"):
         kept, walked = getattr(tree.counts, name), getattr(counts, name)
         assert kept == walked, f"{name} {kept}, by walk {walked}"
     registered = {t: {n.id for n in nodes} for t, nodes in tree._by_ticket.items()}

@@ -51,11 +51,18 @@ class WindowReach:
         size = self._order.cut_tokens
         return self.first_seen(num_tokens) // size * size if self.num_tokens else 0
 
-    def sees_partial(self, match: MatchResult) -> bool:
-        """Whether what the device has of a match does not do to compute what follows on that: windows reach partial
-        nodes from there."""
-        first = self.first_seen(match.device_len)
-        return any([n.is_partial and n.end > first and n.start < match.device_len for n in match.path])
+    def on_device(self, match: MatchResult) -> MatchResult:
+        """The longest part of what the device has of a match from whose end windows reach no partial node."""
+        found = match.on_device()
+        if not self.num_tokens:
+            return found
+        for place in reversed(range(len(found.path))):
+            node = found.path[place]
+            if node.end <= self.first_seen(found.total_len):
+                break
+            if node.is_partial:
+                found = found.above(place)
+        return found
 
     def longest_whole(self, match: MatchResult, source_of: Callable[[Node], Tier | None]) -> MatchResult:
         """The longest part of a match from whose end windows reach nothing that no tier has whole. source_of: the

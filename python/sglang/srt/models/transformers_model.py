@@ -212,7 +212,8 @@ class TransformersForCausalLM(nn.Module):
         except ModelConfigError:
             raise
         except Exception as error:
-            raise found.refusal(f"its modelling code fails without a cache of transformers ({error!r})") from error
+            what = f"its modelling code fails without a cache of transformers ({error!r}){found.hint}"
+            raise found.refusal(what) from error
         finally:
             _masks.reset(token)
         self.model.set_attn_implementation(PAGED)
@@ -332,6 +333,12 @@ class _Inspection:
             f"{self.config.model_path!r} ({self.config.architecture}) cannot be served: {reason}."
         )
 
+    @property
+    def hint(self) -> str:
+        """For what may be wrong with a rank's part alone."""
+        num_ranks = self.heads.group.size
+        return f", divided over {num_ranks} ranks: choose --tp-size 1" if num_ranks > 1 else ""
+
     def attend(
         self,
         module: nn.Module,
@@ -351,7 +358,7 @@ class _Inspection:
         if not fits or value.shape[:3] != key.shape[:3] or value.shape[3] > config.head_dim:
             raise self.refusal(
                 f"a layer has queries and keys of the shapes {shapes}, and its config asks for {wanted} in every "
-                "layer"
+                f"layer{self.hint}"
             )
         unknown = [
             name

@@ -23,6 +23,10 @@ from sglang.srt.distributed.parallel_state import SINGLE_RANK, Shard, TensorPara
 # Styles of transformers' plans. Others give or take all in all ranks, and are left whole.
 _COLUMNS = frozenset({"colwise"})
 _ROWS = frozenset({"rowwise", "rowwise_split_input"})
+# Layers of attention whose outputs are those of KV heads.
+_OF_KV_HEADS = frozenset({"k_proj", "v_proj"})
+# Blocks that look at all of what their first layers give, though transformers' plan divides them.
+_OVER_ALL = frozenset({"Gemma3nTextMLP"})
 
 
 class SummedLinear(nn.Module):
@@ -86,13 +90,15 @@ def divide_layers(model: Any, config: ModelConfig, group: TensorParallelGroup) -
             continue
         block_name, _, last = name.rpartition(".")
         block = model.get_submodule(block_name)
+        if type(block).__name__ in _OVER_ALL:
+            continue
         full = layer.out_features if style in _COLUMNS else layer.in_features
         is_attention = "attn" in block_name or "attention" in block_name
-        is_kv = is_attention and style in _COLUMNS and full == config.num_kv_heads * config.head_dim
+        is_kv = is_attention and last in _OF_KV_HEADS
         shard = heads.times(full // heads.full) if is_attention else group.shard(full)
         if is_kv:
             # Whose heads several ranks may have.
-            shard = kv_heads.times(config.head_dim)
+            shard = kv_heads.times(full // kv_heads.full)
         elif shard.size * group.size != full:
             raise ModelConfigError(
                 f"{config.model_path!r} cannot be divided over {group.size} ranks: {name} has {full} "
