@@ -66,8 +66,12 @@ def test_a_model_that_can_be_served(model: Callable[..., str], tmp_path: Path) -
             "GPT2LMHeadModel, which is not supported; supported are",
         ),
         ("", {"architectures": None}, {}, "has the architecture unknown, which is not supported; supported are"),
-        ("", {"architectures": ["GPT2LMHeadModel"]}, {"tp_size": 2}, "not divided over ranks; use --tp-size 1"),
-        ("", {}, {"tp_size": 2, "model_impl": "transformers"}, "not divided over ranks; use --tp-size 1"),
+        (
+            "",
+            {"num_attention_heads": 6},
+            {"tp_size": 4, "model_impl": "transformers"},
+            "6 attention heads cannot be divided over 4 ranks; choose a --tp-size that divides 6",
+        ),
         (
             "",
             {"quantization_config": {"quant_method": "quip"}},
