@@ -343,7 +343,7 @@ class HiRadixTree:
                 taken.append(mine)
                 duplicates.append(offered)
             else:
-                if child.frames[_PEER] is None and child.frames[_HOST] is None:
+                if is_hole(child) or is_alone_and_partial(child):
                     child.is_lossy = node.is_lossy
                     child.came_from = Tier.DEVICE
                     # A request has missed it: what counts as stored may not be.
