@@ -16,6 +16,7 @@ from transformers import (
     Gemma2Config,
     OlmoeConfig,
     PretrainedConfig,
+    Qwen2Config,
     Qwen3MoeConfig,
 )
 
@@ -121,6 +122,37 @@ def test_a_prompt_longer_than_the_device(tmp_path: Path, config: PretrainedConfi
         assert reply["meta_info"]["prompt_tokens"] > 600
         assert reply["output_ids"] == continued(theirs, text)
         assert server.get("/hicache/state").json()["counters"]["streamed_reqs"] == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "num_ranks"),
+    [
+        (Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=64, max_window_layers=1), 1),
+        (Gemma2Config(**SHAPE, sliding_window=64), 2),
+    ],
+    ids=["native", "transformers, on two ranks"],
+)
+@pytest.mark.parametrize("whole", [False, True], ids=["seen", "whole"])
+def test_loads_leave_out_what_windows_hide(
+    tmp_path: Path, config: PretrainedConfig, num_ranks: int, whole: bool
+) -> None:
+    """Two texts that the device has no room for together, continued at their ends and in their middles."""
+    model = tmp_path / "model"
+    theirs = made(model, config)
+    texts = [" ".join(f"{TEXT} {name} {part}." for part in range(4)) for name in ("Part", "Chapter")]
+    prompts = [text[: len(text) // share] + " So?" for share in (1, 2) for text in texts]
+    want = [continued(theirs, prompt) for prompt in prompts]
+    flags = (
+        "--hicache --max-total-tokens 1100 --page-size 16 --hicache-ratio 5 --hicache-load-or-recompute off "
+        f"--tp-size {num_ranks}"
+    )
+    with Server(*flags.split(), *["--disable-hybrid-swa-memory"] * whole, model=str(model)) as server:
+        for _ in range(2):
+            for prompt, right in zip(prompts, want):
+                assert generate(server, prompt)["output_ids"] == right
+        counters = server.get("/hicache/state").json()["counters"]
+        assert counters["hit_tokens_host"] > 400
+        assert ("load_full_only_tokens" not in counters) == whole, counters
 
 
 @pytest.mark.parametrize(
