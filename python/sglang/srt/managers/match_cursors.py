@@ -62,7 +62,8 @@ class MatchCursors:
         """The result of the match, and its dependencies."""
         match = self._tree.match(namespace, tokens)
         loads, from_peers = self._loads(match)
-        on_device = self._tree.windows.on_device(match).total_len
+        windows = self._tree.windows
+        on_device = windows.on_device(match).total_len if windows.num_tokens else match.device_len
         found = (*match.path, *match.beyond)
         depends: list[Hashable] = [node.id for node in found]
         # Of the last of `beyond` it is not known whether it is whole; then the match may depend on less.

@@ -90,6 +90,8 @@ class WindowReach:
     def cut_to_complete(self, end: Node) -> list[Node]:
         """The partial nodes of the path to `end` that windows reach from there, top first. They are cut where what is
         reached begins."""
+        if not self.num_tokens:
+            return []
         first = self.first_seen(end.end)
         found = [node for node in path_of(end) if node.is_partial and node.end > first]
         for node in found:
