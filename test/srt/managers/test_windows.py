@@ -403,6 +403,25 @@ def test_answers_are_those_of_transformers(tmp_path: Path, name: str, page_size:
     engine.close()
 
 
+def test_the_canary_compares_what_is_whole_beside_partial_pages(tmp_path: Path) -> None:
+    model = Model(of_the_mixed_layers(), str(tmp_path / "model"))
+    options = {"canary_rate": 1.0, "canary_idle_s": 0.0, "evidence": tmp_path, "write_policy": "write_through"}
+    engine = model.engine(num_device_pages=460, num_host_pages=3000, window_tile=0, **options)
+    rng = np.random.default_rng(1)
+    documents = [rng.integers(3, VOCAB, 180).astype(np.int32) for _ in range(3)]
+    for number in range(6):
+        prompt = np.concatenate((documents[number % 3], rng.integers(3, VOCAB, 6).astype(np.int32)))
+        engine.generate([prompt], greedy(3))
+        engine.settle()
+    # The samples of what was found, when nothing else is to be done.
+    for _ in range(500):
+        engine._turn(0.0, [], [], lambda decision: None)
+    found = engine.scheduler.canary.state()
+    assert engine.scheduler.state()["counters"]["load_full_only_tokens"] > 300
+    assert found is not None and found["equal_tokens"] > 0 and not found["different_tokens"], found
+    engine.close()
+
+
 @pytest.mark.parametrize(
     ("mix", "seed", "events"),
     [
