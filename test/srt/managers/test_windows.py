@@ -37,7 +37,7 @@ def window_rig(**options: int) -> Rig:
 def begin_loads(rig: Rig, text: str) -> list[TransferOp]:
     """Begin to load what a request with this prefix lacks. Its path is not locked when this returns."""
     receipt = rig.tree.lock(rig.tree.match("", tokens(text)), rig.clock.next)
-    tickets = rig.controller.complete(rig.tree.windows.cut_to_complete(receipt.node))
+    tickets = rig.controller.complete_partial(rig.tree.windows.cut_to_complete(receipt.node))
     if lacking := rig.tree.windows.cut_to_load(receipt.node):
         tickets += rig.controller.begin_load(lacking)
     rig.tree.unlock(receipt, rig.clock.next, rig.clock.done)

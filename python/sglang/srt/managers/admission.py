@@ -324,7 +324,7 @@ class Admission:
     def _begin_preload(self, req: Req, match: MatchResult) -> bool:
         """Begin a request's load while it waits; False if there is no room."""
         receipt = self._cache.lock(match)
-        self._planner.complete(receipt)
+        self._planner.complete_partial(receipt)
         if not self._cache.make_room((match.total_len - match.device_len) // self.page_size, self._decode_pages):
             self._cache.unlock(receipt)
             return False
@@ -376,7 +376,7 @@ class Admission:
         if chunk == 0:
             return 0
         receipt = cache.lock(match)
-        completing = planner.complete(receipt)
+        completing = planner.complete_partial(receipt)
         num_load = 0 if streams else (match.total_len - match.device_len) // page
         num_own = pages_for(match.total_len + chunk, page) - match.total_len // page
         if not cache.make_room(num_load + num_own, self._decode_pages):

@@ -144,7 +144,7 @@ class HiCacheController:
         host = self.tables[Tier.HOST]
         return self.tree.counts.partial + num_pages <= host.num_pages // _PARTIAL_SHARE + host.num_free
 
-    def complete(self, nodes: list[Node]) -> list[Ticket]:
+    def complete_partial(self, nodes: list[Node]) -> list[Ticket]:
         """Load what the device lacks of partial nodes, into the pages that they have."""
         tickets = []
         for source, part in self._by_source(nodes).items():

@@ -386,13 +386,14 @@ class KVCache:
     def begin_load(self, nodes: list[Node]) -> list[tuple[Ticket, int]]:
         """See `HiCacheController.begin_load`. Returns the operations and the bytes of each."""
         self.takes.note(sum(len(node.key) for node in nodes) // self.page_size)
-        tickets = self.controller.begin_load(nodes)
-        return [(ticket, self.in_flight[ticket].size_bytes) for ticket in tickets]
+        return self._with_sizes(self.controller.begin_load(nodes))
 
-    def complete(self, receipt: Receipt) -> list[tuple[Ticket, int]]:
+    def complete_partial(self, receipt: Receipt) -> list[tuple[Ticket, int]]:
         """Begin to load what windows reach of the partial nodes of a locked path, which takes no new pages. Returns
         the operations and the bytes of each."""
-        tickets = self.controller.complete(self.tree.windows.cut_to_complete(receipt.node))
+        return self._with_sizes(self.controller.complete_partial(self.tree.windows.cut_to_complete(receipt.node)))
+
+    def _with_sizes(self, tickets: list[Ticket]) -> list[tuple[Ticket, int]]:
         return [(ticket, self.in_flight[ticket].size_bytes) for ticket in tickets]
 
     def take_free(self, num_pages: int) -> np.ndarray:

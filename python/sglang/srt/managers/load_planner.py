@@ -253,9 +253,9 @@ class LoadPlanner:
         """See `HiCacheController.begin_load`."""
         return self._note_begun(self._cache.begin_load(nodes))
 
-    def complete(self, receipt: Receipt) -> LoadTimes:
-        """See `KVCache.complete`; before room is made for anything, which may cost what is loaded."""
-        return self._note_begun(self._cache.complete(receipt))
+    def complete_partial(self, receipt: Receipt) -> LoadTimes:
+        """See `KVCache.complete_partial`; before room is made for anything, which may cost what is loaded."""
+        return self._note_begun(self._cache.complete_partial(receipt))
 
     def _note_begun(self, loads: list[tuple[Ticket, int]]) -> LoadTimes:
         for ticket, num_bytes in loads:

@@ -92,10 +92,12 @@ class MatchCursors:
         """What is to be loaded from the host, as in `Candidate`, and how many tokens from peers."""
         loads, from_peers = [], match.from_peers
         for node in match.to_complete:
+            if node.tickets[Tier.DEVICE] is not None:
+                continue  # it is awaited first
             seen = min(node.end, match.total_len) - max(node.start, self._tree.windows.first_seen(match.total_len))
             if self._tree.source_of(node) == Tier.PEER:
                 from_peers += seen
-            elif node.tickets[Tier.DEVICE] is None:
+            else:
                 loads.append((node.id, seen))
         for node in match.path:
             if node.frames[Tier.DEVICE] is None and self._tree.source_of(node) != Tier.PEER:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Container, Iterable
 from functools import partial
 
 from sglang.srt.mem_cache.eviction import RETIRED_PRIORITY, Rank
-from sglang.srt.mem_cache.node import Node, is_hole, is_lacking, is_whole, last_access_on
+from sglang.srt.mem_cache.node import Node, is_hole, is_lacking, last_access_on
 from sglang.srt.mem_cache.placement import SPARE, class_of_copy
 from sglang.srt.mem_cache.transfer import FRAME_TIERS, Tier
 from sglang.srt.utils.time_units import LaunchSeq
@@ -68,12 +68,6 @@ class EvictionHeap:
         for rank, node_id, _ in self._entries:
             found.setdefault(node_id, []).append(rank)
         return found
-
-
-def _is_awaited(node: Node) -> bool:
-    """Whether a waiting request fetched on its path, or others may need what the device lacks of it: while a request
-    reads it, it cannot be computed in its place."""
-    return node.soft_pins > 0 or (node.is_partial and node.lock > 0)
 
 
 class EvictionOrder:
@@ -220,7 +214,8 @@ class EvictionOrder:
 
     def class_of(self, node: Node, tier: int, is_covered: bool | None = None) -> int:
         """See `class_of_copy`."""
-        ready = [is_whole(node, each) for each in FRAME_TIERS]
+        ready = [frames is not None and ticket is None for frames, ticket in zip(node.frames, node.tickets)]
+        ready[_DEVICE] = ready[_DEVICE] and not node.is_partial
         other = _PEER if tier == _HOST else _HOST
         is_first = self.load_order[0] == tier
         on_other = ready[other] and not is_first
@@ -246,3 +241,9 @@ class EvictionOrder:
         """By the eviction policy, on any tier below the device: the least goes first."""
         last_access = max(last_access_on(node, _PEER), last_access_on(node, _HOST))
         return *self.policy(node, last_access), -node.start
+
+
+def _is_awaited(node: Node) -> bool:
+    """Whether a waiting request has fetched on a node's path, or a running one reads it partial: as long as it does,
+    what the device lacks of it comes from its copies alone."""
+    return node.soft_pins > 0 or (node.is_partial and node.lock > 0)

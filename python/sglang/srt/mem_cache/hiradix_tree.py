@@ -47,7 +47,6 @@ from sglang.srt.mem_cache.node import (
     is_alone_and_partial,
     is_fetching,
     is_hole,
-    is_lacking,
     is_ready,
     path_of,
     root_of,
@@ -247,7 +246,7 @@ class HiRadixTree:
             if step.lock == 0:
                 if step.num_device_children == 0:
                     self._offer(step, _DEVICE)
-                if is_lacking(step):
+                if step.frames[_DEVICE] is None or step.is_partial:
                     self._offer(step, _PEER)
                     self._offer(step, _HOST)
                 if step.parent is None:

@@ -48,8 +48,8 @@ class SummedLinear(nn.Module):
 
 @dataclass(frozen=True)
 class OwnHeads:
-    """The heads of a rank. query, kv: of all. joined: layers that want the results of all heads, not the rank's.
-    summed: what is summed over ranks once they are joined."""
+    """The heads of a rank. query, kv: its part of all query heads and of all KV heads. joined: layers that want the
+    results of all heads, not the rank's. summed: the layers whose results are summed over ranks after `join`."""
 
     query: Shard
     kv: Shard
@@ -97,9 +97,9 @@ def divide_layers(model: Any, config: ModelConfig, group: TensorParallelGroup) -
         is_kv = is_attention and last in _OF_KV_HEADS
         shard = heads.times(full // heads.full) if is_attention else group.shard(full)
         if is_kv:
-            # Whose heads several ranks may have.
             shard = kv_heads.times(full // kv_heads.full)
-        elif shard.size * group.size != full:
+        # Several ranks may have the same KV heads.
+        if shard.full != full or not (is_kv or shard.size * group.size == full):
             raise ModelConfigError(
                 f"{config.model_path!r} cannot be divided over {group.size} ranks: {name} has {full} "
                 f"{'outputs' if style in _COLUMNS else 'inputs'}; choose another --tp-size."
