@@ -76,15 +76,17 @@ class Bench:
         places = torch.from_numpy(np.repeat(starts, q_len)) + positions // page
         rows = torch.arange(num_reqs) * q_len + q_len - 1
         whole = torch.zeros(num_reqs, dtype=torch.int64)
+        segments = PagedSegments(
+            table, page, starts, kv_lens, q_lens, torch.from_numpy(starts), torch.from_numpy(kv_lens)
+        )
         return ForwardBatch(
             seq=0,
             mode=ForwardMode.DECODE if q_len == 1 else ForwardMode.EXTEND,
             input_ids=torch.randint(self.config.vocab_size, (num_reqs * q_len,), generator=g),
             positions=positions,
-            out_loc=table[places] * page + positions % page,
-            segments=PagedSegments(
-                table, page, starts, kv_lens, q_lens, torch.from_numpy(starts), torch.from_numpy(kv_lens)
-            ),
+            out_loc=(table[places] * page + positions % page).expand(2, -1),
+            segments=segments,
+            windowed_segments=segments,
             attn=AttentionMetadata((q_len,) * num_reqs, self.config.attn_scale),
             sample_rows=rows,
             sample_slots=whole,

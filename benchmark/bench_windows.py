@@ -1,10 +1,15 @@
-"""What loads save that leave out what layers with a window do not see: bytes, seconds, first tokens.
+"""What is saved where layers with a window have no more than they show: by loads, and on the device.
 
     python benchmark/bench_windows.py [--rounds N]
 
-In process, a small model with random weights of which 5 of 6 layers have a window, real copies. The prefix is on the
-host and not on the device. In each round the engines take turns, so that the ratios hold on a noisy machine. A branch
-asks behind half of a prefix that has just been loaded without what its windows do not show.
+In process, a small model with random weights of which 5 of 6 layers have a window, real copies. In each round the
+engines take turns, so that the ratios hold on a noisy machine.
+
+Loads: bytes, seconds, first tokens. The prefix is on the host and not on the device. A branch asks behind half of a
+prefix that has just been loaded without what its windows do not show.
+
+Pools: the device has the same memory, as one pool, or with a pool of its own for layers with a window. Documents are
+asked in turn, which the one has room for and the other has not; then requests come together, longer than a window.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -19,14 +25,21 @@ from common import print_table, write_json
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.attention.base_attn_backend import WINDOW_TILE
+from sglang.srt.managers.scheduler_config import SchedulerConfig
+from sglang.srt.managers.startup.sizes import with_windowed_pool
 from sglang.srt.mem_cache.transfer import H2D, Tier
 from sglang.srt.sampling.sampling_params import SamplingParams
 from support.local_engine import LocalEngine
 
 PREFIXES = (2048, 8192)
 NEW_TOKENS, WINDOW, NUM_LAYERS, LAYERS_PER_FULL = 64, 512, 12, 6
+# Tokens of the device where it has one pool, of a document, of a prompt of those that come together; how many.
+MEMORY, DOCUMENT, LONG, NUM_DOCUMENTS, NUM_TOGETHER = 8192, 3000, 2000, 6, 8
 RATES = {"memory": None, "0.5 GB/s": 0.5e9}
+RATIO = 0.25
+CHUNKS = {"chunked_prefill_size": 512}
 ONE_TOKEN = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True, sampling_seed=0)
+SOME_TOKENS = SamplingParams(max_new_tokens=64, temperature=0.0, ignore_eos=True, sampling_seed=0)
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -122,6 +135,76 @@ def measure(model: ModelConfig, rate: str, rounds: int) -> list[dict[str, object
     return rows
 
 
+class PoolRig:
+    """The same memory as one pool, or as two."""
+
+    def __init__(self, model: ModelConfig, ratio: float | None, num_host_pages: int) -> None:
+        sizes = {"num_device_pages": MEMORY, "num_windowed_pages": 0}
+        if ratio is not None:
+            config = SchedulerConfig(1, MEMORY, 0, 1, model.context_length, num_layers=NUM_LAYERS, **CHUNKS)
+            config = with_windowed_pool(config, model.windows, ratio, None)
+            sizes = {name: getattr(config, name) for name in sizes}
+        self.engine = LocalEngine(
+            model,
+            num_host_pages=num_host_pages,
+            debug=False,
+            load_format="dummy",
+            write_policy="write_through",
+            **sizes,
+            **CHUNKS,
+        )
+
+    def ask_in_turn(self, round_number: int) -> dict[str, float]:
+        """A question behind each document. Returns tokens found per token of the prompts, and the median first
+        token."""
+        answers = []
+        for place in range(NUM_DOCUMENTS):
+            document = np.random.default_rng(place).integers(1, 512, DOCUMENT, dtype=np.int32)
+            prompt = question(document, 1000 * round_number + place)
+            answers += self.engine.generate([prompt], ONE_TOKEN)
+            self.engine.settle()
+        found = sum(sum(each.cached_tokens_details.values()) for each in answers)
+        return {
+            "found": found / (NUM_DOCUMENTS * (DOCUMENT + NEW_TOKENS)),
+            "first token s": float(np.median([each.first_token_s for each in answers])),
+        }
+
+    def ask_together(self, round_number: int) -> dict[str, float]:
+        """New prompts at once. Returns how many run at most, and the seconds of all."""
+        rng = np.random.default_rng(10_000 + round_number)
+        prompts = [rng.integers(1, 512, LONG, dtype=np.int32) for _ in range(NUM_TOGETHER)]
+        queues, most = self.engine.scheduler.queues, 0
+
+        def watch(decision: object) -> None:
+            nonlocal most
+            most = max(most, len(queues.running))
+
+        started = time.perf_counter()
+        self.engine.generate(prompts, SOME_TOKENS, after_step=watch)
+        seconds = time.perf_counter() - started
+        self.engine.settle()
+        return {"most at a time": most, "all s": seconds}
+
+
+def measure_pools(model: ModelConfig, rounds: int, num_host_pages: int) -> dict[str, object]:
+    rigs = {"one": PoolRig(model, None, num_host_pages), "two": PoolRig(model, RATIO, num_host_pages)}
+    samples: dict[str, list[dict[str, float]]] = {name: [] for name in rigs}
+    for rig in rigs.values():
+        rig.ask_in_turn(0)
+    for number in range(1, rounds + 1):
+        for name, rig in rigs.items():
+            samples[name].append(rig.ask_in_turn(number) | rig.ask_together(number))
+    row: dict[str, object] = {"host": f"{num_host_pages} tokens" if num_host_pages else "none"}
+    for name, rig in rigs.items():
+        row[f"device tokens, {name}"] = rig.engine.scheduler.config.num_device_pages
+    for what in samples["one"][0]:
+        for name in rigs:
+            row[f"{what}, {name}"] = float(np.median([each[what] for each in samples[name]]))
+        if what.endswith(" s"):
+            row[f"{what}, ratio"] = float(np.median([b[what] / a[what] for a, b in zip(*samples.values())]))
+    return {**row, "rounds": rounds}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
@@ -130,8 +213,10 @@ def main() -> None:
         (Path(folder) / "config.json").write_text(json.dumps(CONFIG))
         model = ModelConfig.from_pretrained(folder)
         rows = [row for rate in RATES for row in measure(model, rate, args.rounds)]
+        pools = [measure_pools(model, args.rounds, num_host_pages) for num_host_pages in (0, 4 * MEMORY)]
     print_table("Loads that leave out what windows hide; a whole load is 1", rows)
-    write_json("windows", {**vars(args), "model": "random, float32"}, rows)
+    print_table("The same memory of the device as one pool, or as two", pools)
+    write_json("windows", {**vars(args), "model": "random, float32"}, [*rows, *pools])
 
 
 if __name__ == "__main__":

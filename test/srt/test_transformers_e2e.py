@@ -132,9 +132,9 @@ def test_a_prompt_longer_than_the_device(tmp_path: Path, config: PretrainedConfi
     ],
     ids=["native", "transformers, on two ranks"],
 )
-@pytest.mark.parametrize("whole", [False, True], ids=["seen", "whole"])
+@pytest.mark.parametrize("pools", ["seen", "whole", "two pools"])
 def test_loads_leave_out_what_windows_hide(
-    tmp_path: Path, config: PretrainedConfig, num_ranks: int, whole: bool
+    tmp_path: Path, config: PretrainedConfig, num_ranks: int, pools: str
 ) -> None:
     """Two texts that the device has no room for together, continued at their ends and in their middles."""
     model = tmp_path / "model"
@@ -146,13 +146,21 @@ def test_loads_leave_out_what_windows_hide(
         "--hicache --max-total-tokens 1100 --page-size 16 --hicache-ratio 5 --hicache-load-or-recompute off "
         f"--tp-size {num_ranks}"
     )
-    with Server(*flags.split(), *["--disable-hybrid-swa-memory"] * whole, model=str(model)) as server:
+    more = {
+        "seen": "",
+        "whole": "--disable-hybrid-swa-memory",
+        "two pools": "--swa-full-tokens-ratio 0.1 --chunked-prefill-size 64",
+    }
+    with Server(*flags.split(), *more[pools].split(), model=str(model)) as server:
         for _ in range(2):
             for prompt, right in zip(prompts, want):
                 assert generate(server, prompt)["output_ids"] == right
-        counters = server.get("/hicache/state").json()["counters"]
+        state = server.get("/hicache/state").json()
+        counters = state["counters"]
         assert counters["hit_tokens_host"] > 400
-        assert ("load_full_only_tokens" not in counters) == whole, counters
+        assert ("load_full_only_tokens" not in counters) == (pools == "whole"), counters
+        assert ("windowed" in state["tiers"]["device"]) == (pools == "two pools")
+        assert (counters.get("evicted_tokens_windowed", 0) > 0) == (pools == "two pools"), counters
 
 
 @pytest.mark.parametrize(

@@ -84,11 +84,13 @@ class FaultyLink(CopyLink):
         """From now on the link does not hang."""
         self._hang_rate, self._polls_left = 0.0, 0
 
-    def _enqueue(self, op: TransferOp, operation: Any, work: partial[None], first: int = 0) -> None:
+    def _enqueue(
+        self, op: TransferOp, operation: Any, work: partial[None], first: int = 0, of_windows: bool = False
+    ) -> None:
         fails_at = self._fail_at.get(op.ticket.seq)
         if fails_at is not None and fails_at in work.keywords.get("layers", ()):
             work = partial(_fail)
-        super()._enqueue(op, operation, work, first)
+        super()._enqueue(op, operation, work, first, of_windows)
 
     def _load_by_one_kernel(self, op: TransferOp, src: torch.Tensor, dst: torch.Tensor, launch: KernelLaunch) -> None:
         fails_at = self._fail_at.get(op.ticket.seq)
@@ -98,10 +100,12 @@ class FaultyLink(CopyLink):
         if fails_at is not None:
             raise LoadFailedError("injected")
 
-    def _back_up(self, op: TransferOp, src: torch.Tensor, dst: torch.Tensor, fence: Fence | None) -> None:
+    def _back_up(
+        self, op: TransferOp, src: torch.Tensor, dst: torch.Tensor, fence: Fence | None, layers: range
+    ) -> None:
         if op.ticket.seq in self._fail_at:
             raise LoadFailedError("injected")
-        super()._back_up(op, src, dst, fence)
+        super()._back_up(op, src, dst, fence, layers)
 
 
 def _fail(src: torch.Tensor, dst: torch.Tensor) -> None:

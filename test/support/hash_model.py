@@ -72,15 +72,16 @@ class HashModel:
 
     def begin_layer(self, layer_id: int, state: Any, batch: ForwardBatch, pool: KVPool) -> _Attending:
         kv = self._keys_values(layer_id, state, batch.positions)
-        pool.store(layer_id, batch.out_loc, kv[:, 0], kv[:, 1])
+        window = self.windows[layer_id]
+        kind, of_kind = (0, batch.segments) if window is None else (1, batch.windowed_segments)
+        pool.store(layer_id, batch.out_loc[kind], kv[:, 0], kv[:, 1])
         view = pool.view(layer_id)
         sums = []
-        for q_len, segments in zip(batch.attn.q_lens, batch.segments):
+        for q_len, segments in zip(batch.attn.q_lens, of_kind):
             if not segments:
                 sums.append(torch.zeros(q_len, dtype=torch.float64))
                 continue
             read = torch.cat([self._gather(view, segment) for segment in segments])
-            window = self.windows[layer_id]
             # What is hidden from all may be anything.
             first = 0 if window is None else max(0, len(read) - q_len + 1 - window)
             total = self._sums(layer_id, self._contributions(layer_id, read[first:], first))

@@ -71,8 +71,16 @@ def check_kv(
             frames = node.frames[tier]
             if frames is None or node.tickets[tier] is not None or node.fences[tier] >= scheduler.clock.done:
                 continue
-            found = pages_of(pool, to_device(frames.astype(np.int64), pool.kv.device)).cpu().to(torch.float64).numpy()
             is_cut = tier == Tier.DEVICE and node.is_partial
+            # Of a pool of its own for layers with a window.
+            windowed = None
+            if tier == Tier.DEVICE and not is_cut and scheduler.cache.windowed.pool is not None:
+                windowed = scheduler.cache.windowed.pool.frame_of[frames]
+                if (windowed < 0).any():
+                    raise OracleError(f"{node}: is whole, and has no frames in the pool for layers with a window")
+            there = to_device(frames.astype(np.int64), pool.kv.device)
+            of_windows = None if windowed is None else to_device(windowed.astype(np.int64), pool.kv.device)
+            found = pages_of(pool, there, of_windows).cpu().to(torch.float64).numpy()
             layers = [layer for layer, window in enumerate(windows) if window is None] if is_cut else slice(None)
             found, right = found[:, :, layers], wanted[:, :, layers]
             good = np.array_equal(found, right) if atol == 0 else np.allclose(found, right, rtol=0, atol=atol)

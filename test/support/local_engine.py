@@ -77,7 +77,7 @@ from sglang.srt.utils.device import CPU, settle_memory
 from sglang.srt.utils.stream import ThreadStream
 from sglang.srt.utils.time_units import Seconds
 from support.faults import FaultyExecutor, FaultyLink
-from support.pool_pages import poison
+from support.pool_pages import fill_all, poison, poison_windowed
 
 GREEDY = SamplingParams(max_new_tokens=16, temperature=0.0, ignore_eos=True, sampling_seed=0)
 
@@ -101,6 +101,12 @@ def _poison(pool: DevicePool | MHATokenToKVPoolHost | ElasticPool, frames: np.nd
     poison(pool, frames)
     if pool.kv.is_cuda:
         # Not before the device has done so may anybody write there, on whatever stream.
+        torch.cuda.synchronize(pool.kv.device)
+
+
+def _poison_windowed(pool: DevicePool, frames: np.ndarray) -> None:
+    poison_windowed(pool, frames)
+    if pool.kv.is_cuda:
         torch.cuda.synchronize(pool.kv.device)
 
 
@@ -201,11 +207,13 @@ class LocalEngine:
         )
         if window_tile is not None:
             config = with_windows(config, self.model.windows, window_tile)
+        windowed, num_windowed = [window is not None for window in self.model.windows], config.num_windowed_pages
         self.device_pool = pool = make_pool(
             num_device_pages,
             layout,
             where,
             **({"has_scratch": True} if graph_batch_size else {}),
+            **({"windowed": windowed, "num_windowed_pages": num_windowed} if num_windowed else {}),
         )
         links: dict[str, FaultyLink] = {}
         self._streams = [make_stream("compute", where)]
@@ -297,9 +305,7 @@ class LocalEngine:
                 seed=seed + more,
                 fail_rate=load_fail_rate if name in (*LOAD_LINKS.values(), D2S) else 0.0,
                 late_rate=late_rate,
-                options=CopyOptions(
-                    io_backend, limits.get(name), windowed=[window is not None for window in self.model.windows]
-                ),
+                options=CopyOptions(io_backend, limits.get(name), windowed=windowed),
             )
         storage_links: dict[str, StorageLink] = {}
         self._slot = StoreSlot(lambda setup: open_store(host)) if open_store is not None else None
@@ -313,9 +319,10 @@ class LocalEngine:
             for filled in (pool, self.host_pool, self.peer_pool):
                 # What is borrowed is not there yet, and poisoned as it comes.
                 if filled is not None and not isinstance(filled, ElasticPool):
-                    filled.kv.fill_(float("nan"))
+                    fill_all(filled, float("nan"))
             if self.layer_stream is not None:
                 self.layer_stream.kv.view(torch.uint8).fill_(255)
+        poisons_windowed = partial(_poison_windowed, pool) if debug and num_windowed else None
         self.core = EngineCore(
             Scheduler(config),
             executor,
@@ -323,6 +330,7 @@ class LocalEngine:
             poisons if debug else None,
             StepRecorder(record, config) if record is not None else None,
             self.borrowed,
+            poison_windowed=poisons_windowed,
         )
         if evidence is not None:
             self._streams.append(ThreadStream(CHECK))

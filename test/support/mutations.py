@@ -39,6 +39,7 @@ from sglang.srt.managers.storage_controller import StorageController
 from sglang.srt.managers.storage_setup import PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.managers.streamed_request import StreamedRequest
 from sglang.srt.managers.transfer_ledger import NO_FRAMES, TransferLedger
+from sglang.srt.managers.windowed_room import WindowedRoom
 from sglang.srt.mem_cache import block_names, hiradix_tree
 from sglang.srt.mem_cache import link as link_module
 from sglang.srt.mem_cache.block_keys import NO_KEYS, BlockKeys
@@ -54,6 +55,7 @@ from sglang.srt.mem_cache.storage_link import StorageLink
 from sglang.srt.mem_cache.transfer import D2P, FRAME_TIERS, P2D, P2H, GateError, Tier
 from sglang.srt.mem_cache.transient_nodes import TransientNodes
 from sglang.srt.mem_cache.window_reach import WindowReach
+from sglang.srt.mem_cache.windowed_pool import WindowedPool
 from sglang.srt.model_executor import executor as executor_module
 from sglang.srt.model_executor.executor import ModelExecutor, NonFiniteLogitsError
 from sglang.srt.sampling.penalties import PenaltyTable
@@ -353,6 +355,34 @@ def computed_pages_give_way_to_partial_ones() -> Any:
 
 
 @mutation
+def windows_lose_what_the_next_launch_reads() -> Any:
+    """Layers with a window give up pages that a request sees which joined the launch before."""
+    return mock.patch.object(WindowedRoom, "_reads_from", lambda self: {})
+
+
+@mutation
+def frames_of_windows_are_reused_while_they_are_read() -> Any:
+    """What layers with a window have given up is free at once."""
+    take = WindowedPool.take_away
+    return mock.patch.object(WindowedPool, "take_away", lambda self, pages, fence: take(self, pages, NO_LAUNCH))
+
+
+@mutation
+def executor_is_not_told_the_frames_of_windows() -> Any:
+    """Only the first frame that a page gets for layers with a window is told."""
+    take = WindowedPool.take_given
+    told: set[tuple[int, int]] = set()
+
+    def patched(self: Any) -> Any:
+        given = take(self)
+        is_new = [(id(self), page) not in told for page in given[0].tolist()]
+        told.update((id(self), page) for page in given[0].tolist())
+        return given[:, is_new]
+
+    return mock.patch.object(WindowedPool, "take_given", patched)
+
+
+@mutation
 def load_forgets_v() -> Any:
     """A load copies K twice."""
     transfer = link_module.transfer_kv_all_layer_pf_lf
@@ -369,8 +399,8 @@ def slot_keeps_old_pages() -> Any:
     """The page table of a slot is not replaced when a new request gets it."""
     apply = executor_module.PageTable.apply
 
-    def patched(self: Any, runs: Any, appends: Any) -> None:
-        apply(self, [run for run in runs if not (run.fresh and self._room[run.slot])], appends)
+    def patched(self: Any, runs: Any, *more: Any) -> None:
+        apply(self, [run for run in runs if not (run.fresh and self._room[run.slot])], *more)
 
     return mock.patch.object(executor_module.PageTable, "apply", patched)
 
@@ -1193,6 +1223,19 @@ _WINDOWED: dict[int, dict[str, Any]] = {
 }
 
 
+_POOLED: dict[str, Any] = {
+    "num_device_pages": 200,
+    "windowed_part": 3,
+    "chunked_prefill_size": 8,
+    "insert_every_tokens": 8,
+    "max_running_requests": 8,
+    "arrival_rate": 0.6,
+    "late_rate": 0.0,
+    "load_late_rate": 0.0,
+    "num_ranks": 1,
+}
+
+
 def configurations() -> Iterator[SoakConfig]:
     """In which all requests use the cache."""
     return (dataclasses.replace(config, cache_modes=False, switch_rate=0.0) for config in _configurations())
@@ -1286,7 +1329,10 @@ def _configurations() -> Iterator[SoakConfig]:
     yield tier_mix(("disk", "stream"), 0)
     # Layers with a window, which leave their part of loads out; in the second, the front of loads may be computed.
     for seed, more in _WINDOWED.items():
-        yield dataclasses.replace(windowed_mix(("peer",), seed), **_BRANCHES, **more)
+        yield dataclasses.replace(windowed_mix(("peer",), seed), windowed_part=0, **_BRANCHES, **more)
+    # The same with a pool of their own on the device, which requests share.
+    for seed in (24, 30):
+        yield dataclasses.replace(windowed_mix(("peer",), seed), **(_BRANCHES | _POOLED))
 
 
 def _storage(seed: int, page_size: int) -> dict[str, Any]:

@@ -83,6 +83,9 @@ class SoakConfig:
     fetch_s: float = 1e-3
     # Of each layer, the tokens that a query sees; none: all see all.
     windows: tuple[int | None, ...] = ()
+    # The pool of the device for layers with a window has one in so many of its pages, or as few as possible; 0: there
+    # is one pool for all layers.
+    windowed_part: int = 0
     host_layout: str = "page_first"
     io_backend: str = "auto"
     num_peer_pages: int = 0
@@ -201,13 +204,22 @@ class SoakConfig:
         sizes = [rng.choice((1, 2, 5, 12, None)) for _ in range(HashModel.NUM_LAYERS - 1)]
         windows = [*sizes, rng.choice((3, 8))]
         rng.shuffle(windows)
-        return replace(self, windows=tuple(windows))
+        return replace(self, windows=tuple(windows), windowed_part=rng.choice((0, 1, 2, 4)))
+
+    @property
+    def has_windowed_pool(self) -> bool:
+        """Whether the device has a pool of its own for layers with a window, see `windowed_part`."""
+        is_seen = any(window is not None and window > 1 for window in self.windows)
+        return bool(
+            self.windowed_part and None in self.windows and is_seen and not self.streams and not self.lend_rate
+        )
 
     @property
     def window_reach(self) -> int:
         """See `SchedulerConfig`."""
         seen = [window for window in self.windows if window is not None]
-        return max(seen) - 1 if seen and self.num_host_pages and not self.streams else 0
+        has_parts = seen and (self.num_host_pages or self.has_windowed_pool)
+        return max(seen) - 1 if has_parts and not self.streams else 0
 
     @property
     def streams(self) -> bool:
@@ -344,7 +356,7 @@ def scheduler_config(config: SoakConfig, page_bytes: int) -> SchedulerConfig:
         slabs = padded_slabs(num_peer_pages)
     max_prefill, max_resident = config.max_prefill_tokens, config.max_resident_tokens
     layer_stream = LayerStreamConfig(config.stream_buffers, config.stream_pages, max_resident_tokens=max_resident)
-    return SchedulerConfig(
+    made = SchedulerConfig(
         page_size=config.page_size,
         num_device_pages=config.num_device_pages,
         num_host_pages=config.num_host_pages,
@@ -386,3 +398,7 @@ def scheduler_config(config: SoakConfig, page_bytes: int) -> SchedulerConfig:
         canary_rate=config.canary_rate,
         canary_idle_s=0.0,
     )
+    if not config.has_windowed_pool:
+        return made
+    part = made.num_device_pages // config.windowed_part
+    return replace(made, num_windowed_pages=max(part, made.least_windowed_pages))

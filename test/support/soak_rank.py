@@ -48,7 +48,7 @@ from support.faults import (
 )
 from support.hash_model import DIM, HEADS, HashModel
 from support.memory_store import MemoryStore, OverlappingMemoryStore
-from support.pool_pages import poison
+from support.pool_pages import fill_all, poison, poison_windowed
 from support.soak_config import EOS, SoakConfig, scheduler_config
 from support.soak_requests import grammars
 from support.stream_emulator import StreamEmulator
@@ -79,10 +79,12 @@ def build_rank(
 ) -> Rank:
     emulator = StreamEmulator(config.seed * 10 + rank)
     layout = PageLayout.kv(config.page_size, model.num_layers, HEADS, DIM, torch.float64)
-    pool = MHATokenToKVPool(config.num_device_pages, layout)
-    empty = float("nan") if "poison" in nets else 0.0
-    pool.kv.fill_(empty)
     scheduler = Scheduler(scheduler_config(config, layout.page_bytes))
+    num_windowed = scheduler.config.num_windowed_pages
+    windowed = [window is not None for window in config.windows]
+    pool = MHATokenToKVPool(config.num_device_pages, layout, windowed=windowed, num_windowed_pages=num_windowed)
+    empty = float("nan") if "poison" in nets else 0.0
+    fill_all(pool, empty)
     links: dict[str, FaultyLink] = {}
     storage_links: dict[str, LateStorageLink] = {}
     sources: dict[Tier, HasPages] = {}
@@ -150,7 +152,7 @@ def build_rank(
                 other,
                 emulator.stream(name, RandomClock(config.seed, config.load_s)),
                 executor.fence,
-                options=CopyOptions(config.io_backend, windowed=[w is not None for w in config.windows]),
+                options=CopyOptions(config.io_backend, windowed=windowed),
                 seed=config.seed * 100 + rank * 10 + i,
                 fail_rate=config.link_fail_rate,
                 late_rate=config.load_late_rate if name in LOAD_LINKS.values() else config.late_rate,
@@ -176,7 +178,16 @@ def build_rank(
         )
     if "poison" not in nets:
         poisons = {}
-    core = EngineCore(scheduler, executor, {**links, **storage_links, **checks}, poisons, record, slabs)
+    poisons_windowed = partial(poison_windowed, pool) if num_windowed and "poison" in nets else None
+    core = EngineCore(
+        scheduler,
+        executor,
+        {**links, **storage_links, **checks},
+        poisons,
+        record,
+        slabs,
+        poison_windowed=poisons_windowed,
+    )
     return Rank(core, emulator, pool, host_pool, peer_pool, slabs, stores, list(links.values()))
 
 

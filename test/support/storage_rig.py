@@ -27,6 +27,7 @@ from sglang.srt.mem_cache.transfer import (
     Ticket,
     Tier,
 )
+from sglang.srt.mem_cache.windowed_pool import WindowedPool
 from sglang.srt.utils.time_units import LaunchClock, LaunchSeq, Seconds
 
 DEVICE, PEER, HOST = Tier.DEVICE, Tier.PEER, Tier.HOST
@@ -51,14 +52,18 @@ class StorageRig:
         max_fetch_pages: int = 64,
         fetch_window_ops: int = 8,
         max_store_pages: int = 64,
+        window_reach: int = 0,
+        windowed: int = 0,
         **config: object,
     ) -> None:
-        self.tree = HiRadixTree(1)
+        self.tree = HiRadixTree(1, window_reach=window_reach)
         self.device, self.host = FrameTable(device), FrameTable(host)
         table = FrameTable(peer) if peer else None
         self.clock = LaunchClock()
         self.clock.next, self.clock.done = LaunchSeq(20), LaunchSeq(DONE)
-        self.ledger = TransferLedger(self.tree, Pools(self.device, self.host, table), self.clock, 100)
+        pool = WindowedPool(self.tree, self.device, windowed) if windowed else None
+        pools = Pools(self.device, self.host, table, windowed=pool)
+        self.ledger = TransferLedger(self.tree, pools, self.clock, 100)
         self.controller = HiCacheController(self.ledger, "write_through")
         config = {"policy": "wait_complete", "threshold": 1} | config
         limits = StorageLimits(blocks_per_op, max_fetch_pages, max_store_pages, fetch_window_ops)

@@ -63,9 +63,9 @@ def borrow(say: Callable[..., None], endpoint: str) -> None:
         try:
             for place in mapped.tolist():
                 frames = torch.from_numpy(memory.pool.frames_of(place)).long()
-                mover.back_up(device.kv_pages, pages, frames, "auto")
+                mover.back_up(device.kv_pages.part(range(LAYOUT.num_layers)), pages, frames, "auto")
                 for layer in range(LAYOUT.num_layers):
-                    mover.load_layer(layer, device.kv_pages.layer(layer), frames, pages, "auto")
+                    mover.load_layer(layer, device.kv_pages.part(range(layer, layer + 1)), frames, pages, "auto")
                 assert (device.kv == FOREIGN).all(), "what comes back is not what was written"
             found: list[object] = ["has", len(mapped)]
         except LoadFailedError:

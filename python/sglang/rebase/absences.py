@@ -73,7 +73,6 @@ ABSENT_METRICS = {
     "hicache_host_mamba_": _HYBRID,
     "hicache_prefetch_aux_": _HYBRID,
     "mamba_": _HYBRID,
-    "max_total_num_tokens_swa": _HYBRID,
     "swa_": _HYBRID,
     "lora_": _LORA,
     "spec_": _DRAFTS,

@@ -241,6 +241,16 @@ class ServerArgs:
         "on a GPU, the part of its memory for weights and KV cache; on a CPU, the part of the free memory",
         unset="0.88 on a GPU, 0.6 on a CPU",
     )
+    swa_full_tokens_ratio: float | None = arg(
+        SCHEDULING,
+        None,
+        "of models with sliding windows in some layers: pages that these layers have on the device, per page of the "
+        "others",
+        unset="0.25 where that gives the device more tokens, else 1",
+    )
+    disable_hybrid_swa_memory: bool = arg(
+        SCHEDULING, False, "give layers with a sliding window as many pages as the others, and load what windows hide"
+    )
     max_running_requests: int | None = arg(SCHEDULING, None, "the most requests in one batch", unset="256")
     max_queued_requests: int | None = arg(
         SCHEDULING,
@@ -341,7 +351,6 @@ class ServerArgs:
         "compute the front of a prefix while the rest of it is loaded, where that is sooner done",
         choices=("on", "off"),
     )
-    disable_hybrid_swa_memory: bool = arg(HICACHE, False, "load also what sliding windows hide")
     hicache_publish_at: str = arg(
         HICACHE,
         "launch",
@@ -613,6 +622,11 @@ class ServerArgs:
             "above 0 seconds",
         )
         require(self.hicache_ratio > 0, "hicache_ratio", "above 0")
+        require(
+            self.swa_full_tokens_ratio is None or 0 < self.swa_full_tokens_ratio <= 1,
+            "swa_full_tokens_ratio",
+            "above 0, and 1 at most",
+        )
         try:
             ratio = self.load_ratio
         except ValueError:

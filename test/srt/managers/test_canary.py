@@ -374,7 +374,9 @@ def test_the_tolerance_is_far_above_rounding(dtype: torch.dtype) -> None:
 
 def test_nothing_is_sampled_where_a_request_may_have_less_than_a_page() -> None:
     """What follows the prompt's tokens in their array is no token."""
-    config: Any = SimpleNamespace(canary_rate=1.0, page_size=16, num_usable_pages=40, max_resident_len=8)
+    config: Any = SimpleNamespace(
+        canary_rate=1.0, page_size=16, num_usable_pages=40, num_windowed_pages=0, max_resident_len=8
+    )
     sampling = canary.Canary(config, cast(Any, None))
     req: Any = SimpleNamespace(plan=[SimpleNamespace(start=32)], namespace="", tokens=np.arange(64, dtype=np.int32))
     sampling.note_hit(req)

@@ -17,13 +17,14 @@ from sglang.srt.managers.lost_hits import Lookup, LostHits, StorageOutcome
 from sglang.srt.managers.schedule_policy import Candidate
 from sglang.srt.managers.scheduler_config import LayerStreamConfig, SchedulerConfig
 from sglang.srt.managers.startup.sizes import with_windows
+from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
 from sglang.srt.mem_cache.node import is_whole
 from sglang.srt.mem_cache.transfer import H2D, P2D, TransferOp
 from support.controller_rig import Rig
 from support.kv_oracle import check_kv
 from support.residency_events import PARTIAL, WINDOW_EVENTS
 from support.soak import Soak
-from support.storage_rig import DEVICE, HOST, PEER, tokens
+from support.storage_rig import DEVICE, HOST, PEER, StorageRig, keys_of, tokens
 from support.tier_mixes import TIER_MIXES, windowed_mix
 
 # Windows of 3: what they reach are the 2 tokens before a query.
@@ -55,8 +56,12 @@ def load(rig: Rig, text: str, ends: bool = True) -> TransferOp:
 
 
 def marks(rig: Rig, text: str = "abcdefgh") -> str:
+    return marks_of(rig.tree, text)
+
+
+def marks_of(tree: HiRadixTree, text: str) -> str:
     """Of each letter what the device has of it: w for all, p for all but layers with a window, - for nothing."""
-    found, node = "", rig.tree.roots.get("")
+    found, node = "", tree.roots.get("")
     while node is not None and len(found) < len(text):
         node = node.children.get(ord(text[len(found)]))
         if node is not None:
@@ -206,8 +211,11 @@ def test_a_match_ends_where_windows_see_what_the_device_has():
     match = rig.tree.match("", tokens("abcde"))
     assert (match.device_len, match.total_len, match.last_len) == (0, 0, 0)
     assert [n.end for n in match.beyond] == [6]
-    # Not seen: a prefix of no more than a window has it all.
-    assert rig.tree.match("", tokens("abcde"), fetching=True).total_len == 5
+    # Storage may have what windows see from there.
+    match = rig.tree.match("", tokens("abcde"), fetching=True)
+    assert (match.total_len, match.last_len) == (3, 3)
+    assert rig.tree.next_unmatched(match, tokens("abcde")) is match.path[-1]
+    assert rig.tree.next_unmatched(match, tokens("abcxe")) is None
 
 
 def test_a_match_ends_behind_what_is_whole():
@@ -255,6 +263,43 @@ def test_what_no_tier_has_whole_counts_as_lost_and_not_as_switched_off():
     text = tokens("abcde")
     explained = lost_hits.explain(Lookup("", text, 0, StorageOutcome()), 6, 0)
     assert "switched_off" not in explained and sum(explained.values()) == 6, explained
+
+
+def test_storage_brings_what_windows_see_of_partial_pages():
+    """The block around the windows of a branch goes to the host, and its layers from there to the device."""
+    text = "aaaabbbbccccdddd"
+    rig = StorageRig(text, window_reach=REACH)
+    rig.tree.make_partial(rig.insert(text))
+    assert rig.on_host("aaaabbbbccccxx") == 0 and rig.on_host(text + "xx") == 0
+    (probe,) = rig.begin("r", "aaaabbbbccccxx")
+    assert keys_of(rig, probe) == 1, "that in which windows begin"
+    (fetch,) = rig.finish(probe)
+    assert rig.tree.match("", tokens("aaaabbbbccccxx"), fetching=True).total_len == 12
+    rig.finish(fetch)
+    assert rig.over("r") == [True]
+    rig.detach("r")
+    match = rig.tree.match("", tokens("aaaabbbbccccxx"))
+    assert (match.total_len, match.device_len) == (12, 12)
+    assert [(node.start, node.end) for node in match.to_complete] == [(10, 12)]
+    assert marks_of(rig.tree, text) == "p" * 16
+    rig.assert_nothing_left()
+
+
+def test_what_storage_lacks_of_partial_pages_is_computed():
+    text = "aaaabbbbccccdddd"
+    rig = StorageRig(text[:8], window_reach=REACH)
+    rig.tree.make_partial(rig.insert(text))
+    (probe,) = rig.begin("r", "aaaabbbbccccxx")
+    assert rig.finish(probe) == [] and rig.over("r") == [True]
+    rig.detach("r")
+    assert rig.on_host("aaaabbbbccccxx") == 0
+    # What storage brings beyond has its windows.
+    (probe,) = rig.begin("s", text[:8] + "yyyy")
+    (fetch,) = rig.finish(probe)
+    rig.finish(fetch)
+    assert rig.over("s") == [True] and rig.on_host(text[:8] + "yyyy") == 8
+    rig.detach("s")
+    rig.assert_nothing_left()
 
 
 def test_with_reads_turned_off_a_match_does_without_the_host():

@@ -214,7 +214,9 @@ def test_captured_token_counts(most, counts):
 
 
 def test_a_table_that_has_grown_is_captured_anew(config, monkeypatch):
-    monkeypatch.setattr(executor_module, "PageTable", lambda slots, device, places: PageTable(slots, device, 64))
+    monkeypatch.setattr(
+        executor_module, "PageTable", lambda slots, device, places, *more: PageTable(slots, device, 64, *more)
+    )
     attention = PagedAttention(captures_extends=True)
     captured: list[int] = []
     capture = PrefillGraphs._capture_whole
@@ -235,7 +237,9 @@ def test_a_table_that_has_grown_is_captured_anew(config, monkeypatch):
 
 
 def test_decodes_whose_capture_fails_go_on_without_a_graph(config, monkeypatch, caplog):
-    monkeypatch.setattr(executor_module, "PageTable", lambda slots, device, places: PageTable(slots, device, 64))
+    monkeypatch.setattr(
+        executor_module, "PageTable", lambda slots, device, places, *more: PageTable(slots, device, 64, *more)
+    )
     with emulated_device(13):
         engine = LocalEngine(
             config, 700, device="cuda", attention_backend=PagedAttention(captures_extends=True), graph_batch_size=8
@@ -255,7 +259,9 @@ def test_decodes_whose_capture_fails_go_on_without_a_graph(config, monkeypatch, 
 
 
 def test_prefills_whose_capture_fails_go_on_with_a_graph_a_layer(config, monkeypatch):
-    monkeypatch.setattr(executor_module, "PageTable", lambda slots, device, places: PageTable(slots, device, 64))
+    monkeypatch.setattr(
+        executor_module, "PageTable", lambda slots, device, places, *more: PageTable(slots, device, 64, *more)
+    )
     failed: list[int] = []
 
     def fails(self, count, attention):

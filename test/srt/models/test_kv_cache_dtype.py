@@ -361,7 +361,7 @@ def test_attention_to_scaled_pages(scales: tuple[HeadScales, HeadScales]) -> Non
     scale = kv_scale_of(((scales,),), 0, 0, num_kv_heads=2)
     pool = MHATokenToKVPool(9, PageLayout.kv(1, 1, 2, 16, E4M3))
     attention = RadixAttention(0, TorchNativeAttnBackend(), scale)
-    attention.store(k, v, torch.arange(9), pool)
+    attention.store(k, v, (torch.arange(9),) * 2, pool)
     k, v = (
         saturating_cast(x / of_heads[:, None], E4M3).float() * of_heads[:, None]
         for x, of_heads in zip(
@@ -373,7 +373,7 @@ def test_attention_to_scaled_pages(scales: tuple[HeadScales, HeadScales]) -> Non
     ).transpose(0, 1)
     asked, attn = q.clone(), AttentionMetadata((9,), 0.3)
     segments = [KVSegment(torch.arange(9), 9, causal=True)]
-    batch = SimpleNamespace(segments=[segments], attn=attn)
+    batch = SimpleNamespace(segments=[segments], windowed_segments=[segments], attn=attn)
     assert torch.allclose(attention.forward(q, batch, pool), wanted, atol=1e-5)
     own = [KVSegment(torch.arange(4, 9), 5, causal=True)]
     request = SimpleNamespace(rows=slice(4, 9), start=0, end=4, segments=own)

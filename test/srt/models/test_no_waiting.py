@@ -76,13 +76,15 @@ def make_batch(num_tokens, sample_rows, streamed):
         return torch.empty(n, dtype=torch.int64, device=DEVICE)
 
     segments = [KVSegment(ints(4), 4)]
+    of_device = [[] if streamed else segments]
     return ForwardBatch(
         seq=0,
         mode=ForwardMode.EXTEND,
         input_ids=ints(num_tokens),
         positions=ints(num_tokens),
-        out_loc=ints(num_tokens),
-        segments=[[] if streamed else segments],
+        out_loc=ints(num_tokens).expand(2, -1),
+        segments=of_device,
+        windowed_segments=of_device,
         attn=AttentionMetadata((num_tokens,), 1.0),
         sample_rows=ints(sample_rows),
         sample_slots=ints(0),
@@ -107,7 +109,7 @@ def test_a_model_waits_for_nothing(tmp_path, name, dtype, fused):
             for layer in range(model.num_layers):
                 state = model.begin_layer(layer, state, batch, nothing)
                 if streamed:
-                    segment = KVSegment(batch.out_loc[:4], 4)
+                    segment = KVSegment(batch.out_loc[0, :4], 4)
                     state = model.attend(layer, state, batch, 0, nothing.view(layer), segment, 4)
                 state = model.end_layer(layer, state, batch)
             logits = model.logits(state, batch)

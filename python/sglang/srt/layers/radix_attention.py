@@ -25,6 +25,8 @@ from sglang.srt.mem_cache.kv_view import KVPool, KVSegment, KVView
 
 # out (q_len, num_q_heads, head_dim) and lse (q_len, num_q_heads), float32; see `AttentionBackend.partial`.
 PartialState = tuple[torch.Tensor, torch.Tensor]
+# The rows of `ForwardBatch.out_loc`: of layers with full attention, and of layers with a window.
+Slots = tuple[torch.Tensor, ...]
 
 
 class AttentionBatch(Protocol):
@@ -32,6 +34,9 @@ class AttentionBatch(Protocol):
 
     @property
     def segments(self) -> Sequence[list[KVSegment]]: ...
+
+    @property
+    def windowed_segments(self) -> Sequence[list[KVSegment]]: ...
 
     @property
     def attn(self) -> AttentionMetadata: ...
@@ -65,23 +70,28 @@ class RadixAttention(nn.Module):
         self.kv_scale = kv_scale
         self.window = window
 
-    def store(self, k: torch.Tensor, v: torch.Tensor, loc: torch.Tensor, pool: KVPool) -> None:
-        """k, v: (num_tokens, num_kv_heads, head_dim), into slots loc."""
-        pool.store(self.layer_id, loc, *self.kv_scale.stored(k, v))
+    def store(self, k: torch.Tensor, v: torch.Tensor, out_loc: Slots, pool: KVPool) -> None:
+        """k, v: (num_tokens, num_kv_heads, head_dim), into the layer's slots of out_loc."""
+        pool.store(self.layer_id, self.slots_of(out_loc), *self.kv_scale.stored(k, v))
+
+    def slots_of(self, out_loc: Slots) -> torch.Tensor:
+        """(num_tokens,) int64, where this layer's keys and values go."""
+        return out_loc[0 if self.window is None else 1]
 
     def forward(self, q: torch.Tensor, batch: AttentionBatch, pool: KVPool) -> torch.Tensor:
         """q: (num_tokens, num_q_heads, head_dim), of the batch's own tokens, whose K and V are in the pool. Returns
         q's shape; rows of streamed requests are zero."""
         q, attn = self.kv_scale.scored(q, batch.attn)
         window, attend = self.window, self.backend.forward
+        segments = batch.segments if window is None else batch.windowed_segments
         if not self.backend.computes_masked:
-            if window is not None and longest_request(batch.segments) <= window:
+            if window is not None and longest_request(segments) <= window:
                 window = None
             if window is not None or not attn.is_ordinary:
                 attend = masked_attention
         if window is not None:
             attn = replace(attn, window=window)
-        return self.kv_scale.loaded(attend(q, pool.view(self.layer_id), batch.segments, attn))
+        return self.kv_scale.loaded(attend(q, pool.view(self.layer_id), segments, attn))
 
 
 @dataclass

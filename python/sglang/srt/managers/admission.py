@@ -220,7 +220,9 @@ class Admission:
     def lacks_room(self, req: Req) -> bool:
         """Whether others keep a waiting request from starting: by their slots, a prompt, or their memory."""
         is_full = self._queues.prefilling is not None or not self._queues.has_free_slot
-        return is_full or self._lacking_pages(req, self._match(req)) > self._cache.num_free_soon
+        match = self._match(req)
+        lacks_pages = self._lacking_pages(req, match) > self._cache.num_free_soon
+        return is_full or lacks_pages or not self._fits_windows(req, match)
 
     def _can_begin_with(self, first: Req, others: list[Req]) -> bool:
         """Whether the first request may start. If it lacks memory, what others have of it is taken or asked for."""
@@ -285,7 +287,7 @@ class Admission:
                 return False
         elif self._fills_too_much(match):
             return False
-        return self._lacking_pages(req, match) <= 0
+        return self._lacking_pages(req, match) <= 0 and self._fits_windows(req, match)
 
     def _lacking_pages(self, req: Req, match: MatchResult) -> int:
         """By how many pages the device has too little room for a waiting request to start."""
@@ -312,6 +314,11 @@ class Admission:
         )
         return wanted - available
 
+    def _fits_windows(self, req: Req, match: MatchResult) -> bool:
+        """Whether the device's pool for layers with a window has room for a waiting request beside others."""
+        num_preloads = self.num_preloads - (req.preload is not None)
+        return self._cache.windowed.lacking(req, match, self._queues.active(), num_preloads) <= 0
+
     def _fills_too_much(self, match: MatchResult) -> bool:
         """Whether loads would be filling too large a share of the device."""
         num_load = (match.total_len - match.device_len) // self.page_size
@@ -324,8 +331,12 @@ class Admission:
     def _begin_preload(self, req: Req, match: MatchResult) -> bool:
         """Begin a request's load while it waits; False if there is no room."""
         receipt = self._cache.lock(match)
-        self._planner.complete_partial(receipt)
-        if not self._cache.make_room((match.total_len - match.device_len) // self.page_size, self._decode_pages):
+        has_room = self._cache.windowed.make(self._cache.windowed.num_to_complete(receipt))
+        if has_room:
+            self._planner.complete_partial(receipt)
+            num_pages = (match.total_len - match.device_len) // self.page_size
+            has_room = self._cache.make_room(num_pages, self._decode_pages, num_windowed=0)
+        if not has_room:
             self._cache.unlock(receipt)
             return False
         if lacking := self._cache.lacking_nodes(receipt):
@@ -376,13 +387,18 @@ class Admission:
         if chunk == 0:
             return 0
         receipt = cache.lock(match)
-        completing = planner.complete_partial(receipt)
         num_load = 0 if streams else (match.total_len - match.device_len) // page
         num_own = pages_for(match.total_len + chunk, page) - match.total_len // page
-        if not cache.make_room(num_load + num_own, self._decode_pages):
+        if not cache.windowed.make(cache.windowed.num_to_complete(receipt) + num_own):
+            cache.unlock(receipt)
+            return 0
+        completing = planner.complete_partial(receipt)
+        if not cache.make_room(num_load + num_own, self._decode_pages, num_windowed=0):
             cache.unlock(receipt)
             return 0
         num_recomputed = planner.recompute_prefix_len(batch, match, chunk, budget - chunk) if num_load else 0
+        if not cache.windowed.make(cache.windowed.num_to_complete(receipt) + num_own + num_recomputed // page):
+            num_recomputed = 0
         lookup = cache.lookup(req)
         self._leave_queue(req, receipt, match)
         if streams:
@@ -422,7 +438,7 @@ class Admission:
         cache.count_use(receipt, req)
         self._queues.leave_waiting(req)
         cache.forget_candidate(req)
-        req.hold = cache.hold(receipt, match)
+        req.hold = cache.hold(receipt, match, req.is_check)
         self._queues.take_slot(req)
         self._times.started(req.rid)
         req.computed = match.total_len

@@ -91,6 +91,7 @@ class BatchBuilder:
         hold = req.hold
         assert hold is not None and self._queues.is_prefilling(req)
         start, end = req.computed, req.computed + chunk
+        self._cache.windowed.note_read(hold, start, end)
         if len(frames):
             batch.page_runs.append(PageRun(req.slot, pages_for(start, self.page_size), frames))
             hold.extend(frames)
@@ -123,6 +124,7 @@ class BatchBuilder:
         that what is loaded behind them has its prefix on the device."""
         assert req.hold is not None
         tokens = req.tokens[start : start + num_tokens]
+        self._cache.windowed.note_read(req.hold, start, start + num_tokens)
         self._cache.insert_recomputed(req, tokens, start, batch.seq)
         batch.add(req, start, tokens, samples=False)
         self.counters["recomputed_instead"] += 1
@@ -130,6 +132,7 @@ class BatchBuilder:
 
     def issue_extend(self, batch: ExtendBatch) -> tuple[Launch, LaunchRecord]:
         batch.streams = self._streaming.streams(batch.reqs, batch.page_runs)
+        batch.windowed_frames = self._cache.windowed.take_given()
         record = batch.record()
         self._issue(record, batch.streams)
         self._expected.begin_prefill(batch.seq, batch.work, batch.loads)
@@ -190,6 +193,7 @@ class BatchBuilder:
             page_appends=np.stack((slots, starts[growing] // page, frames)),
             gates=(),
             streams=streams,
+            windowed_frames=self._cache.windowed.take_given(),
         )
         return launch, record
 

@@ -18,7 +18,7 @@ on the host.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -46,7 +46,7 @@ from sglang.srt.mem_cache.placement import (
     pages_to_write_ahead,
 )
 from sglang.srt.mem_cache.transfer import BACKUP_LINKS, D2S, LOAD_LINKS, P2H, Ticket, Tier, TransferOp
-from sglang.srt.utils.time_units import LaunchSeq
+from sglang.srt.utils.time_units import NO_LAUNCH, LaunchSeq
 
 # The tiers below the device that pages are copied to.
 _OTHER = {Tier.PEER: Tier.HOST, Tier.HOST: Tier.PEER}
@@ -138,8 +138,9 @@ class HiCacheController:
 
     def _may_be_partial(self, num_pages: int) -> bool:
         """Whether so many more pages may be partial on the device. They need their copies below it: that costs room
-        where those are given up for others once the device has them, or were not made before it gives them up."""
-        if self.write_policy in ("write_through", "write_through_selective"):
+        where those are given up for others once the device has them, or were not made before it gives them up. A pool
+        of its own for layers with a window has no room for more than that."""
+        if self.ledger.pools.windowed or self.write_policy in ("write_through", "write_through_selective"):
             return True
         host = self.tables[Tier.HOST]
         return self.tree.counts.partial + num_pages <= host.num_pages // _PARTIAL_SHARE + host.num_free
@@ -495,6 +496,22 @@ class HiCacheController:
             if num_pages <= 0:
                 break
 
+    def shed(self, num_pages: int, reads_from: Mapping[int, tuple[int, int]]) -> None:
+        """Give up what layers with a window have of so many device pages; their nodes are partial then. What no other
+        tier has is saved first, as in `evict`. reads_from: see `WindowedPool.victims`."""
+        pool = self.ledger.pools.windowed
+        assert pool is not None
+        # Deepest first, as victims of the device are.
+        victims = sorted(pool.victims(num_pages, reads_from), key=lambda node: -node.start)
+        for node in self._save(victims):
+            pages = ready_frames(node, Tier.DEVICE)
+            fence = max(node.fences[Tier.DEVICE], node.last_use, self.clock.last if node.lock else NO_LAUNCH)
+            self.tree.make_partial(node)
+            num_shed = pool.take_away(pages, LaunchSeq(fence))
+            self.counters["evicted_tokens_windowed"] += num_shed * self.tree.page_size
+            self._to_compact.append(node)
+        pool.table.reap(self.clock.done)
+
     def num_to_look_at(self, tier: Tier, num_pages: int) -> int:
         """Pages to look at of what a tier gives up next, so that num_pages can go at once; 0 for not now. The caller
         sets `num_looked_at`."""
@@ -579,6 +596,8 @@ class HiCacheController:
             return
         cut, self._to_compact = self._to_compact, []
         for node in cut:
+            if node.parent is not None and node.is_partial:
+                self.tree.compact(node, self.clock.done)
             if node.parent is not None and len(node.children) == 1:
                 self.tree.compact(next(iter(node.children.values())), self.clock.done)
 

@@ -76,7 +76,9 @@ class Canary:
         if is_private(req.namespace):
             return
         page = self.config.page_size
-        most = min(int(DEVICE_SHARE * self.config.num_usable_pages) * page, self.config.max_resident_len - page)
+        # Compared are pages with all their layers.
+        num_pages = self.config.num_windowed_pages or self.config.num_usable_pages
+        most = min(int(DEVICE_SHARE * num_pages) * page, self.config.max_resident_len - page)
         tokens = req.tokens[: max(0, min(end, most // page * page))].copy()
         if len(tokens):
             self._samples.append(_Sample(req.namespace, tokens))

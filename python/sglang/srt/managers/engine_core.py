@@ -48,8 +48,9 @@ class Recorder(Protocol):
 
 
 class EngineCore:
-    """links may be empty (no host tier). poison: tier -> a function that fills freed frames with NaN (tests). record:
-    takes every step's inputs and the digest of its decision. slabs: lent or borrowed memory, if any."""
+    """links may be empty (no host tier). poison: tier -> a function that fills freed frames with NaN (tests);
+    poison_windowed: of the pool for layers with a window. record: takes every step's inputs and the digest of its
+    decision. slabs: lent or borrowed memory, if any."""
 
     def __init__(
         self,
@@ -59,11 +60,13 @@ class EngineCore:
         poison: dict[Tier, Callable[[np.ndarray], None]] | None = None,
         record: Recorder | None = None,
         slabs: SlabSource | None = None,
+        poison_windowed: Callable[[np.ndarray], None] | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.links = links
         self.poison = poison or {}
+        self.poison_windowed = poison_windowed
         self.record = record
         self.slabs = slabs
         self._borrowed = slabs if isinstance(slabs, BorrowedSlabs) else None
@@ -223,6 +226,8 @@ class EngineCore:
             poison = self.poison.get(Tier(tier))
             if poison is not None and len(frames):
                 poison(frames)
+        if self.poison_windowed is not None and decision.freed_windowed is not None and len(decision.freed_windowed):
+            self.poison_windowed(decision.freed_windowed)
         # Before slabs go back, for which a lender that does not know of it would lend others.
         if decision.peer_demand is not None and self._borrowed is not None:
             self._borrowed.set_demand(*decision.peer_demand)

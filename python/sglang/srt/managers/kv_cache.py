@@ -31,6 +31,7 @@ from sglang.srt.managers.storage_controller import StorageController
 from sglang.srt.managers.tenant_quotas import TenantQuotas
 from sglang.srt.managers.tier_switches import TierSwitches
 from sglang.srt.managers.transfer_ledger import Pools, TransferLedger
+from sglang.srt.managers.windowed_room import WindowedRoom
 from sglang.srt.mem_cache.block_keys import NO_KEYS
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
@@ -57,6 +58,7 @@ from sglang.srt.mem_cache.transfer import (
     Tier,
     TransferOp,
 )
+from sglang.srt.mem_cache.windowed_pool import WindowedPool
 from sglang.srt.model_executor.launch import PageRun
 from sglang.srt.utils.time_units import NO_LAUNCH, LaunchClock, LaunchSeq, Seconds
 
@@ -74,13 +76,14 @@ class KVCache:
         self.tree = HiRadixTree(config.page_size, config.eviction_policy, config.window_reach)
         # What requests are about to compute.
         self.claims = self.tree.claims
-        pools = _open_pools(config)
+        pools = _open_pools(config, self.tree)
         self.device = pools.device
         self.host = pools.host
         self.swap = pools.swap
         self.ledger = TransferLedger(self.tree, pools, clock, config.page_bytes, config.windowed_share)
         self.tables = self.ledger.tables
         self.controller = HiCacheController(self.ledger, config.write_policy, config.peers_written_through)
+        self.windowed = WindowedRoom(config, self.controller)
         self.sessions = SessionKeeper(self.tree, self.tables, clock)
         self.controller.evicting = self.sessions.note_given_up
         self.switches = TierSwitches()
@@ -198,10 +201,12 @@ class KVCache:
         has_unlocked, self._has_unlocked = self._has_unlocked, False
         return has_unlocked
 
-    def hold(self, receipt: Receipt, match: MatchResult) -> ReqHold:
-        """A hold for the request that has locked a match."""
+    def hold(self, receipt: Receipt, match: MatchResult, is_check: bool) -> ReqHold:
+        """A hold for the request that has locked a match. is_check: the canary's."""
         self._next_hold += 1
-        return ReqHold(self._next_hold, receipt, match.total_len)
+        hold = ReqHold(self._next_hold, receipt, match.total_len)
+        self.windowed.begin(hold, is_check)
+        return hold
 
     def extend_lock(self, hold: ReqHold, node: Node) -> None:
         """The hold's path ends with `node` from now on."""
@@ -284,6 +289,7 @@ class KVCache:
         """End a hold: give back its frames and its lock. Launches that were issued may still read both."""
         self.device.free_after(hold.frames.copy(), FrameState.HELD, self.clock.last)
         self._has_unlocked = True
+        self.windowed.end(hold)
         self._note_end()
         end = hold.receipt.node
         self.tree.unlock(hold.receipt, self.clock.next, self.clock.last)
@@ -300,7 +306,10 @@ class KVCache:
         assert hold is not None
         page = self.page_size
         start, end = hold.inserted_len, upto - upto % page
-        if end <= start or not self.config.enable_radix_cache or not req.fills_cache or hold.num_swapped:
+        if hold.is_partial or not self.config.enable_radix_cache or not req.fills_cache:
+            self.windowed.shed_own(req, upto)
+            return
+        if end <= start or hold.num_swapped:
             return
         node = hold.receipt.node
         if node.parent is not None and node.frames[Tier.DEVICE] is None:
@@ -316,6 +325,7 @@ class KVCache:
             req.priority,
         )
         if result.end == 0:
+            self.windowed.shed_own(req, upto, spares=self.config.chunk_budget)
             return
         self.quotas.note(req.namespace)
         self.extend_lock(hold, result.node)
@@ -357,10 +367,13 @@ class KVCache:
 
     # -- device memory ------------------------------------------------------------------------------------------
 
-    def make_room(self, num_pages: int, meanwhile: int | None = None) -> bool:
+    def make_room(self, num_pages: int, meanwhile: int | None = None, num_windowed: int | None = None) -> bool:
         """Evict until num_pages of the device are free at once; False if they are not, or not yet. meanwhile: pages
         that others take if the caller waits till links have taken what is to be copied; None: the caller does not
-        wait, what links do not take at once is lost."""
+        wait, what links do not take at once is lost. num_windowed: how many of them layers with a window have,
+        None for all."""
+        if not self.windowed.make(num_pages if num_windowed is None else num_windowed):
+            return False
         if num_pages <= self.device.num_free:
             return True
         waits = meanwhile is not None
@@ -400,17 +413,19 @@ class KVCache:
         """HELD device pages of those that are free; the caller has made room."""
         frames = self.device.allocate(num_pages, FrameState.HELD)
         assert frames is not None
+        self.windowed.give(frames)
         return frames
 
     def allocate(self, num_pages: int) -> np.ndarray | None:
         """HELD device pages, (num_pages,) int32; None if there is no room, or not yet."""
-        return self.device.allocate(num_pages, FrameState.HELD) if self.make_room(num_pages) else None
+        return self.take_free(num_pages) if self.make_room(num_pages) else None
 
     def reap(self) -> None:
         """Free what may be reused, on all tiers, and merge what eviction has cut."""
         self.controller.tidy()
         for table in self.tables.values():
             table.reap(self.clock.done)
+        self.windowed.reap()
 
     # -- what is under way --------------------------------------------------------------------------------------
 
@@ -439,7 +454,8 @@ class KVCache:
     def will_free_pages_soon(self) -> bool:
         """The same without copies by slow links, and whether device pages were given up that will be free soon."""
         quick = set(COPY_LINKS) - self.controller.links.slow
-        return self.clock.is_running or self.num_free_soon > 0 or self._is_copying(quick)
+        is_due = self.num_free_soon > 0 or self.windowed.num_free_soon > 0
+        return self.clock.is_running or is_due or self._is_copying(quick)
 
     def _is_copying(self, links: Iterable[str]) -> bool:
         return any(self.ledger.oldest(link) is not None for link in links)
@@ -703,6 +719,12 @@ class KVCache:
                 "free_pages": table.num_free,
                 "pages": counts,
             }
+        if self.windowed.pool is not None:
+            table = self.windowed.pool.table
+            tiers["device"]["windowed"] = {
+                "total_tokens": table.num_pages * page,
+                "free_tokens": table.num_free * page,
+            }
         return tiers
 
     def links_state(self, has_storage: bool) -> dict[str, Any]:
@@ -761,12 +783,14 @@ class KVCache:
         assert len(hold.frames) == pages_for(req.computed, page) - depth // page - hold.num_swapped
 
 
-def _open_pools(config: SchedulerConfig) -> Pools:
+def _open_pools(config: SchedulerConfig, tree: HiRadixTree) -> Pools:
     # Blocks of consecutive pages are one read or write of storage.
     block_pages = max(1, HOST_BLOCK_TOKENS // config.page_size)
+    device = FrameTable(config.num_device_pages, lowest_first=config.lending is not None)
     return Pools(
-        FrameTable(config.num_device_pages, lowest_first=config.lending is not None),
+        device,
         FrameTable(config.num_host_pages, block_pages) if config.num_host_pages else None,
         FrameTable(config.num_peer_pages) if config.num_peer_pages else None,
         FrameTable(config.num_swap_pages) if config.num_swap_pages and config.layer_stream else None,
+        WindowedPool(tree, device, config.num_windowed_pages) if config.num_windowed_pages else None,
     )

@@ -53,6 +53,8 @@ class ExtendBatch:
         # When what it waits for arrives.
         self.loads = NO_LOADS
         self.streams: tuple[StreamedPrefix, ...] = ()
+        # See `Launch`.
+        self.windowed_frames: np.ndarray | None = None
 
     def add(self, req: Req, start: int, ids: np.ndarray, samples: bool) -> None:
         self.reqs.append(req)
@@ -78,6 +80,7 @@ class ExtendBatch:
             output_ids=tuple(self.output_ids),
             prompt_logprobs=tuple(self.prompt_logprobs),
             streams=self.streams,
+            windowed_frames=self.windowed_frames,
         )
 
     def record(self) -> LaunchRecord:

@@ -166,6 +166,9 @@ class LaunchChooser:
         cache = self._cache
         chunk = self._builder.chunk_from(batch, req, req.computed, budget)
         num_pages = self._builder.pages_to(req, req.computed + chunk)
+        if cache.windowed.pool is not None and not self._config.inserts_late:
+            # In the tree layers with a window give up what it sees no more. Others may have kept it from there.
+            cache.insert_prefix(req, req.computed, batch.page_runs)
         frames = cache.allocate(num_pages)
         if frames is None and self._admission.cancel_preloads(self._queues.waiting):
             frames = cache.allocate(num_pages)

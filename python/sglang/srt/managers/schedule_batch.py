@@ -64,7 +64,7 @@ class ReqHold:
     by `receipt`. Only `Scheduler.end_hold` ends one.
     """
 
-    __slots__ = ("_first", "_frames", "_last", "id", "inserted_len", "num_swapped", "receipt")
+    __slots__ = ("_first", "_frames", "_last", "id", "inserted_len", "is_partial", "num_swapped", "receipt")
 
     def __init__(self, hold_id: int, receipt: Receipt, inserted_len: int) -> None:
         self.id = hold_id
@@ -72,6 +72,8 @@ class ReqHold:
         self.inserted_len = inserted_len
         # Pages behind those that were inserted that are in the swap file, or on their way there.
         self.num_swapped = 0
+        # Whether the first of its frames lack what layers with a window have of them. They stay the request's own.
+        self.is_partial = False
         self._frames = np.empty(16, np.int32)
         self._first = 0
         self._last = 0
@@ -80,6 +82,10 @@ class ReqHold:
     def frames(self) -> np.ndarray:
         """HELD frames in page order, a view that later calls may change."""
         return self._frames[self._first : self._last]
+
+    def note_partial(self) -> None:
+        """The first frames have lost what layers with a window have of them."""
+        self.is_partial = True
 
     def extend(self, frames: np.ndarray) -> None:
         n = self._last + len(frames)
@@ -351,10 +357,10 @@ class ControlReply(msgspec.Struct, frozen=True):
 class BatchDecision:
     """What to do after a step, in this order: poison freed frames (tests), reset, cancel, submit loads, launch,
     submit backups. reset: launches below it that have not completed are void. freed: tier -> frames that became
-    FREE. slabs_drained: slabs of which no page is in use any more; a lender lends them, a borrower gives them back.
-    slabs_given_up: those of them that the borrower chose itself. num_slabs_recalled: how many slabs a lender recalls,
-    see `LentSlabs`. peer_demand: if it has changed, how many slabs a borrower would like to have in all, and what one
-    is worth, in microseconds."""
+    FREE; freed_windowed: the same of the pool for layers with a window. slabs_drained: slabs of which no page is in
+    use any more; a lender lends them, a borrower gives them back. slabs_given_up: those of them that the borrower
+    chose itself. num_slabs_recalled: how many slabs a lender recalls, see `LentSlabs`. peer_demand: if it has
+    changed, how many slabs a borrower would like to have in all, and what one is worth, in microseconds."""
 
     step: int
     reset: int | None = None
@@ -362,6 +368,7 @@ class BatchDecision:
     ops: tuple[TransferOp | StorageOp, ...] = ()
     launch: Launch | None = None
     freed: dict[int, np.ndarray] = field(default_factory=dict)
+    freed_windowed: np.ndarray | None = None
     outputs: tuple[TokenOutput, ...] = ()
     replies: tuple[ControlReply, ...] = ()
     slabs_drained: tuple[int, ...] = ()

@@ -10,6 +10,9 @@ from sglang.srt.peer.lending import LendingConfig
 
 # Strata 4.3.2, and what `auto` goes by before anything was measured.
 DEFAULT_LOAD_RATIO = 100.0
+# Where layers with a window have a pool of their own, nodes are cut between blocks of storage up to this size. What
+# lies before what windows reach in a block takes room there.
+MOST_CUT_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,8 @@ class SchedulerConfig:
     # whole.
     num_windowed_layers: int = 0
     window_reach: int = 0
+    # Of the device's pool for layers with a window, see `WindowedPool`; 0: one pool has all layers.
+    num_windowed_pages: int = 0
     # The order of the queue, see `QUEUE_POLICIES`.
     schedule_policy: str = "fcfs"
     # None: priorities do not order the queue. Else they come before `schedule_policy`, and age only within one.
@@ -141,6 +146,15 @@ class SchedulerConfig:
         return self.num_windowed_layers / self.num_layers
 
     @property
+    def least_windowed_pages(self) -> int:
+        """Of a pool for layers with a window, so that a request of any length goes on: what windows reach, cut
+        between pages or blocks, what has not entered the tree, and the tokens of two launches."""
+        cut = self.storage.block_tokens if self.storage is not None else 0
+        cut = cut if self.page_size < cut <= MOST_CUT_TOKENS else self.page_size
+        tokens = self.window_reach + self.insert_every_tokens + cut + 2 * self.chunk_budget
+        return min(self.num_device_pages, -(-tokens // self.page_size) + 4)
+
+    @property
     def inserts_late(self) -> bool:
         """Whether what a launch computes is inserted when it has completed."""
         return self.insert_at == "completion"
@@ -176,6 +190,9 @@ class SchedulerConfig:
             if len({end - first for first, end in self.slabs}) != 1:
                 raise ValueError("an engine that lends needs slabs of its device pool, all of the same length")
         assert self.layer_stream is None or not self.window_reach, "what a request streams is read from any tier"
+        if self.num_windowed_pages:
+            assert self.window_reach and self.lending is None, "pages that are lent have all layers"
+            assert self.num_windowed_pages >= self.least_windowed_pages, "a request could not go on"
         if self.layer_stream is None:
             return
         if not self.num_host_pages or not self.enable_radix_cache:

@@ -34,6 +34,7 @@ from sglang.srt.managers.prefetch import Prefetch, joined_runs
 from sglang.srt.managers.probe_value import ProbeValue
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.schedule_policy import FETCH_ORDERS
+from sglang.srt.managers.scheduler_config import MOST_CUT_TOKENS
 from sglang.srt.managers.storage_advice import StorageAdvice
 from sglang.srt.managers.storage_breaker import StorageBreaker
 from sglang.srt.managers.storage_checks import check_storage
@@ -43,7 +44,16 @@ from sglang.srt.managers.tier_switches import TierSwitches
 from sglang.srt.mem_cache.block_keys import NO_KEYS, BlockKeys
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.namespaces import is_alone
-from sglang.srt.mem_cache.node import Dropped, FilledRun, MatchResult, Node, is_fetching, is_hole, note_source
+from sglang.srt.mem_cache.node import (
+    Dropped,
+    FilledRun,
+    MatchResult,
+    Node,
+    is_alone_and_partial,
+    is_fetching,
+    is_hole,
+    note_source,
+)
 from sglang.srt.mem_cache.radix import common_len
 from sglang.srt.mem_cache.transfer import (
     FETCH,
@@ -66,6 +76,8 @@ _WRITE_HANG_S = 5.0
 WAIT_COMPLETE_LIMIT_S = Seconds(60.0)
 # Nodes are cut between blocks where these are no larger than that share of the device.
 MAX_CUT_RATIO = 1 / 256
+# A block has no more than this part of a pool for layers with a window, which keeps up to a block more than is seen.
+_CUTS_IN_WINDOWED = 16
 # So often storage is asked for one request.
 MAX_ASKED = 3
 # A deadline is put off by so much at least.
@@ -161,7 +173,10 @@ class StorageController:
         self.tree.rename_blocks(names)
         self.tree.pages.opened(self.tiers, names.block_tokens if names is not None else 0)
         device_tokens = self.controller.tables[Tier.DEVICE].num_pages * self.tree.page_size
-        if names is not None and names.block_tokens > MAX_CUT_RATIO * device_tokens:
+        most = MAX_CUT_RATIO * device_tokens
+        if (windowed := self.ledger.pools.windowed) is not None:
+            most = min(most, MOST_CUT_TOKENS, windowed.table.num_pages * self.tree.page_size // _CUTS_IN_WINDOWED)
+        if names is not None and names.block_tokens > most:
             # To evict up to a block more than is needed would cost too much.
             self.tree.order.cut_tokens = self.tree.page_size
         self._probe_value = ProbeValue()
@@ -681,13 +696,14 @@ class StorageController:
         return Attempt.OVER if end >= prefetch.end else Attempt.BEGUN
 
     def _is_to_fill(self, node: Node) -> bool:
-        """Whether storage brings what a node of the tree lacks: a hole, or what only peers have that are not read.
-        Not where a request reads it there, as its slab could not go before the fetch ends; nor in the place of exact
-        pages what is not."""
+        """Whether storage brings what a node of the tree lacks: a hole, what the device alone has and has partial, or
+        what only peers have that are not read. Not where a request reads it there, as its slab could not go before
+        the fetch ends; nor in the place of exact pages what is not."""
         if is_hole(node):
             return True
         is_apart = node.frames[Tier.HOST] is None and not self.tree.is_coming(node)
-        return is_apart and not node.lock and self.setup is not None and not self.setup.is_lossy
+        is_read = node.lock > 0 and not is_alone_and_partial(node)
+        return is_apart and not is_read and self.setup is not None and not self.setup.is_lossy
 
     def _let_join(self, rid: str, prefetch: Prefetch, ticket: Ticket, first: int) -> None:
         """Others that lack the same block need not wait for their turn. A block's key names all before it."""

@@ -28,6 +28,7 @@ from sglang.srt.mem_cache.transfer import (
     Tier,
     TransferOp,
 )
+from sglang.srt.mem_cache.windowed_pool import WindowedPool
 from sglang.srt.utils.time_units import NO_LAUNCH, LaunchClock, LaunchSeq
 
 NO_FRAMES = np.empty(0, np.int32)
@@ -43,6 +44,8 @@ class Pools:
     peer: FrameTable | None = None
     # The swap file of a request that streams. It is no tier: the tree has nothing of it.
     swap: FrameTable | None = None
+    # Of the device, for layers with a window; None where one pool has all layers.
+    windowed: WindowedPool | None = None
 
 
 class TransferLedger:
@@ -99,10 +102,20 @@ class TransferLedger:
         src, dst = tiers
         self._table(src).pin(src_frames)
         self._table(dst).pin(dst_frames)
+        windowed = self._windowed_frames(tiers, src_frames, dst_frames, full_only)
         left_out = full_only * self._windowed_share + windowed_only * (1 - self._windowed_share)
         size_bytes = round((len(src_frames) - left_out) * self.page_bytes)
         op = TransferOp(
-            self._take_ticket(link), src, dst, src_frames, dst_frames, size_bytes, after, full_only, windowed_only
+            self._take_ticket(link),
+            src,
+            dst,
+            src_frames,
+            dst_frames,
+            size_bytes,
+            after,
+            full_only,
+            windowed_only,
+            windowed,
         )
         self._pages_in_flight[link] += len(src_frames)
         self._begin(op)
@@ -110,6 +123,7 @@ class TransferLedger:
 
     def begin_check(self, cached: np.ndarray, computed: np.ndarray, tokens: np.ndarray, came_from: Tier) -> None:
         """See `CheckOp`. Pins both, so that neither is written until the operation is over."""
+        windowed = self._of_checked(cached), self._of_checked(computed)
         for frames in (cached, computed):
             self.tables[Tier.DEVICE].pin(frames)
         op = CheckOp(
@@ -119,6 +133,8 @@ class TransferLedger:
             cached,
             computed,
             len(cached) * self.page_bytes,
+            windowed_frames=windowed[0],
+            computed_windowed=windowed[1],
             tokens=tokens,
             came_from=came_from,
         )
@@ -147,11 +163,13 @@ class TransferLedger:
         self._num_done[ticket.link] += 1
         if isinstance(op, TransferOp):
             self._pages_in_flight[ticket.link] -= len(op.src_frames)
-            if ticket in self._released:
-                self._released.remove(ticket)
-            else:
+            is_released = ticket in self._released
+            self._released.discard(ticket)
+            if not is_released:
                 self._table(op.src).unpin(op.src_frames)
             self._table(op.dst).unpin(op.dst_frames)
+            for frames in self._pinned_windowed(op, is_released):
+                self._windowed.table.unpin(frames)
         elif len(op.frames):
             self.tables[Tier.HOST].unpin(op.frames)
         return op
@@ -170,6 +188,8 @@ class TransferLedger:
         """Unpin the device pages that an operation reads, though it is not over: what it brings must not be used."""
         op = self.in_flight[ticket]
         assert isinstance(op, TransferOp) and not self.tree.nodes_of(ticket), "what it brings is still wanted"
+        for frames in self._pinned_windowed(op, is_released=False):
+            self._windowed.table.unpin(frames)
         self._released.add(ticket)
         self._table(op.src).unpin(op.src_frames)
 
@@ -204,6 +224,14 @@ class TransferLedger:
             table.check_invariants()
             self._check_pins(tier, table)
             self._check_residency(tier, table)
+        if (windowed := self.pools.windowed) is not None:
+            windowed.check_invariants(self.pools.device.state == FrameState.FREE)
+            pins = np.zeros_like(windowed.table.pins)
+            for op in self.in_flight.values():
+                if isinstance(op, TransferOp):
+                    for frames in self._pinned_windowed(op, op.ticket in self._released):
+                        np.add.at(pins, frames, 1)
+            assert (pins == windowed.table.pins).all(), "pins of layers with a window differ from the operations"
 
     def _check_pins(self, tier: Tier, table: FrameTable) -> None:
         pins = np.zeros_like(table.pins)
@@ -242,6 +270,37 @@ class TransferLedger:
         rest = table.state[~in_tree]
         is_lost = (rest == FrameState.CACHED) | (rest == FrameState.FILLING)
         assert not is_lost.any(), f"{tier.name}: a page is lost"
+
+    @property
+    def _windowed(self) -> WindowedPool:
+        assert self.pools.windowed is not None
+        return self.pools.windowed
+
+    def _windowed_frames(
+        self, tiers: tuple[Tier, Tier], src_frames: np.ndarray, dst_frames: np.ndarray, full_only: int
+    ) -> np.ndarray | None:
+        """See `TransferOp`. Pins them. Pages that are loaded get theirs here."""
+        if self.pools.windowed is None or Tier.DEVICE not in tiers:
+            return None
+        is_load = tiers[1] == Tier.DEVICE
+        frames = self._windowed.give(dst_frames[full_only:]) if is_load else self._windowed.of(src_frames)
+        self._windowed.table.pin(frames)
+        return frames
+
+    def _of_checked(self, pages: np.ndarray) -> np.ndarray | None:
+        """The same of pages that are compared."""
+        if self.pools.windowed is None:
+            return None
+        frames = self._windowed.of(pages)
+        self._windowed.table.pin(frames)
+        return frames
+
+    @staticmethod
+    def _pinned_windowed(op: TransferOp, is_released: bool) -> list[np.ndarray]:
+        """Frames for layers with a window that an operation has pinned."""
+        more = op.computed_windowed if isinstance(op, CheckOp) else None
+        frames = [each for each in (op.windowed_frames, more) if each is not None]
+        return [] if is_released else frames
 
     def _take_ticket(self, link: str) -> Ticket:
         ticket = Ticket(link, self._next_seq[link])

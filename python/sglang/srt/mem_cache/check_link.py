@@ -28,6 +28,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from sgl_kernel.kvcacheio import KVPages
+from sglang.srt.mem_cache.hybrid_pages import HybridPages
 from sglang.srt.mem_cache.memory_pool import DevicePool
 from sglang.srt.mem_cache.page_memory import indexable
 from sglang.srt.mem_cache.transfer import CHECK, TIER_NAMES, CheckOp, GateError, LayerGate, OpResult, Ticket
@@ -107,7 +109,7 @@ class CheckLink:
         """The place of the first page that differs among the operation's."""
         for start in range(0, len(op.src_frames), _PAGES_AT_A_TIME):
             part = slice(start, start + _PAGES_AT_A_TIME)
-            cached, computed = self._read(op.src_frames[part]), self._read(op.dst_frames[part])
+            cached, computed = self._read_both(op, part)
             differs = torch.zeros(len(op.src_frames[part]), dtype=torch.bool, device=self._pool.kv.device)
             for of_cached, of_computed in zip(cached, computed):
                 differs |= _differs(of_cached, of_computed)
@@ -115,17 +117,32 @@ class CheckLink:
                 return start + int(differs.nonzero()[0].item())
         return None
 
-    def _read(self, frames: np.ndarray) -> list[torch.Tensor]:
-        """(num_layers, n, ...) of each component."""
-        components = self._pool.kv_pages.components
-        indices = to_device(frames.astype(np.int64), components[0].device)
-        return [indexable(each).index_select(1, indices).view(each.dtype) for each in components]
+    def _read_both(self, op: CheckOp, part: slice) -> list[list[torch.Tensor]]:
+        """Some of the pages as they were cached, and as they were computed."""
+        cached, computed = (op.src_frames, op.windowed_frames), (op.dst_frames, op.computed_windowed)
+        return [
+            self._read(frames[part], None if windowed is None else windowed[part])
+            for frames, windowed in (cached, computed)
+        ]
+
+    def _read(self, frames: np.ndarray, windowed: np.ndarray | None) -> list[torch.Tensor]:
+        """(num_layers, n, ...) of each component. windowed: the pages' frames in the pool for layers with a window,
+        if there is one."""
+        pages = self._pool.kv_pages
+        if not isinstance(pages, HybridPages):
+            return _select(pages, frames)
+        assert windowed is not None, "layers with a window have frames of their own"
+        found = []
+        for of_full, of_windows in zip(_select(pages.full, frames), _select(pages.of_windows, windowed), strict=True):
+            by_kind = {False: iter(of_full), True: iter(of_windows)}
+            found.append(torch.stack([next(by_kind[each]) for each in pages.windowed]))
+        return found
 
     def _report(self, op: CheckOp, place: int) -> None:
         """A line in the log, and a file with the page as it was cached and as it was computed."""
         page = self._pool.page_size
         end = len(op.tokens) - (len(op.src_frames) - place - 1) * page
-        cached, computed = (self._read(frames[place : place + 1]) for frames in (op.src_frames, op.dst_frames))
+        cached, computed = self._read_both(op, slice(place, place + 1))
         logger.error(
             "CANARY: cached KV differs from what the model computes: tokens %d to %d of a prompt, from %s. %s",
             end - page,
@@ -157,6 +174,12 @@ class CheckLink:
         while (path := self._folder / f"difference-{number}-rank-{self._rank}.npz").exists():
             number += 1
         return path
+
+
+def _select(pages: KVPages, frames: np.ndarray) -> list[torch.Tensor]:
+    """(num_layers, n, ...) of each component."""
+    indices = to_device(frames.astype(np.int64), pages.device)
+    return [indexable(each).index_select(1, indices).view(each.dtype) for each in pages.components]
 
 
 def _differs(cached: torch.Tensor, computed: torch.Tensor) -> torch.Tensor:

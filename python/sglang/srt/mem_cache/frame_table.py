@@ -20,6 +20,7 @@ FREE ------> LENT ------------> FREE                     lent becomes LENT where
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import IntEnum
 
 import numpy as np
@@ -73,6 +74,11 @@ class FrameTable:
         self._to_lend = np.zeros(num_pages, np.bool_)
         self._lends = False
         self._freed: list[np.ndarray] = []
+        self._became_free: Callable[[np.ndarray], object] = lambda frames: None
+
+    def watch_freed(self, became_free: Callable[[np.ndarray], object]) -> None:
+        """became_free: called with frames (int32) that become FREE."""
+        self._became_free = became_free
 
     @property
     def num_free(self) -> int:
@@ -209,6 +215,7 @@ class FrameTable:
         self._free.give(frames)
         self._count(len(frames), before, FrameState.FREE)
         self._freed.append(frames)
+        self._became_free(frames)
 
     def _count(self, n: int, before: FrameState, after: FrameState) -> None:
         self.counts[before] -= n

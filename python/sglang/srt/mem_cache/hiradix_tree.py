@@ -48,6 +48,7 @@ from sglang.srt.mem_cache.node import (
     is_fetching,
     is_hole,
     is_ready,
+    is_whole,
     path_of,
     root_of,
 )
@@ -104,7 +105,8 @@ class HiRadixTree:
     def match(self, namespace: str, tokens: np.ndarray, fetching: bool = False) -> MatchResult:
         """The longest cached prefix of tokens (int32), in whole pages. Changes nothing.
 
-        fetching: also what is on its way from storage to the host, and partial nodes for whole ones.
+        fetching: also what is on its way from storage to the host, up to what storage may have; see
+        `WindowReach.known`.
         """
         node: Node | None = self.roots.get(namespace)
         path: list[Node] = []
@@ -135,7 +137,9 @@ class HiRadixTree:
                 break
             node = child
         match = MatchResult(namespace, tuple(path), last_len, device_len, pos, tuple(peer_runs))
-        return match if fetching else self.windows.longest_whole(match, self.source_of)
+        if fetching:
+            return self.windows.known(match, lambda node: self.source_of(node) is not None or self.is_coming(node))
+        return self.windows.longest_whole(match, self.source_of)
 
     def source_of(self, node: Node) -> Tier | None:
         """The first tier of the load order that is read and has a node; None while all it has is on its way."""
@@ -150,11 +154,14 @@ class HiRadixTree:
 
     def next_unmatched(self, match: MatchResult, tokens: np.ndarray) -> Node | None:
         """The node at which the match ended though it continues the tokens: a hole, one that has left the device
-        while its backup is on the way, or one that only tiers have that are not read. tokens: what was matched, and
-        at least a page more."""
+        while its backup is on the way, one that only tiers have that are not read, or a partial one, which it may end
+        in. tokens: what was matched, and at least a page more."""
         node = match.path[-1] if match.path else self.roots.get(match.namespace)
-        if node is None or (match.path and match.last_len < len(node.key)):
+        if node is None:
             return None
+        if match.path and match.last_len < len(node.key):
+            is_same = self.page_key(node.key, match.last_len) == self.page_key(tokens, match.total_len)
+            return node if is_same else None
         return node.children.get(self.page_key(tokens, match.total_len))
 
     def evictable_pages(self, tier: Tier, kept: Iterable[Node] = (), spares_pinned: bool = False) -> int:
@@ -404,6 +411,18 @@ class HiRadixTree:
             self._count_in(node, _DEVICE)
         self._by_ticket[ticket] = list(nodes)
 
+    def make_partial(self, node: Node) -> None:
+        """The device loses what layers with a window have of a node."""
+        assert is_whole(node, Tier.DEVICE)
+        self._changed(node)
+        self._count_out(node, _DEVICE)
+        node.is_partial = True
+        self._count_in(node, _DEVICE)
+        if is_alone_and_partial(node):
+            self.lost(node, Tier.DEVICE)
+        self._offer(node, _PEER)
+        self._offer(node, _HOST)
+
     def child_on(self, node: Node, tokens: np.ndarray) -> Node | None:
         """The child that begins with the first page of tokens (int32, whole pages), split where they part."""
         child = node.children.get(self.page_key(tokens, 0))
@@ -459,7 +478,7 @@ class HiRadixTree:
         parent = self._end_of(match)
         node = self.put_run(parent, run, Tier.HOST, launch)
         self.names.name_fetched(node, block_keys)
-        if node.frames[_PEER] is not None:
+        if node.frames[_PEER] is not None or node.frames[_DEVICE] is not None:
             return node  # it is as exact, and as much used, as before
         # No request has computed it.
         node.hits = 0

@@ -26,6 +26,7 @@ from sgl_kernel.kvcacheio import (
     transfer_kv_all_layer_lf_pf,
     transfer_kv_all_layer_pf_lf,
 )
+from sglang.srt.mem_cache.hybrid_pages import HybridPages, runs_alike
 from sglang.srt.mem_cache.rate_limit import RateLimit
 from sglang.srt.mem_cache.transfer import (
     H2D,
@@ -58,6 +59,13 @@ class HasPages(Protocol):
     def kv_pages(self) -> KVPages: ...
 
 
+class HasDevicePages(Protocol):
+    """The device pool, or what takes its place."""
+
+    @property
+    def kv_pages(self) -> KVPages | HybridPages: ...
+
+
 @runtime_checkable
 class CopiesPages(HasPages, Protocol):
     """A pool whose memory is partly out of reach, and which therefore copies its pages itself. Called on a stream,
@@ -71,8 +79,10 @@ class CopiesPages(HasPages, Protocol):
         """As `transfer_kv_per_layer_pf_lf`. pages: this layer of the device pool, or of a layer stream's buffer."""
         ...
 
-    def back_up(self, pages: KVPages, src: torch.Tensor, dst: torch.Tensor, backend: str) -> None:
-        """As `transfer_kv_all_layer_lf_pf`, from the device pool."""
+    def back_up(
+        self, pages: KVPages, src: torch.Tensor, dst: torch.Tensor, backend: str, layers: range | None = None
+    ) -> None:
+        """As `transfer_kv_all_layer_lf_pf`, from the device pool. pages: its layers `layers`; None: all."""
         ...
 
 
@@ -93,8 +103,9 @@ class _Operation:
     def __init__(self, ticket: Ticket) -> None:
         self.ticket = ticket
         self.layer_events: list[Event] = []
-        # Source and destination of all pages and of those from some on, by where they begin; while it runs.
-        self.frames: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        # Arrays of the operation from some page on, by name and page; while it runs. Converted once per operation,
+        # not per layer.
+        self.frames: dict[tuple[str, int], torch.Tensor] = {}
         self.cancelled = False
         self.finished = False
         self.error = ""
@@ -149,7 +160,7 @@ class CopyLink:
     def __init__(
         self,
         name: str,
-        device_pool: HasPages,
+        device_pool: HasDevicePages,
         host_pool: HasPages,
         stream: Stream,
         fence: Callable[[int], Fence | None],
@@ -166,20 +177,26 @@ class CopyLink:
         self.rate_limit = options.rate_limit
         # Where kernels run.
         self._device = options.device or device_pool.kv_pages.device
-        above, below = device_pool.kv_pages, host_pool.kv_pages
+        pages, below = device_pool.kv_pages, host_pool.kv_pages
+        # Any layer: all are alike.
+        above = pages.part(range(1))
         self._load_backend = self._backend(options.io_backend, below, above)
         self._backup_backend = self._backend(options.io_backend, above, below)
         in_groups = self._device.type != "cpu" and self._copier is None and self._load_backend in KERNELS
+        self._is_hybrid = isinstance(pages, HybridPages)
         # Of each layer, whether it has a window.
-        self._windowed = options.windowed or (False,) * above.num_layers
+        self._windowed = pages.windowed if isinstance(pages, HybridPages) else options.windowed
+        self._windowed = self._windowed or (False,) * pages.num_layers
         at_once = LAYERS_AT_ONCE if in_groups else 1
-        self._groups = layer_groups(above.num_layers, at_once)
-        # For loads that leave some of them out.
-        self._groups_alike = layer_groups(above.num_layers, at_once, self._windowed)
+        # For loads that leave some layers out, and for those to a hybrid pool.
+        self._groups_alike = layer_groups(pages.num_layers, at_once, self._windowed)
+        self._groups = self._groups_alike if self._is_hybrid else layer_groups(pages.num_layers, at_once)
+        # Layers that are backed up together.
+        self._backup_runs = runs_alike(self._windowed) if self._is_hybrid else [range(pages.num_layers)]
         # For loads that are one kernel each, which cannot be held back between layers.
         self._flags: LayerFlags | None = None
         is_persistent = in_groups and self._load_backend == "persistent" and self.rate_limit is None
-        if is_persistent and name in LOAD_LINKS.values():
+        if is_persistent and not self._is_hybrid and name in LOAD_LINKS.values():
             self._flags = LayerFlags([layers.stop for layers in self._groups], self._device)
         self._operations: dict[int, _Operation] = {}
         self._next_seq = 0
@@ -200,15 +217,18 @@ class CopyLink:
                 operation.layer_events += [event] * len(layers)
         elif op.src != Tier.DEVICE:
             for layers in self._groups_alike if is_cut else self._groups:
-                first = op.full_only if self._windowed[layers[0]] else op.windowed_only
+                of_windows = self._windowed[layers[0]]
+                first = op.full_only if of_windows else op.windowed_only
                 if first < len(op.src_frames):
-                    self._enqueue(op, operation, partial(self._load_layers, layers=layers), first)
+                    self._enqueue(op, operation, partial(self._load_layers, layers=layers), first, of_windows)
                 operation.layer_events += [self.stream.record()] * len(layers)
         else:
             fence = None if op.after is None else self.fence(op.after)
             if fence is not None:
                 self.stream.wait(fence.event)
-            self._enqueue(op, operation, partial(self._back_up, op, fence=fence))
+            for layers in self._backup_runs:
+                work = partial(self._back_up, op, fence=fence, layers=layers)
+                self._enqueue(op, operation, work, of_windows=self._windowed[layers[0]])
         self.stream.enqueue(partial(self._end, operation))
         self.stream.when_done(partial(self._finish, operation))
 
@@ -236,9 +256,11 @@ class CopyLink:
         operation: _Operation,
         work: partial[None],
         first: int = 0,
+        of_windows: bool = False,
     ) -> None:
-        """first: of the operation's pages, the first that the part works on."""
-        self.stream.enqueue(partial(self._guard, op, operation, work, first))
+        """first: of the operation's pages, the first that the part works on. of_windows: whether its layers have a
+        window, which matters in a hybrid pool."""
+        self.stream.enqueue(partial(self._guard, op, operation, work, first, of_windows))
 
     # -- on the stream ------------------------------------------------------------------------------------------
 
@@ -252,18 +274,22 @@ class CopyLink:
             transfer_kv_all_layer_pf_lf(host_pages, pages, src, dst, backend=self._load_backend)
 
     def _load_by_one_kernel(self, op: TransferOp, src: torch.Tensor, dst: torch.Tensor, launch: KernelLaunch) -> None:
-        assert self._flags is not None
-        launch.begin(load_layers(self.host_pool.kv_pages, self.device_pool.kv_pages, src, dst, self._flags))
+        pages = self.device_pool.kv_pages
+        assert self._flags is not None and isinstance(pages, KVPages)
+        launch.begin(load_layers(self.host_pool.kv_pages, pages, src, dst, self._flags))
 
-    def _back_up(self, op: TransferOp, src: torch.Tensor, dst: torch.Tensor, fence: Fence | None) -> None:
+    def _back_up(
+        self, op: TransferOp, src: torch.Tensor, dst: torch.Tensor, fence: Fence | None, layers: range
+    ) -> None:
         if fence is not None and fence.failed:
             raise LoadFailedError(f"launch {op.after}, which writes the source of this backup, failed")
-        pages = self.device_pool.kv_pages
-        with self._pace(op.size_bytes):
+        pages = self.device_pool.kv_pages.part(layers)
+        with self._pace(op.size_bytes * len(layers) // len(self._windowed)):
             if self._copier is not None:
-                self._copier.back_up(pages, src, dst, self._backup_backend)
+                self._copier.back_up(pages, src, dst, self._backup_backend, layers)
                 return
-            transfer_kv_all_layer_lf_pf(pages, self.host_pool.kv_pages, src, dst, backend=self._backup_backend)
+            host_pages = self.host_pool.kv_pages.part(layers)
+            transfer_kv_all_layer_lf_pf(pages, host_pages, src, dst, backend=self._backup_backend)
 
     def _pace(self, size_bytes: int) -> AbstractContextManager[None]:
         return self.rate_limit.transfer(size_bytes) if self.rate_limit else nullcontext()
@@ -274,6 +300,7 @@ class CopyLink:
         operation: _Operation,
         work: Callable[[torch.Tensor, torch.Tensor], None],
         first: int,
+        of_windows: bool,
     ) -> None:
         """Run one part of an operation; an error fails the operation, not the stream."""
         if operation.began is None:
@@ -284,19 +311,34 @@ class CopyLink:
             operation.error = "cancelled"
             return
         try:
-            if first not in operation.frames:
-                # Converted once per operation, not per layer.
-                backend = self._backup_backend if op.src == Tier.DEVICE else self._load_backend
-                where = page_numbers_device(self.host_pool, backend, self._device)
-                pages = op.src_frames[first:], op.dst_frames[first:]
-                src, dst = (to_device(each.astype(np.int64), where) for each in pages)
-                operation.frames[first] = src, dst
-            work(*operation.frames[first])
+            work(*self._frames(op, operation, first, of_windows and self._is_hybrid))
         except LoadFailedError as error:
             operation.error = str(error)
         except Exception as error:
             logger.exception("%s failed", operation.ticket)
             operation.error = str(error) or type(error).__name__
+
+    def _frames(
+        self, op: TransferOp, operation: _Operation, first: int, of_windows: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Source and destination of a part, from its first page on. of_windows: those on the device are in the pool
+        for layers with a window."""
+
+        def there(name: str, start: int) -> torch.Tensor:
+            found = operation.frames.get((name, start))
+            if found is None:
+                backend = self._backup_backend if op.src == Tier.DEVICE else self._load_backend
+                where = page_numbers_device(self.host_pool, backend, self._device)
+                found = to_device(getattr(op, name)[start:].astype(np.int64), where)
+                operation.frames[name, start] = found
+            return found
+
+        src, dst = ("src_frames", first), ("dst_frames", first)
+        if of_windows and op.src == Tier.DEVICE:
+            src = "windowed_frames", 0
+        elif of_windows:
+            dst = "windowed_frames", 0
+        return there(*src), there(*dst)
 
     def _backend(self, io_backend: str, src: KVPages, dst: KVPages) -> str:
         """What `auto` is; the CPU's code chooses for itself."""
@@ -334,7 +376,7 @@ def layer_groups(num_layers: int, most: int, kinds: Sequence[Any] = ()) -> list[
     return groups
 
 
-def page_numbers_device(pool: HasPages, io_backend: str, device: torch.device) -> torch.device:
+def page_numbers_device(pool: HasDevicePages, io_backend: str, device: torch.device) -> torch.device:
     """Where page numbers must lie for copies between a pool and the device."""
     if isinstance(pool, CopiesPages) and pool.page_numbers_on_host:
         return CPU

@@ -266,6 +266,15 @@ class MatchResult:
         last_len = len(path[-1].key) if path else 0
         return MatchResult(self.namespace, path, last_len, min(self.device_len, end), end, runs)
 
+    def up_to(self, place: int, end: int) -> MatchResult:
+        """The part of it that ends at token `end`, which is in the node at a place of the path, or begins it."""
+        node = self.path[place]
+        if end == node.start:
+            return self.above(place)
+        runs = tuple((start, min(last, end)) for start, last in self.peer_runs if start < end)
+        path = self.path[: place + 1]
+        return MatchResult(self.namespace, path, end - node.start, min(self.device_len, end), end, runs)
+
     def to_load_behind(self, start: int) -> tuple[int, int]:
         """Tokens behind `start` that come from the host, and from peers. start: not below device_len."""
         from_peers = sum([max(0, end - max(begin, start)) for begin, end in self.peer_runs])

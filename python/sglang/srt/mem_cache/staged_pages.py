@@ -54,23 +54,27 @@ class StagedPages:
             transfer_kv_all_layer(half.pages, pages, *self._numbers(backend, here, theirs), backend=backend)
             half.copied.record()
 
-    def back_up(self, pages: KVPages, src: torch.Tensor, dst: torch.Tensor, backend: str) -> None:
+    def back_up(
+        self, pages: KVPages, src: torch.Tensor, dst: torch.Tensor, backend: str, layers: range | None = None
+    ) -> None:
         """As `transfer_kv_all_layer_lf_pf`, with src and dst as in `load_layer`. Returns when all has been written to
         kv_pages."""
+        layers = layers or range(self.kv_pages.num_layers)
         last: tuple[_Half, torch.Tensor] | None = None
         for half, theirs, mine in self._backups.rounds(src, dst):
             here = torch.arange(len(mine))
-            transfer_kv_all_layer_lf_pf(pages, half.pages, *self._numbers(backend, theirs, here), backend=backend)
+            numbers = self._numbers(backend, theirs, here)
+            transfer_kv_all_layer_lf_pf(pages, half.pages.part(layers), *numbers, backend=backend)
             half.copied.record()
             if last is not None:
-                self._write(*last)
+                self._write(*last, layers)
             last = half, mine
         if last is not None:
-            self._write(*last)
+            self._write(*last, layers)
 
-    def _write(self, half: _Half, mine: torch.Tensor) -> None:
+    def _write(self, half: _Half, mine: torch.Tensor, layers: range) -> None:
         half.copied.synchronize()
-        transfer_kv_all_layer(half.pages, self.kv_pages, torch.arange(len(mine)), mine)
+        transfer_kv_all_layer(half.pages.part(layers), self.kv_pages.part(layers), torch.arange(len(mine)), mine)
 
     def _numbers(self, backend: str, *numbers: torch.Tensor) -> list[torch.Tensor]:
         where = index_device(backend, self._device)

@@ -10,8 +10,8 @@ layers. It serves what continues the prefix. What leaves the prefix in the middl
       partial          to complete    whole
                                └──[ question b ]
 
-The end of such a match is loaded in the missing layers (`MatchResult.to_complete`). Where no tier has it whole, the
-match ends above. A partial node is never copied to another tier.
+The end of such a match is loaded in the missing layers (`MatchResult.to_complete`). Where no tier has it whole, and
+storage does not bring it, the match ends above. A partial node is never copied to another tier.
 """
 
 from __future__ import annotations
@@ -86,6 +86,17 @@ class WindowReach:
             awaits_load |= node.tickets[_DEVICE] is not None
         beyond = match.path[len(whole.path) :]
         return replace(whole, to_complete=tuple(to_complete[::-1]), awaits_load=awaits_load, beyond=beyond)
+
+    def known(self, match: MatchResult, is_there: Callable[[Node], bool]) -> MatchResult:
+        """A match up to the first page that windows reach from its end and that no tier has whole: storage may have
+        it. is_there: of a partial node, whether another tier has it, or gets it."""
+        if not self.num_tokens or not any([node.is_partial for node in match.path]):
+            return match
+        cut = self.cut(match.total_len)
+        for place, node in enumerate(match.path):
+            if node.end > cut and node.is_partial and node.tickets[_DEVICE] is None and not is_there(node):
+                return match.up_to(place, max(cut, node.start))
+        return match
 
     def cut_to_complete(self, end: Node) -> list[Node]:
         """The partial nodes of the path to `end` that windows reach from there, top first. They are cut where what is

@@ -38,10 +38,12 @@ class _Captured:
     """A captured decode of one batch size."""
 
     graph: torch.cuda.CUDAGraph
-    # (6, batch size) int64 on the device, the graph's inputs: the first six of `BatchNumbers`.
+    # (6 or 7, batch size) int64 on the device, the graph's inputs: of `BatchNumbers` input_ids, positions, slots,
+    # starts, kv_lens and the rows of out_loc.
     inputs: torch.Tensor
     batch: ForwardBatch
     segments: PagedSegments
+    windowed_segments: PagedSegments
     # Of the page table.
     version: int
 
@@ -66,7 +68,7 @@ class CudaGraphRunner:
         scale: float,
         max_batch_size: int,
     ) -> None:
-        if pool.scratch_slot is None:
+        if pool.scratch_slot is None or pool.windowed_scratch_slot is None:
             raise ValueError("CUDA graphs need a device pool with a scratch slot")
         self._model = model
         self._pool = pool
@@ -76,7 +78,8 @@ class CudaGraphRunner:
         self._scale = scale
         self._sizes = batch_sizes(max_batch_size)
         # The values of a row without a request.
-        self._padding = np.array([0, 0, pool.scratch_slot, 0, 0, 0])[:, None]
+        scratch_slots = [pool.scratch_slot, pool.windowed_scratch_slot][: 2 if pool.num_windowed_pages else 1]
+        self._padding = np.array([0] * 5 + scratch_slots)[:, None]
         self._captured: dict[int, _Captured] = {}
         # Memory that all graphs use in turn.
         self._memory: Any = None
@@ -116,21 +119,24 @@ class CudaGraphRunner:
         rows[:, :n] = (
             numbers.input_ids,
             numbers.positions,
-            numbers.out_loc,
             numbers.slots,
             numbers.starts,
             numbers.kv_lens,
+            *numbers.out_loc,
         )
         (there,) = to_device([rows.ravel()])
         captured.inputs.copy_(there.view_as(captured.inputs))
-        captured.segments.starts[:], captured.segments.kv_lens[:] = rows[4], rows[5]
+        # The windowed segments have the same arrays.
+        captured.segments.starts[:], captured.segments.kv_lens[:] = rows[3], rows[4]
         self._attention.before_replay(captured.segments)
+        if captured.windowed_segments is not captured.segments:
+            self._attention.before_replay(captured.windowed_segments)
         captured.graph.replay()
         batch = replace(
             captured.batch,
             seq=seq,
-            sample_slots=captured.inputs[3, :n],
-            sampling=plan.info(captured.inputs[5, :n]),
+            sample_slots=captured.inputs[2, :n],
+            sampling=plan.info(captured.inputs[4, :n]),
         )
         assert self._logits is not None
         return self._logits[:n], batch
@@ -149,23 +155,25 @@ class CudaGraphRunner:
         table = self._page_table
         rows = np.tile(self._padding, size)
         inputs = torch.from_numpy(rows).to(self._last_tokens.device)
-        input_ids, positions, out_loc, slots, starts, kv_lens = inputs.unbind()
+        input_ids, positions, slots, starts, kv_lens = inputs[:5].unbind()
         segments = PagedSegments(
             table.table,
             self._pool.page_size,
+            rows[3].copy(),
             rows[4].copy(),
-            rows[5].copy(),
             np.ones(size, np.int64),
             starts,
             kv_lens,
         )
+        windowed_segments = table.windowed(segments)
         batch = ForwardBatch(
             seq=-1,
             mode=ForwardMode.DECODE,
             input_ids=input_ids,
             positions=positions,
-            out_loc=out_loc,
+            out_loc=inputs[5:].expand(2, -1),
             segments=segments,
+            windowed_segments=windowed_segments,
             attn=AttentionMetadata((1,) * size, self._scale),
             sample_rows=torch.arange(size, device=inputs.device),
             sample_slots=slots,
@@ -196,5 +204,5 @@ class CudaGraphRunner:
         finally:
             self._attention.capturing = False
         self._memory = graph.pool()
-        captured = self._captured[size] = _Captured(graph, inputs, batch, segments, table.version)
+        captured = self._captured[size] = _Captured(graph, inputs, batch, segments, windowed_segments, table.version)
         return captured

@@ -219,7 +219,9 @@ class ModelExecutor:
         # The table starts with room for every page several times over, and for long prompts that share them, because
         # CUDA graphs are captured again when it grows.
         shared = min(pool.num_pages, _SHARED_PAGES)
-        self._page_table = PageTable(max_slots, device, (64 + shared) * max_slots + 4 * pool.num_pages)
+        num_places = (64 + shared) * max_slots + 4 * pool.num_pages
+        num_mapped = pool.num_pages if pool.num_windowed_pages else 0
+        self._page_table = PageTable(max_slots, device, num_places, num_mapped)
         self.model: CausalLM = model
         self._prefill_graphs: PrefillGraphs | None = None
         if options.graph_prefill_tokens:
@@ -389,12 +391,13 @@ class ModelExecutor:
 
     def _prepare(self, run: _Run) -> None:
         run.began = self.stream.mark()
-        self._page_table.apply(run.launch.page_runs, run.launch.page_appends)
+        launch = run.launch
+        self._page_table.apply(launch.page_runs, launch.page_appends, launch.windowed_frames)
         if run.ends_void:
             self._void = False
         run.void = self._void
         # The first request with a penalty takes memory, of which there may be too little.
-        self._try(run, partial(self._start_sampling, run.launch))
+        self._try(run, partial(self._start_sampling, launch))
         if not run.is_graph:
             self._guard(run, self.model.embed)
 
@@ -559,32 +562,35 @@ class ModelExecutor:
         kv_lens = numbers.kv_lens.copy()
         # The keys of streamed requests do not come from the page table.
         kv_lens[[prefix.req for prefix in launch.streams]] = 0
-        input_ids, positions, out_loc, slots, starts, kv_lens_there, sample_rows, sample_slots, ends = (
+        input_ids, positions, slots, starts, kv_lens_there, sample_rows, sample_slots, ends, *out_loc = (
             self._to_device(
                 [
                     numbers.input_ids,
                     numbers.positions,
-                    numbers.out_loc,
                     numbers.slots,
                     numbers.starts,
                     kv_lens,
                     np.concatenate(wanted_rows),
                     numbers.slots[launch.samples],
                     numbers.kv_lens[launch.samples],
+                    *numbers.out_loc,
                 ]
             )
         )
         decode = launch.mode == LaunchMode.DECODE
         if decode:
             input_ids = torch.where(input_ids < 0, self._last_tokens.index_select(0, slots), input_ids)
-        table = self._page_table.table
+        segments = PagedSegments(
+            self._page_table.table, self.page_size, numbers.starts, kv_lens, lens, starts, kv_lens_there
+        )
         return ForwardBatch(
             seq=launch.seq,
             mode=ForwardMode.DECODE if decode else ForwardMode.EXTEND,
             input_ids=input_ids,
             positions=positions,
-            out_loc=out_loc,
-            segments=PagedSegments(table, self.page_size, numbers.starts, kv_lens, lens, starts, kv_lens_there),
+            out_loc=torch.stack(out_loc) if len(out_loc) > 1 else out_loc[0].expand(2, -1),
+            segments=segments,
+            windowed_segments=self._page_table.windowed(segments),
             attn=AttentionMetadata(q_lens=tuple(lens.tolist()), scale=self.scale),
             sample_rows=sample_rows,
             sample_slots=sample_slots,
@@ -602,12 +608,13 @@ class ModelExecutor:
 
     def _to_device(self, arrays: list[np.ndarray]) -> list[torch.Tensor]:
         """Copy all of a launch's numbers, and the changes of the page table, at once."""
-        *found, where, pages = to_device_together([*arrays, *self._page_table.changes()], self._device)
-        self._page_table.write(where, pages)
-        return found
+        found = to_device_together([*arrays, *self._page_table.changes()], self._device)
+        self._page_table.write(*found[len(arrays) :])
+        return found[: len(arrays)]
 
     def _streamed(self, launch: Launch) -> list[StreamedRequest]:
         page, table = self.page_size, self._page_table
+        assert not launch.streams or not self.pool.num_windowed_pages, "what streams has one pool for all layers"
         found, row_ends = [], np.cumsum(launch.lens).tolist()
         for prefix in launch.streams:
             i = prefix.req

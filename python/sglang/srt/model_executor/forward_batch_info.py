@@ -40,7 +40,8 @@ class BatchNumbers:
     input_ids: np.ndarray
     # Per token.
     positions: np.ndarray
-    # Per token: where its KV goes.
+    # (1 or 2, num_tokens): where a token's KV goes; the second row is of layers with a window, if they have a pool of
+    # their own.
     out_loc: np.ndarray
     # Per request.
     slots: np.ndarray
@@ -58,12 +59,16 @@ class ForwardBatch:
 
     seq: int
     mode: ForwardMode
-    # (num_tokens,) int64 each. out_loc is the slot `page * page_size + offset` that takes the token's KV.
+    # (num_tokens,) int64 each.
     input_ids: torch.Tensor
     positions: torch.Tensor
+    # (2, num_tokens) int64: the slot `page * page_size + offset` that takes the token's KV, in layers with full
+    # attention and in layers with a window. The rows are one memory where the device has one pool.
     out_loc: torch.Tensor
     # Per request, see `KVSegment`; empty for streamed requests.
     segments: Sequence[list[KVSegment]]
+    # The same for layers with a window; the same object where the device has one pool.
+    windowed_segments: Sequence[list[KVSegment]]
     attn: AttentionMetadata
     # (num_samples,) int64, the rows whose logits are needed: first the sampled rows, then the rows of prompt
     # log-probabilities.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from sgl_kernel.kvcacheio import (
 from sgl_kernel.quantized import MOST_ROWS
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionMetadata
 from sglang.srt.layers.linear import Weight
+from sglang.srt.mem_cache.hybrid_pages import HybridPages, runs_alike
 from sglang.srt.mem_cache.kv_view import KVSegment, PagedSegments
 from sglang.srt.mem_cache.link import LAYERS_AT_ONCE, index_device, layer_groups
 from sglang.srt.mem_cache.memory_pool import DevicePool
@@ -99,40 +101,58 @@ def warm_up_transfers(pool: DevicePool, host_pages: KVPages, io_backend: str, wi
     """The page of the pool's scratch slot, which it must have, to the host's first page and back, on the current
     stream. io_backend: see `kvcacheio.pick_backend`. windowed: see `CopyOptions`. Raises LayerFlagsError where the
     driver lets no stream wait."""
-    assert pool.scratch_slot is not None, "a warm-up writes to a scratch slot"
-    device, frames = pool.kv_pages.device, (pool.scratch_slot // pool.page_size, 0)
-    backend = pick_between(io_backend, pool.kv_pages, host_pages)
-    scratch, first = (to_device(np.array([page]), index_device(backend, device)) for page in frames)
-    transfer_kv_all_layer_lf_pf(pool.kv_pages, host_pages, scratch, first, backend=backend)
-    backend = pick_between(io_backend, host_pages, pool.kv_pages)
-    scratch, first = (to_device(np.array([page]), index_device(backend, device)) for page in frames)
-    groups = layer_groups(host_pages.num_layers, LAYERS_AT_ONCE)
+    assert pool.scratch_slot is not None and pool.windowed_scratch_slot is not None, (
+        "a warm-up writes to scratch slots"
+    )
+    pages, device = pool.kv_pages, pool.kv_pages.device
+    windowed = pages.windowed if isinstance(pages, HybridPages) else windowed
+    scratch_pages = [slot // pool.page_size for slot in (pool.scratch_slot, pool.windowed_scratch_slot)]
+    is_hybrid = isinstance(pages, HybridPages)
+
+    def frames(layers: range, backend: str) -> list[torch.Tensor]:
+        """The scratch page that layers have, and the host's first page."""
+        scratch = scratch_pages[is_hybrid and windowed[layers.start]]
+        return [to_device(np.array([page]), index_device(backend, device)) for page in (scratch, 0)]
+
+    backend = pick_between(io_backend, pages.part(range(1)), host_pages)
+    for layers in runs_alike(windowed) if is_hybrid else [range(host_pages.num_layers)]:
+        scratch, first = frames(layers, backend)
+        transfer_kv_all_layer_lf_pf(pages.part(layers), host_pages.part(layers), scratch, first, backend=backend)
+    backend = pick_between(io_backend, host_pages, pages.part(range(1)))
+    groups = [] if is_hybrid else layer_groups(host_pages.num_layers, LAYERS_AT_ONCE)
     alike = layer_groups(host_pages.num_layers, LAYERS_AT_ONCE, windowed) if windowed else []
-    if backend == "persistent":
+    if backend == "persistent" and isinstance(pages, KVPages):
         flags = LayerFlags([group.stop for group in groups], device)
-        value = load_layers(host_pages, pool.kv_pages, first, scratch, flags)
+        scratch, first = frames(range(1), backend)
+        value = load_layers(host_pages, pages, first, scratch, flags)
         flags.wait(len(flags) - 1, value, torch.cuda.current_stream(device))
         groups = []
     for layers in dict.fromkeys([*groups, *alike]):
-        transfer_kv_all_layer_pf_lf(
-            host_pages.part(layers), pool.kv_pages.part(layers), first, scratch, backend=backend
-        )
+        scratch, first = frames(layers, backend)
+        transfer_kv_all_layer_pf_lf(host_pages.part(layers), pages.part(layers), first, scratch, backend=backend)
 
 
 def _batch(reqs: Sequence[tuple[int, int]], pool: DevicePool, scale: float, device: torch.device) -> ForwardBatch:
-    assert pool.scratch_slot is not None, "a warm-up writes to a scratch slot"
+    assert pool.scratch_slot is not None and pool.windowed_scratch_slot is not None, (
+        "a warm-up writes to scratch slots"
+    )
     kv_lens, q_lens = (np.array(column, np.int64) for column in zip(*reqs, strict=True))
     starts, zeros = np.zeros_like(kv_lens), torch.zeros(int(q_lens.sum()), dtype=torch.int64, device=device)
     table = _scratch_pages(pool, int(kv_lens.max()), device).to(torch.int32)
     on_device = [torch.from_numpy(column).to(device) for column in (starts, kv_lens)]
     rows = torch.from_numpy(np.cumsum(q_lens) - 1).to(device)
+    segments = windowed_segments = PagedSegments(table, pool.page_size, starts, kv_lens, q_lens, *on_device)
+    if pool.num_windowed_pages:
+        windowed_table = torch.full_like(table, pool.windowed_scratch_slot // pool.page_size)
+        windowed_segments = replace(segments, table=windowed_table)
     return ForwardBatch(
         seq=-1,
         mode=ForwardMode.DECODE if bool((q_lens == 1).all()) else ForwardMode.EXTEND,
         input_ids=zeros,
         positions=zeros,
-        out_loc=zeros + pool.scratch_slot,
-        segments=PagedSegments(table, pool.page_size, starts, kv_lens, q_lens, *on_device),
+        out_loc=torch.stack((zeros + pool.scratch_slot, zeros + pool.windowed_scratch_slot)),
+        segments=segments,
+        windowed_segments=windowed_segments,
         attn=AttentionMetadata(tuple(q_lens.tolist()), scale),
         sample_rows=rows,
         sample_slots=rows,

@@ -84,3 +84,6 @@ class Launch:
     prompt_logprobs: tuple[PromptRows, ...] = ()
     # Prefixes that are not on the device. The page table has no pages for them.
     streams: tuple[StreamedPrefix, ...] = ()
+    # (2, n) int32: pages of the device, and the frames that they have from now on in the pool for layers with a
+    # window; None where there is no such pool. Later ones come after earlier ones of the same page. Applied first.
+    windowed_frames: np.ndarray | None = None

@@ -54,7 +54,7 @@ class CutModel(CausalLM, Protocol):
     dtype: torch.dtype
 
     def start(self, input_ids: torch.Tensor, positions: torch.Tensor, out_loc: torch.Tensor) -> Any:
-        """The state before layer 0. (num_tokens,) int64 each."""
+        """The state before layer 0. See `ForwardBatch`."""
         ...
 
     def project(self, layer_id: int, state: Any, pool: KVPool) -> torch.Tensor:
@@ -94,6 +94,7 @@ class _Whole:
     num_tokens: int
     graph: torch.cuda.CUDAGraph
     segments: PagedSegments
+    windowed_segments: PagedSegments
     # Of the last layer, (num_tokens, attended_size), and the state behind its attention.
     attended: torch.Tensor
     state: Any
@@ -106,6 +107,7 @@ class _OfGraph:
     """See `AttentionBatch`."""
 
     segments: PagedSegments
+    windowed_segments: PagedSegments
     attn: AttentionMetadata
 
 
@@ -153,14 +155,17 @@ class PrefillGraphs:
         device: torch.device,
         attention: CapturedAttention | None = None,
     ) -> None:
-        if pool.scratch_slot is None:
+        if pool.scratch_slot is None or pool.windowed_scratch_slot is None:
             raise ValueError("CUDA graphs need a device pool with a scratch slot")
         self.model = model
-        self._pool, self._scratch_slot = pool, pool.scratch_slot
+        self._pool = pool
         self.num_layers, self.windows = model.num_layers, model.windows
         self._counts = token_counts(max_tokens)
         self._input_ids, self._positions = torch.zeros((2, max_tokens), dtype=torch.int64, device=device)
-        self._out_loc = torch.full((max_tokens,), pool.scratch_slot, dtype=torch.int64, device=device)
+        scratch_slots = [pool.scratch_slot, pool.windowed_scratch_slot][: 2 if pool.num_windowed_pages else 1]
+        self._scratch_slots = torch.from_numpy(np.array(scratch_slots)).to(device)[:, None]
+        # One row where the device has one pool.
+        self._out_loc = self._scratch_slots.repeat(1, max_tokens)
         self._attended = torch.zeros((max_tokens, model.attended_size), dtype=model.dtype, device=device)
         # (max_tokens, heads, head_dim): a layer's queries.
         self._queries: torch.Tensor | None = None
@@ -192,8 +197,8 @@ class PrefillGraphs:
             return self.model.embed(batch)
         self._input_ids[:num_tokens].copy_(batch.input_ids)
         self._positions[:num_tokens].copy_(batch.positions)
-        self._out_loc[:num_tokens].copy_(batch.out_loc)
-        self._out_loc[num_tokens : captured.num_tokens].fill_(self._scratch_slot)
+        self._out_loc[:, :num_tokens].copy_(batch.out_loc[: len(self._out_loc)])
+        self._out_loc[:, num_tokens : captured.num_tokens].copy_(self._scratch_slots)
         if (whole := self._whole_for(captured.num_tokens, batch)) is not None:
             whole.graph.replay()
             return _Replayed(whole, num_tokens)
@@ -266,7 +271,10 @@ class PrefillGraphs:
             there[:num_reqs], there[num_reqs:] = here, 0
         theirs.device_starts[:num_reqs].copy_(ours.device_starts)
         theirs.device_kv_lens[:num_reqs].copy_(ours.device_kv_lens)
+        # The windowed segments have the same arrays.
         attention.backend.before_replay(theirs)
+        if whole.windowed_segments is not theirs:
+            attention.backend.before_replay(whole.windowed_segments)
         return whole
 
     def _capture(self, count: int) -> _Captured:
@@ -289,10 +297,11 @@ class PrefillGraphs:
         q_lens[0] = count
         on_device = torch.zeros((2, num_reqs), dtype=torch.int64, device=self._input_ids.device)
         segments = PagedSegments(table.table, self._pool.page_size, starts, kv_lens, q_lens, *on_device)
-        batch = _OfGraph(segments, AttentionMetadata(tuple(q_lens.tolist()), attention.scale))
+        meta = AttentionMetadata(tuple(q_lens.tolist()), attention.scale)
+        batch = _OfGraph(segments, table.windowed(segments), meta)
 
         def forward() -> tuple[Any, torch.Tensor]:
-            state = self.model.start(self._input_ids[:count], self._positions[:count], self._out_loc[:count])
+            state = self.model.start(*self._rows(count))
             for layer in range(self.num_layers):
                 queries = self.model.project(layer, state, self._pool)
                 attended = self.model.attend_own(layer, queries, batch, self._pool)
@@ -307,7 +316,11 @@ class PrefillGraphs:
             graph, (state, attended) = self._graph_of(forward)
         finally:
             attention.backend.capturing = False
-        return _Whole(count, graph, segments, attended, state, table.version)
+        return _Whole(count, graph, segments, batch.windowed_segments, attended, state, table.version)
+
+    def _rows(self, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What a graph of so many tokens reads: for `CutModel.start`."""
+        return self._input_ids[:count], self._positions[:count], self._out_loc[:, :count].expand(2, -1)
 
     def _graph_of(self, work: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
         """What the work starts on the device, and what it returns."""
@@ -319,11 +332,10 @@ class PrefillGraphs:
 
     def _run(self, count: int, each: Callable[[Callable[[], Any]], Any]) -> Any:
         """The parts of a prefill that are graphs, each by `each`. Returns the state before the last attention."""
-        of_rows = self._input_ids[:count], self._positions[:count], self._out_loc[:count]
         attended = self._attended[:count]
 
         def first() -> Any:
-            state = self.model.start(*of_rows)
+            state = self.model.start(*self._rows(count))
             self._keep(self.model.project(0, state, self._pool))
             return state
 

@@ -20,7 +20,7 @@ from sglang.srt.layers.kv_scale import kv_scale_of
 from sglang.srt.layers.layernorm import QKNorm, RMSNorm
 from sglang.srt.layers.linear import GatedLinear, MergedColumnParallelLinear, RowParallelLinear, Weight
 from sglang.srt.layers.mixture import Experts, Mixture
-from sglang.srt.layers.radix_attention import AttentionBatch, RadixAttention, StreamedAttention
+from sglang.srt.layers.radix_attention import AttentionBatch, RadixAttention, Slots, StreamedAttention
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding, Rotation
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from sglang.srt.layers.weights import WeightTarget
@@ -40,7 +40,7 @@ class DecoderState:
 
     hidden: torch.Tensor
     rotation: Rotation
-    out_loc: torch.Tensor
+    out_loc: Slots
     update: torch.Tensor | None = None
     attended: torch.Tensor | None = None
     streamed: StreamedAttention | None = None
@@ -72,14 +72,15 @@ class LlamaAttention(nn.Module):
         kv_scale = kv_scale_of(config.kv_scales, group.rank, layer_id, kv_heads.size)
         self.attn = RadixAttention(layer_id, backend, kv_scale, config.windows[layer_id])
 
-    def project(self, x: torch.Tensor, rotation: Rotation, out_loc: torch.Tensor, pool: KVPool) -> torch.Tensor:
+    def project(self, x: torch.Tensor, rotation: Rotation, out_loc: Slots, pool: KVPool) -> torch.Tensor:
         """x: (num_tokens, hidden_size). Stores keys and values, and returns queries, (num_tokens, heads,
         head_dim)."""
         qkv = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
         qk, v = qkv.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
         if self.qk_norm is not None:
             qk = self.qk_norm(qk)
-        if rotation.store(qk, v, pool.view(self.attn.layer_id), out_loc, self.attn.kv_scale):
+        slots = self.attn.slots_of(out_loc)
+        if rotation.store(qk, v, pool.view(self.attn.layer_id), slots, self.attn.kv_scale):
             return qk[:, : self.num_heads]
         q, k = rotation(qk).split((self.num_heads, self.num_kv_heads), dim=1)
         self.attn.store(k, v, out_loc, pool)
@@ -243,7 +244,7 @@ class LlamaForCausalLM(nn.Module):
 
     @torch.inference_mode()
     def start(self, input_ids: torch.Tensor, positions: torch.Tensor, out_loc: torch.Tensor) -> DecoderState:
-        return DecoderState(self.embed_tokens(input_ids), self.rotary.at(positions), out_loc)
+        return DecoderState(self.embed_tokens(input_ids), self.rotary.at(positions), out_loc.unbind())
 
     @torch.inference_mode()
     def project(self, layer_id: int, state: DecoderState, pool: KVPool) -> torch.Tensor:
@@ -260,7 +261,8 @@ class LlamaForCausalLM(nn.Module):
         return self._layer(layer_id).finish(state, attended, rows)
 
     def first_rows(self, state: DecoderState, num_rows: int) -> DecoderState:
-        return DecoderState(state.hidden[:num_rows], state.rotation, state.out_loc[:num_rows])
+        out_loc = tuple(slots[:num_rows] for slots in state.out_loc)
+        return DecoderState(state.hidden[:num_rows], state.rotation, out_loc)
 
     def _layer(self, layer_id: int) -> LlamaDecoderLayer:
         layer = self.layers[layer_id]

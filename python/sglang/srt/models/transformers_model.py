@@ -249,7 +249,7 @@ class TransformersForCausalLM(nn.Module):
         q, k, v = (heads.of(x[0], shard, 0).transpose(0, 1).to(self.config.dtype).contiguous() for x, shard in shards)
         if v.shape[-1] < head_dim:
             v = pad(v, (0, head_dim - v.shape[-1]))
-        attention.store(k, v, batch.out_loc, pool)
+        attention.store(k, v, batch.out_loc.unbind(), pool)
         scale, sinks = asked.kwargs.get("scaling"), asked.kwargs.get("s_aux")
         attn = replace(
             batch.attn,

@@ -30,6 +30,16 @@ _GAUGES = (
     ("num_pages", "Pages of KV cache on the device.", ("tiers", "device", "num_pages")),
     ("page_size", "Tokens per page.", ("page_size",)),
     ("max_total_num_tokens", "Tokens of KV cache on the device.", ("tiers", "device", "total_tokens")),
+    (
+        "max_total_num_tokens_swa",
+        "Tokens on the device in the pool for layers with a sliding window.",
+        ("tiers", "device", "windowed", "total_tokens"),
+    ),
+    (
+        "swa_available_tokens",
+        "Tokens of that pool that are free.",
+        ("tiers", "device", "windowed", "free_tokens"),
+    ),
     ("kv_used_tokens", "Tokens of KV cache in use on the device.", ("tiers", "device", "used_tokens")),
     ("kv_evictable_tokens", "Cached tokens that may be evicted.", ("tiers", "device", "evictable_tokens")),
     ("hicache_host_total_tokens", "Tokens of KV cache on the host.", ("tiers", "host", "total_tokens")),

@@ -16,7 +16,7 @@ import torch
 
 from sglang.srt.layers.attention.base_attn_backend import WINDOW_TILE, AttentionMetadata
 from sglang.srt.layers.attention.masked_attention import masked_attention
-from sglang.srt.mem_cache.kv_view import KVSegment
+from sglang.srt.mem_cache.kv_view import KVSegment, KVView
 from support.attention_cases import (
     CAPTURED_EXTENDS,
     DECODES,
@@ -479,20 +479,29 @@ def capture(backend: Any) -> int:
 
 
 def captured_extends(backend: Any) -> int:
-    """The same of extends: the host divides them before a replay, and the grid stays."""
+    """The same of extends: the host divides them before a replay, and the grid stays. Layers of two kinds, whose
+    pages have other numbers, are in one graph."""
     kernels = watch_grids()
     case = PagedCase(16, 16, "layer_first", torch.float32, CAPTURED_EXTENDS, **SMALL)
+    other = replace(case.segments, table=case.segments.table.clone())
+
+    def check(replay: object) -> None:
+        other.table.copy_((case.segments.table + 1) % len(case.view.k))
+        rolled, want = KVView(*(each.roll(1, 0) for each in case.view.components)), torch.cat(case.want)
+        for view, segments in ((case.view, case.segments), (rolled, other)):
+            got = backend.forward(case.q, view, segments, case.meta)
+            assert (got[: len(want)].double() - want).abs().max() < 2e-6, replay
+
     backend.capturing = True
-    got = backend.forward(case.q, case.view, case.segments, case.meta)
-    assert (got.double() - torch.cat(case.want)).abs().max() < 2e-6
+    check("none")
     grid = dict(kernels)
     for seed, (kv_lens, q_lens) in enumerate(REPLAYED_EXTENDS):
         case.fill(random.Random(seed), kv_lens, q_lens)
         backend.before_replay(case.segments)
+        backend.before_replay(other)
         for hidden in (case.segments.kv_lens, case.segments.starts, case.segments.q_lens):
             hidden[:] = 1 << 40
-        got, want = backend.forward(case.q, case.view, case.segments, case.meta), torch.cat(case.want)
-        assert (got[: len(want)].double() - want).abs().max() < 2e-6, (kv_lens, q_lens)
+        check((kv_lens, q_lens))
         assert kernels == grid and "decode_kernel" not in grid, (kernels, grid)
     backend.capturing = False
     return 1 + len(REPLAYED_EXTENDS)

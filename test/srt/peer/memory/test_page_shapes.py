@@ -57,6 +57,14 @@ def test_slabs_hold_whole_pages_of_either_side(lender: str, borrower: str, stric
     for layer in range(SHAPES[borrower].num_layers):
         mover.load_layer(layer, device.kv_pages.layer(layer), to_slab, index[1], "auto")
     assert are_equal(contents(SHAPES[borrower], device, back), wanted)
+    # Other pages to the same slab, some layers at a time, as from a hybrid pool.
+    fill(device, rng)
+    wanted, num_layers = contents(SHAPES[borrower], device, back), SHAPES[borrower].num_layers
+    for layers in (range(2), range(2, num_layers)):
+        mover.back_up(device.kv_pages.part(layers), index[1], to_slab, "auto", layers)
+    for layer in range(num_layers):
+        mover.load_layer(layer, device.kv_pages.layer(layer), to_slab, index[0], "auto")
+    assert are_equal(contents(SHAPES[borrower], device, pages), wanted)
     assert (lent.slabs.slab(0) == 1).all() and (lent.slabs.slab(2) == 3).all()
     padding = borrowed.pool.slab_padding_bytes
     assert not lent.slabs.slab(1)[SLAB_BYTES - padding :].any(), "the borrower wrote to its padding"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
@@ -72,6 +73,34 @@ class BatchKey:
             len(mine) == len(theirs) and all(a is b for a, b in zip(mine, theirs))
             for mine, theirs in zip(self.segments, segments)
         )
+
+
+class Matching(Protocol):
+    def matches(self, segments: Sequence[list[KVSegment]], page_size: int, q_lens: tuple[int, ...]) -> bool:
+        """Whether a plan was made for this batch."""
+        ...
+
+
+_Plan = TypeVar("_Plan", bound=Matching)
+
+
+class RecentPlans(Generic[_Plan]):
+    """The plans of the last two batches, by their segments. A batch has other segments for layers with a window where
+    these have a pool of their own, and a backend works on both in turn."""
+
+    def __init__(self) -> None:
+        # The newest first.
+        self._plans: deque[_Plan] = deque(maxlen=2)
+
+    def find(self, segments: Sequence[list[KVSegment]], page_size: int, q_lens: tuple[int, ...]) -> _Plan | None:
+        for plan in self._plans:
+            if plan.matches(segments, page_size, q_lens):
+                return plan
+        return None
+
+    def keep(self, plan: _Plan) -> _Plan:
+        self._plans.appendleft(plan)
+        return plan
 
 
 def longest_request(segments: Sequence[list[KVSegment]]) -> int:

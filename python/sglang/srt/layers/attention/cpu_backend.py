@@ -3,7 +3,7 @@
 Kernels in C read the pages of all requests at once: no Python runs per request. Other types than float32 and bfloat16
 and odd head sizes go to `TorchNativeAttnBackend`, which defines the result, as do several queries of a request in
 bfloat16, which torch multiplies by instructions for matrices. With a mask the former go to `masked_attention`, as do
-capped scores, and masks of `partial`. Owns the plans of the forward batch it is working on. Writes no KV and reads
+capped scores, and masks of `partial`. Owns the plans of the last forward batches. Writes no KV and reads
 only the slots that the segments name.
 """
 
@@ -20,6 +20,7 @@ from sglang.srt.layers.attention.base_attn_backend import (
     AttentionMetadata,
     BatchKey,
     PartialMask,
+    RecentPlans,
     longest_request,
 )
 from sglang.srt.layers.attention.masked_attention import masked_attention, masked_partial
@@ -55,20 +56,20 @@ class CpuAttnBackend:
     def __init__(self) -> None:
         self.capturing = False
         self._torch = TorchNativeAttnBackend()
-        self._plans: _Plans | None = None
+        self._recent: RecentPlans[_Plans] = RecentPlans()
 
     def forward(
         self, q: torch.Tensor, view: KVView, segments: Sequence[list[KVSegment]], meta: AttentionMetadata
     ) -> torch.Tensor:
         """q: (num_tokens, num_q_heads, head_dim). Returns the same shape and dtype, contiguous."""
-        plans = self._plans
-        if plans is None or not plans.matches(segments, view.page_size, meta.q_lens):
+        plans = self._recent.find(segments, view.page_size, meta.q_lens)
+        if plans is None:
             batch: BatchKey | PagedSegments
             if isinstance(segments, PagedSegments):
                 batch = segments
             else:
                 batch = BatchKey.of(segments, view.page_size, meta.q_lens)
-            plans = self._plans = _Plans(batch, longest_request(segments))
+            plans = self._recent.keep(_Plans(batch, longest_request(segments)))
         window = None if meta.window is None or meta.window >= plans.longest else meta.window
         is_ordinary = window is None and meta.softcap is None and meta.sinks is None
         if (

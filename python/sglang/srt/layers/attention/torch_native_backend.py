@@ -1,6 +1,6 @@
 """`TorchNativeAttnBackend`: attention on the CPU with torch's own flash kernel.
 
-Owns the gather plan of the forward batch it is working on. Writes no KV and reads only the slots that the segments
+Owns the gather plans of the last forward batches. Writes no KV and reads only the slots that the segments
 name: free frames and frames of other requests may hold NaN.
 
 Per layer the keys and values of a request are gathered into one contiguous buffer. The bits of the result therefore
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata, BatchKey, PartialMask
+from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata, BatchKey, PartialMask, RecentPlans
 from sglang.srt.layers.attention.merge_state import merge_state
 from sglang.srt.mem_cache.kv_view import KVSegment, KVView, PagedSegments, segment_slots
 from sglang.srt.mem_cache.page_memory import indexable
@@ -107,6 +107,9 @@ class _Plan:
     empty: list[tuple[int, int]]
     masks: dict[torch.dtype, list[torch.Tensor | None]] = field(default_factory=dict)
 
+    def matches(self, segments: Sequence[list[KVSegment]], page_size: int, q_lens: tuple[int, ...]) -> bool:
+        return self.batch.matches(segments, page_size, q_lens)
+
     def masks_for(self, dtype: torch.dtype) -> list[torch.Tensor | None]:
         """One additive mask (num_reqs, 1, 1, length) per group."""
         masks = self.masks.get(dtype)
@@ -125,7 +128,7 @@ class _Plan:
 class TorchNativeAttnBackend:
     """See `AttentionBackend`. One instance serves one model; calls do not overlap.
 
-    The gather plan of a batch is built in its first layer and kept until other segments arrive. A segment is
+    The gather plan of a batch is built in its first layer and kept until two others have come. A segment is
     immutable, its pages included: other pages need another `KVSegment`.
     """
 
@@ -135,15 +138,15 @@ class TorchNativeAttnBackend:
 
     def __init__(self) -> None:
         self.capturing = False
-        self._plan: _Plan | None = None
+        self._recent: RecentPlans[_Plan] = RecentPlans()
 
     def forward(
         self, q: torch.Tensor, view: KVView, segments: Sequence[list[KVSegment]], meta: AttentionMetadata
     ) -> torch.Tensor:
         """q: (num_tokens, num_q_heads, head_dim). Returns the same shape and dtype, contiguous."""
-        plan = self._plan
-        if plan is None or not plan.batch.matches(segments, view.page_size, meta.q_lens):
-            plan = self._plan = _build_plan(segments, view.page_size, meta.q_lens)
+        plan = self._recent.find(segments, view.page_size, meta.q_lens)
+        if plan is None:
+            plan = self._recent.keep(_build_plan(segments, view.page_size, meta.q_lens))
         assert sum(meta.q_lens) == q.shape[0], f"{q.shape[0]} rows of q for q_lens {meta.q_lens}"
 
         out = q.new_empty(q.shape)

@@ -20,7 +20,7 @@ import torch
 import triton
 
 from sgl_kernel.triton_launch import ALIGNMENT, Recording, launch
-from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata, BatchKey, PartialMask
+from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata, BatchKey, PartialMask, RecentPlans
 from sglang.srt.layers.attention.triton_kernels import (
     decode_kernel,
     extend_kernel,
@@ -226,7 +226,7 @@ class _Batch:
 class TritonAttnBackend:
     """See `AttentionBackend`. One instance serves one model; calls do not overlap.
 
-    The plan of a batch is made in its first layer and kept until other segments arrive. Segments are immutable, but
+    The plan of a batch is made in its first layer and kept until two others have come. Segments are immutable, but
     for the arrays of a `PagedSegments` of one query each, from which a plan takes only whether any is long.
 
     CUDA graphs: with `capturing` the grid depends on the batch's size only. A program of a decode finds its
@@ -249,7 +249,7 @@ class TritonAttnBackend:
         self._num_sms = num_sms
         # Of the last plan with extends.
         self._last_extends: tuple[Tiles, Heads] | None = None
-        self._batch: _Batch | None = None
+        self._recent: RecentPlans[_Batch] = RecentPlans()
         # By q_len, length and the keys before the first query. A plan does not depend on the pages.
         self._partials: OrderedDict[tuple[int, int, int], _Plan] = OrderedDict()
         self._captured: WeakKeyDictionary[PagedSegments, _CapturedExtends] = WeakKeyDictionary()
@@ -265,9 +265,9 @@ class TritonAttnBackend:
         self, q: torch.Tensor, view: KVView, segments: Sequence[list[KVSegment]], meta: AttentionMetadata
     ) -> torch.Tensor:
         """q: (num_tokens, num_q_heads, head_dim). Returns the same shape and dtype, contiguous."""
-        batch = self._batch
-        if batch is None or not batch.matches(segments, view.page_size, meta.q_lens):
-            batch = self._batch = self._make_batch(segments, view, meta.q_lens, q)
+        batch = self._recent.find(segments, view.page_size, meta.q_lens)
+        if batch is None:
+            batch = self._recent.keep(self._make_batch(segments, view, meta.q_lens, q))
         assert sum(meta.q_lens) == q.shape[0], f"{q.shape[0]} rows of q for q_lens {meta.q_lens}"
         out = q.new_empty(q.shape)
         mask = _Mask.of(meta)

@@ -7,7 +7,7 @@ process ends, also in the middle of the start.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -36,6 +36,8 @@ from sglang.srt.managers.startup.sizes import (
     check_weights_fit,
     device_pages,
     graph_batch_size_for,
+    most_device_pages,
+    with_windowed_pool,
     with_windows,
 )
 from sglang.srt.managers.startup.storage import StorageOpener
@@ -153,8 +155,13 @@ class EngineBuilder:
             torch.cuda.empty_cache()
         rank.progress.stage("allocating the pools")
         windows = () if args.disable_hybrid_swa_memory else model.windows
-        self.config = with_windows(build_config(args, self.model, rank.group, rank.device), windows)
-        graph_batch_size = self._open_device_pool(attention.computes_masked)
+        config = build_config(args, self.model, rank.group, rank.device)
+        if attention.computes_masked and args.peer_role != "worker":
+            most_pages = most_device_pages(args, self.model, rank.device)
+            config = with_windowed_pool(config, windows, args.swa_full_tokens_ratio, most_pages)
+        self.config = with_windows(config, windows)
+        windowed = [window is not None for window in model.windows]
+        graph_batch_size = self._open_device_pool(attention.computes_masked, windowed)
         executor = self._open_executor(model, attention, graph_batch_size)
         storage = self._open_tiers(executor) if self.config.num_host_pages else None
         try:
@@ -182,8 +189,9 @@ class EngineBuilder:
         device_pages(args, self.model, group, device)
         return make_attention_backend(backend, device)
 
-    def _open_device_pool(self, computes_masked: bool) -> int:
-        """The device pool, and memory of peers. Returns the largest decode that is a CUDA graph."""
+    def _open_device_pool(self, computes_masked: bool, windowed: Sequence[bool]) -> int:
+        """The device pool, and memory of peers. windowed: of each layer, whether it has a window. Returns the largest
+        decode that is a CUDA graph."""
         args, rank, config = self.args, self.rank, self.config
         layout = page_layout(self.model, config.page_size, rank.group.size)
         if args.peer_role == "worker":
@@ -201,7 +209,12 @@ class EngineBuilder:
             )
         else:
             self.pool = MHATokenToKVPool(
-                config.num_device_pages, layout, rank.device, has_scratch=rank.device.type == "cuda"
+                config.num_device_pages,
+                layout,
+                rank.device,
+                has_scratch=rank.device.type == "cuda",
+                windowed=windowed,
+                num_windowed_pages=config.num_windowed_pages,
             )
         if args.peer_role == "master":
             with without_stopping():

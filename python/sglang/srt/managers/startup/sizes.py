@@ -4,6 +4,7 @@ ranks agree on the least."""
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,7 +16,12 @@ from sglang.srt.configs.model_families import TRANSFORMERS
 from sglang.srt.distributed.parallel_state import TensorParallelGroup
 from sglang.srt.layers.attention.base_attn_backend import WINDOW_TILE
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-from sglang.srt.managers.scheduler_config import LayerStreamConfig, PriorityConfig, SchedulerConfig
+from sglang.srt.managers.scheduler_config import (
+    MOST_CUT_TOKENS,
+    LayerStreamConfig,
+    PriorityConfig,
+    SchedulerConfig,
+)
 from sglang.srt.managers.startup.device import free_memory, kv_cache_bytes, page_layout
 from sglang.srt.managers.startup.peers import lendable_pages
 from sglang.srt.mem_cache.link import kernel_links_of
@@ -31,6 +37,8 @@ from sglang.srt.utils.device import CPU
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_RUNNING = 256
+# Pages of layers with a window per page of the device.
+_WINDOWED_RATIO = 0.25
 
 
 def device_pages(
@@ -51,8 +59,7 @@ def device_pages(
                 f"{fitting * args.page_size} tokens fit into the memory that is free; lower it"
             )
     elif device.type == "cpu":
-        # Memory is not the CPU's bottleneck: four full contexts, if they fit.
-        num_pages = min(fitting, -(-4 * model.context_length // args.page_size))
+        num_pages = min(fitting, _enough_pages(args, model))
     else:
         num_pages = fitting
     if num_pages < 2:
@@ -61,6 +68,18 @@ def device_pages(
             "--max-total-tokens or lower --page-size"
         )
     return num_pages, page_bytes
+
+
+def _enough_pages(args: ServerArgs, model: ModelConfig) -> int:
+    """Memory is not the CPU's bottleneck: four full contexts."""
+    return -(-4 * model.context_length // args.page_size)
+
+
+def most_device_pages(args: ServerArgs, model: ModelConfig, device: torch.device) -> int | None:
+    """The most pages that the device is to have, however little each needs."""
+    if args.max_total_tokens is not None:
+        return args.max_total_tokens // args.page_size
+    return _enough_pages(args, model) if device.type == "cpu" else None
 
 
 def priorities_for(args: ServerArgs) -> PriorityConfig | None:
@@ -205,12 +224,53 @@ def graph_batch_size_for(
 def with_windows(config: SchedulerConfig, windows: Sequence[int | None], tile: int = WINDOW_TILE) -> SchedulerConfig:
     """A config whose loads leave out what layers with a window do not see. windows: of each layer, the tokens that a
     query sees, itself included; None for all. tile: see `WINDOW_TILE`."""
-    seen = [window for window in windows if window is not None]
-    reach = max(seen, default=0) - 1 + tile
+    reach = _reach(windows, tile)
+    has_parts = config.num_host_pages or config.num_windowed_pages
     # Requests that stream may read any of it.
-    if not seen or reach >= config.context_len or not config.num_host_pages or config.layer_stream is not None:
+    if not 0 < reach < config.context_len or not has_parts or config.layer_stream is not None:
         return config
-    return replace(config, num_windowed_layers=len(seen), window_reach=reach)
+    num_windowed = sum(window is not None for window in windows)
+    return replace(config, num_windowed_layers=num_windowed, window_reach=reach)
+
+
+def with_windowed_pool(
+    config: SchedulerConfig, windows: Sequence[int | None], ratio: float | None, most_pages: int | None
+) -> SchedulerConfig:
+    """A config whose device has a pool of its own for layers with a window, of so many of its pages, `ratio`, in the
+    memory that it has; the same where that gives no room. Pages of which layers have how many bytes each:
+
+        num_device_pages * num_layers  =  pages * layers with full attention + ratio * pages * layers with a window
+
+    windows: as for `with_windows`. ratio: None for a quarter, or as much more as there is memory for, but one pool if
+    that has as many pages. most_pages: of the device, None for no limit."""
+    num_windowed = sum(window is not None for window in windows)
+    num_full = len(windows) - num_windowed
+    reach, page = _reach(windows), config.page_size
+    if not num_windowed or not num_full or reach >= config.context_len or config.layer_stream is not None:
+        return config
+    memory = config.num_device_pages * len(windows)
+    most = most_pages or memory
+    # Storage that is attached later may have longer blocks.
+    least = replace(config, num_device_pages=most, window_reach=reach).least_windowed_pages + MOST_CUT_TOKENS // page
+    share = ratio or _WINDOWED_RATIO
+    num_pages = min(most, int(memory / (num_full + share * num_windowed)))
+    of_memory = (memory - num_pages * num_full) // num_windowed
+    num_windowed_pages = max(least, of_memory if ratio is None else math.ceil(share * num_pages))
+    num_pages = min(most, (memory - num_windowed_pages * num_windowed) // num_full)
+    if num_windowed_pages >= num_pages or (ratio is None and num_pages <= config.num_device_pages):
+        return config
+    logger.info(
+        "KV cache: %d tokens on the device, %d of them in layers with a sliding window (--swa-full-tokens-ratio)",
+        num_pages * page,
+        num_windowed_pages * page,
+    )
+    return replace(config, num_device_pages=num_pages, num_windowed_pages=num_windowed_pages)
+
+
+def _reach(windows: Sequence[int | None], tile: int = WINDOW_TILE) -> int:
+    """How many tokens before the first new one layers with a window read; 0 without such layers."""
+    seen = [window for window in windows if window is not None]
+    return max(seen) - 1 + tile if seen else 0
 
 
 def layer_stream_sizes_for(

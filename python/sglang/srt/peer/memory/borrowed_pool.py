@@ -67,7 +67,6 @@ class BorrowedPool(ElasticPool):
     def __init__(self, slabs: Slabs, layout: PageLayout, notify: Callable[[], None] = lambda: None) -> None:
         super().__init__(slabs, layout)
         self._one_layer = replace(layout, num_layers=1)
-        self._spans = [layer_spans(layout, layer) for layer in range(layout.num_layers)]
         self._strict: list[StrictSlab | None] = [None] * slabs.num_slabs
         self._is_strict = np.zeros(slabs.num_slabs, np.bool_)
         self._staging_bytes = -(-max(STAGING_BYTES, self.page_bytes) // GRANULARITY) * GRANULARITY
@@ -147,33 +146,32 @@ class BorrowedPool(ElasticPool):
             return
         near = plan.mapped
         transfer_kv_per_layer_pf_lf(self.kv_pages, pages, src[near], dst[near], layer, backend=backend)
-        # One span brings whole pages of one layer, several bring one component each.
-        order = "page_first" if len(self._spans[layer]) == 1 else "layer_first"
+        layers = range(layer, layer + 1)
         for part, positions in plan.rounds:
-            starts = self._one_layer.offsets(part.num_pages)
-            requests = []
-            for span, start in zip(self._spans[layer], starts):
-                requests += self._requests(part, span, start, to_slab=False)
-            staged = self._staged(state.copy(part, requests), part.num_pages, self._one_layer, order)
+            session = state.copy(part, self._requests(part, layers, to_slab=False))
+            staged = self._staged(session, part.num_pages, layers)
             copy_pages(staged, pages, torch.arange(part.num_pages), dst[positions], backend=backend)
 
     def write(
-        self, state: _MoverState, pages: KVPages, frames: tuple[torch.Tensor, torch.Tensor], backend: str
+        self,
+        state: _MoverState,
+        pages: KVPages,
+        frames: tuple[torch.Tensor, torch.Tensor],
+        backend: str,
+        layers: range,
     ) -> None:
-        """Copy all layers of other memory to borrowed pages."""
+        """Copy layers of other memory, which are all that pages have, to borrowed pages."""
         src, dst = frames
-        plan = self._plan(state, dst, self._staging_bytes // self.page_bytes)
+        plan, below = self._plan(state, dst, self._staging_bytes // self.page_bytes), self.kv_pages.part(layers)
         if plan.mapped is None:
-            transfer_kv_all_layer_lf_pf(pages, self.kv_pages, src, dst, backend=backend)
+            transfer_kv_all_layer_lf_pf(pages, below, src, dst, backend=backend)
             return
         near = plan.mapped
-        transfer_kv_all_layer_lf_pf(pages, self.kv_pages, src[near], dst[near], backend=backend)
-        whole = Span(1, 0, self.page_bytes)
+        transfer_kv_all_layer_lf_pf(pages, below, src[near], dst[near], backend=backend)
         for part, positions in plan.rounds:
-            session = state.session(part)
-            staged = self._staged(session, part.num_pages, self.page_layout, "page_first")
+            staged = self._staged(state.session(part), part.num_pages, layers)
             copy_pages(pages, staged, src[positions], torch.arange(part.num_pages), backend=backend)
-            state.copy(part, self._requests(part, whole, 0, to_slab=True))
+            state.copy(part, self._requests(part, layers, to_slab=True))
 
     def _plan(self, state: _MoverState, frames: torch.Tensor, round_pages: int) -> _Plan:
         """Made once per operation: all its layers have the same page numbers."""
@@ -206,17 +204,22 @@ class BorrowedPool(ElasticPool):
         with_positions = [(part, torch.from_numpy(np.concatenate(part.positions))) for part in rounds]
         return _Plan(frames, torch.from_numpy(np.flatnonzero(~strict)), with_positions)
 
-    def _requests(self, part: _Round, span: Span, start: int, to_slab: bool) -> list[Callable[[int], Copy]]:
-        """A copy per slab, to or from the staging memory from byte `start` on."""
+    def _requests(self, part: _Round, layers: range, to_slab: bool) -> list[Callable[[int], Copy]]:
+        """Copies of layers, one per slab and span, to or from the staging memory."""
         requests: list[Callable[[int], Copy]] = []
-        for slab, pages in part.slabs:
-            requests.append(partial(_request, slab, to_slab, self.page_bytes, span, start, pages.tobytes()))
-            start += span.parts * span.run_bytes * len(pages)
+        starts = replace(self.page_layout, num_layers=len(layers)).offsets(part.num_pages)
+        for span, start in zip(layer_spans(self.page_layout, layers), starts):
+            for slab, pages in part.slabs:
+                requests.append(partial(_request, slab, to_slab, self.page_bytes, span, start, pages.tobytes()))
+                start += span.parts * span.run_bytes * len(pages)
         return requests
 
-    def _staged(self, session: CopySession, num_pages: int, layout: PageLayout, order: str) -> KVPages:
-        """The staging memory as so many pages."""
+    def _staged(self, session: CopySession, num_pages: int, layers: range) -> KVPages:
+        """The staging memory as so many pages with these layers alone."""
+        layout = replace(self.page_layout, num_layers=len(layers))
         memory = torch.from_numpy(session.staging[: num_pages * layout.page_bytes])
+        # One span is whole pages, several are one component each.
+        order = "page_first" if len(layer_spans(self.page_layout, layers)) == 1 else "layer_first"
         return PageMemory(layout, num_pages, memory, order).kv_pages
 
 
@@ -231,12 +234,16 @@ class Span:
     run_bytes: int
 
 
-def layer_spans(layout: PageLayout, layer: int) -> list[Span]:
-    """Where a layer of a page-first page lies: one span where the components are alike, else one per component."""
-    if layout.is_uniform:
-        run = layout.run_bytes[0]
-        return [Span(len(layout.components), layer * run, run)]
-    return [Span(1, start + layer * run, run) for start, run in zip(layout.offsets(), layout.run_bytes)]
+def layer_spans(layout: PageLayout, layers: range) -> list[Span]:
+    """Where layers lie in a page-first page: one span where all are meant or the components are alike, else one per
+    component."""
+    if len(layers) == layout.num_layers:
+        return [Span(1, 0, layout.page_bytes)]
+    spans = [
+        Span(1, start + layers.start * run, len(layers) * run)
+        for start, run in zip(layout.offsets(), layout.run_bytes)
+    ]
+    return [replace(spans[0], parts=len(spans))] if layout.is_uniform else spans
 
 
 class PoolMover:
@@ -256,8 +263,10 @@ class PoolMover:
             raise LoadFailedError("a slab that its worker copies takes pages of the device alone")
         self._pool.read_layer(self._state, layer, pages, (src, dst), backend)
 
-    def back_up(self, pages: KVPages, src: torch.Tensor, dst: torch.Tensor, backend: str) -> None:
-        self._pool.write(self._state, pages, (src, dst), backend)
+    def back_up(
+        self, pages: KVPages, src: torch.Tensor, dst: torch.Tensor, backend: str, layers: range | None = None
+    ) -> None:
+        self._pool.write(self._state, pages, (src, dst), backend, layers or range(self.kv_pages.num_layers))
 
 
 class _MoverState:

@@ -57,7 +57,9 @@ class ElasticPool:
         self._stride_pages = slabs.stride_bytes // self.page_bytes
         self.num_pages = slabs.num_slabs * self._stride_pages
         has_scratch = slabs.tail_bytes > 0
-        self.scratch_slot = self.num_pages * self.page_size if has_scratch else None
+        self.scratch_slot = self.windowed_scratch_slot = self.num_pages * self.page_size if has_scratch else None
+        # All layers lie together, see `DevicePool`.
+        self.num_windowed_pages = 0
         num_in_memory = self.num_pages + has_scratch
         memory = slabs.tensor()[: num_in_memory * self.page_bytes]
         pages = PageMemory(layout, num_in_memory, memory, "page_first")

@@ -1,0 +1,61 @@
+"""`HybridPages`: the pages of a device pool whose layers with a window have memory of their own, with fewer pages.
+
+Owns no memory. A range of layers of one kind is pages like any other's; the pages of all layers have no common
+numbers, and no view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import torch
+
+from sgl_kernel.kvcacheio import KVPages
+
+
+class HybridPages:
+    """Takes the place of `KVPages` in a device pool. windowed: of each layer, whether it has a window.
+
+    full, of_windows: the layers of each kind, in order.
+    """
+
+    def __init__(self, full: KVPages, of_windows: KVPages, windowed: Sequence[bool]) -> None:
+        assert (full.num_layers, of_windows.num_layers) == (len(windowed) - sum(windowed), sum(windowed))
+        self.full = full
+        self.of_windows = of_windows
+        self.windowed = tuple(windowed)
+
+    @property
+    def device(self) -> torch.device:
+        return self.full.device
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.full.is_cuda
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.windowed)
+
+    @property
+    def run_bytes(self) -> tuple[int, ...]:
+        """See `KVPages`; alike in all layers."""
+        return self.full.run_bytes
+
+    def part(self, layers: range) -> KVPages:
+        """Some layers that follow each other and are of one kind."""
+        is_windowed = self.windowed[layers.start]
+        assert set(self.windowed[layers.start : layers.stop]) == {is_windowed}, f"layers {layers} of both kinds"
+        before = sum(self.windowed[: layers.start])
+        first = before if is_windowed else layers.start - before
+        return (self.of_windows if is_windowed else self.full).part(range(first, first + len(layers)))
+
+
+def runs_alike(kinds: Sequence[bool]) -> list[range]:
+    """The longest runs of layers of one kind. kinds: of each layer."""
+    runs, start = [], 0
+    for _, alike in groupby(kinds):
+        runs.append(range(start, start + len(list(alike))))
+        start = runs[-1].stop
+    return runs
