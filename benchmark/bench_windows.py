@@ -188,12 +188,11 @@ class PoolRig:
 
 def measure_pools(model: ModelConfig, rounds: int, num_host_pages: int) -> dict[str, object]:
     rigs = {"one": PoolRig(model, None, num_host_pages), "two": PoolRig(model, RATIO, num_host_pages)}
-    samples: dict[str, list[dict[str, float]]] = {name: [] for name in rigs}
     for rig in rigs.values():
         rig.ask_in_turn(0)
-    for number in range(1, rounds + 1):
-        for name, rig in rigs.items():
-            samples[name].append(rig.ask_in_turn(number) | rig.ask_together(number))
+    in_turn = [{name: rig.ask_in_turn(number) for name, rig in rigs.items()} for number in range(1, rounds + 1)]
+    together = [{name: rig.ask_together(number) for name, rig in rigs.items()} for number in range(1, rounds + 1)]
+    samples = {name: [a[name] | b[name] for a, b in zip(in_turn, together)] for name in rigs}
     row: dict[str, object] = {"host": f"{num_host_pages} tokens" if num_host_pages else "none"}
     for name, rig in rigs.items():
         row[f"device tokens, {name}"] = rig.engine.scheduler.config.num_device_pages
