@@ -14,6 +14,7 @@ from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_byte
 from sglang.srt.managers.schedule_batch import StepInputs
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_config import SchedulerConfig
+from sglang.srt.managers.snapshot import restored, snapshot
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.transfer import EXEC, LINKS
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -127,6 +128,16 @@ def test_frames_of_pages_that_the_device_has_given_up_come_back_at_once() -> Non
     assert not cache.windowed.make(1)
     cache.device.free_after(pages, FrameState.HELD, NO_LAUNCH)
     assert cache.windowed.make(1)
+
+
+def test_a_scheduler_that_is_restored_goes_on_with_its_pool() -> None:
+    driver = Driver(num_host_pages=200)
+    driver.step(driver.request(driver.prompt(400), 100))
+    for _ in range(60):
+        driver.step()
+    driver.scheduler = restored(snapshot(driver.scheduler))
+    driver.run()
+    assert driver.answered == {"r1": 100}
 
 
 @pytest.mark.parametrize("max_ahead", [1, 2])

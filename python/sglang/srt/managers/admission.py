@@ -335,7 +335,7 @@ class Admission:
         if has_room:
             self._planner.complete_partial(receipt)
             num_pages = (match.total_len - match.device_len) // self.page_size
-            has_room = self._cache.make_room(num_pages, self._decode_pages, num_windowed=0)
+            has_room = self._cache.make_room(num_pages, self._decode_pages)
         if not has_room:
             self._cache.unlock(receipt)
             return False
@@ -393,11 +393,12 @@ class Admission:
             cache.unlock(receipt)
             return 0
         completing = planner.complete_partial(receipt)
-        if not cache.make_room(num_load + num_own, self._decode_pages, num_windowed=0):
+        if not cache.make_room(num_load + num_own, self._decode_pages):
             cache.unlock(receipt)
             return 0
         num_recomputed = planner.recompute_prefix_len(batch, match, chunk, budget - chunk) if num_load else 0
-        if not cache.windowed.make(cache.windowed.num_to_complete(receipt) + num_own + num_recomputed // page):
+        num_windowed = cache.windowed.num_to_complete(receipt) + num_own + num_recomputed // page
+        if num_recomputed and not cache.windowed.make(num_windowed):
             num_recomputed = 0
         lookup = cache.lookup(req)
         self._leave_queue(req, receipt, match)

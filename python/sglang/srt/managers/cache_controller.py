@@ -510,7 +510,6 @@ class HiCacheController:
             num_shed = pool.take_away(pages, LaunchSeq(fence))
             self.counters["evicted_tokens_windowed"] += num_shed * self.tree.page_size
             self._to_compact.append(node)
-        pool.table.reap(self.clock.done)
 
     def num_to_look_at(self, tier: Tier, num_pages: int) -> int:
         """Pages to look at of what a tier gives up next, so that num_pages can go at once; 0 for not now. The caller

@@ -367,13 +367,10 @@ class KVCache:
 
     # -- device memory ------------------------------------------------------------------------------------------
 
-    def make_room(self, num_pages: int, meanwhile: int | None = None, num_windowed: int | None = None) -> bool:
+    def make_room(self, num_pages: int, meanwhile: int | None = None) -> bool:
         """Evict until num_pages of the device are free at once; False if they are not, or not yet. meanwhile: pages
         that others take if the caller waits till links have taken what is to be copied; None: the caller does not
-        wait, what links do not take at once is lost. num_windowed: how many of them layers with a window have,
-        None for all."""
-        if not self.windowed.make(num_pages if num_windowed is None else num_windowed):
-            return False
+        wait, what links do not take at once is lost. Layers with a window: see `WindowedRoom`."""
         if num_pages <= self.device.num_free:
             return True
         waits = meanwhile is not None
@@ -418,7 +415,8 @@ class KVCache:
 
     def allocate(self, num_pages: int) -> np.ndarray | None:
         """HELD device pages, (num_pages,) int32; None if there is no room, or not yet."""
-        return self.take_free(num_pages) if self.make_room(num_pages) else None
+        has_room = self.windowed.make(num_pages) and self.make_room(num_pages)
+        return self.take_free(num_pages) if has_room else None
 
     def reap(self) -> None:
         """Free what may be reused, on all tiers, and merge what eviction has cut."""

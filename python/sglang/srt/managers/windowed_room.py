@@ -130,7 +130,8 @@ class WindowedRoom:
             return 0
         page, most = self._page, self.most_pages
         whole, own = most * num_preloads, most * num_preloads
-        prefixes: dict[int, int] = {}
+        # By the node that each ends with, and where.
+        prefixes: dict[tuple[int, int], int] = {}
         end = match.path[-1] if match.path else None
         starts = [(req.max_len, match.total_len, end)]
         for each in active:
@@ -140,7 +141,7 @@ class WindowedRoom:
         for max_len, start, node in starts:
             whole += min(most, pages_for(max_len, page))
             own += min(most, pages_for(max_len - start, page) + 1)
-            prefixes[node.id if node is not None else -1] = min(most, pages_for(start, page))
+            prefixes[node.id if node is not None else -1, start] = min(most, pages_for(start, page))
         num_pages = min(whole, own + sum(prefixes.values()))
         return num_pages + 2 * pages_for(self._config.chunk_budget, page) - self.pool.table.num_pages
 

@@ -45,7 +45,7 @@ class WindowedPool:
         self._tree = tree
         # What the executor has not been told.
         self._given: list[np.ndarray] = []
-        device.watch_freed(lambda pages: self._take(pages, NO_LAUNCH))
+        device.watch_freed(lambda pages: self.take_away(pages, NO_LAUNCH))
 
     def give(self, pages: np.ndarray) -> np.ndarray:
         """Give frames to pages, (n,) int32, that have none; there is room. Returns them, int32."""
@@ -65,14 +65,6 @@ class WindowedPool:
 
     def take_away(self, pages: np.ndarray, fence: LaunchSeq) -> int:
         """Pages lose their frames, if they have any. Launches up to `fence` may read these. Returns how many."""
-        return self._take(pages, fence)
-
-    def take_given(self) -> np.ndarray:
-        """(2, n) int32: pages that got frames since the last call, and these, in order."""
-        given, self._given = self._given, []
-        return np.concatenate(given, axis=1) if given else np.empty((2, 0), np.int32)
-
-    def _take(self, pages: np.ndarray, fence: LaunchSeq) -> int:
         frames = self.frame_of[pages]
         frames = frames[frames != _NONE]
         if len(frames):
@@ -81,6 +73,11 @@ class WindowedPool:
             if fence == NO_LAUNCH:
                 self.table.reap(0)
         return len(frames)
+
+    def take_given(self) -> np.ndarray:
+        """(2, n) int32: pages that got frames since the last call, and these, in order."""
+        given, self._given = self._given, []
+        return np.concatenate(given, axis=1) if given else np.empty((2, 0), np.int32)
 
     # -- what goes next -----------------------------------------------------------------------------------------
 

@@ -105,9 +105,9 @@ def warm_up_transfers(pool: DevicePool, host_pages: KVPages, io_backend: str, wi
         "a warm-up writes to scratch slots"
     )
     pages, device = pool.kv_pages, pool.kv_pages.device
-    windowed = pages.windowed if isinstance(pages, HybridPages) else windowed
+    if is_hybrid := isinstance(pages, HybridPages):
+        windowed = pages.windowed
     scratch_pages = [slot // pool.page_size for slot in (pool.scratch_slot, pool.windowed_scratch_slot)]
-    is_hybrid = isinstance(pages, HybridPages)
 
     def frames(layers: range, backend: str) -> list[torch.Tensor]:
         """The scratch page that layers have, and the host's first page."""
