@@ -14,7 +14,7 @@ from sgl_kernel import elementwise
 from sgl_kernel.cpu import elementwise as cpu
 from sgl_kernel.cpu import few_rows, packed_weight
 from sgl_kernel.cpu.library import LIBRARY, takes
-from sgl_kernel.cpu.packed_weight import PackedGate, PackedWeight
+from sgl_kernel.cpu.packed_weight import PackedGate, PackedHeads, PackedWeight
 from sgl_kernel.elementwise import reference
 
 needs_compiler = pytest.mark.skipif(not LIBRARY.is_available(), reason="no C compiler")
@@ -108,6 +108,37 @@ def test_what_bfloat16_holds_takes_half_the_memory(monkeypatch, kind, shape):
             assert torch.equal(halved.linear(x, b), whole.linear(x, b)), f"{rows} rows"
     if kind is PackedWeight:
         assert torch.equal(halved.unpack(), weight)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", [(1, 1), (17, 3), (33, 257), (64, 128), (128, 512)], ids=str)
+def test_a_matrix_for_each_head(shape, dtype):
+    """In every batch a row has the bits that it has alone, with any number of threads and any strides."""
+    torch.manual_seed(10)
+    heads, size = 5, shape[1]
+    weights = torch.randn(heads, *shape).to(dtype)
+    packed = PackedHeads(weights)
+    assert packed.is_halved == (dtype == torch.bfloat16)
+    memory = torch.full((300, heads + 1, size + 3), torch.nan)
+    x = memory[:, :heads, :size].normal_()
+    whole = packed.product(x)
+    assert whole.shape == (300, heads, shape[0]) and whole.is_contiguous()
+    assert near(whole, torch.einsum("nhi,hoi->nho", x.double(), weights.double()), 12 * size**0.5 + 4)
+    for head in range(heads):
+        assert torch.equal(PackedWeight(weights[head].float()).linear(x[:, head]), whole[:, head])
+    threads = torch.get_num_threads()
+    try:
+        for count, rows in ((1, 0), (1, 1), (3, 2), (2, 7), (3, 64), (2, 300)):
+            torch.set_num_threads(count)
+            assert torch.equal(packed.product(x[300 - rows :]), whole[300 - rows :]), f"{rows} rows"
+    finally:
+        torch.set_num_threads(threads)
+    by_head = x.transpose(0, 1).contiguous().transpose(0, 1)
+    assert torch.equal(packed.product(by_head), whole)
+    assert torch.equal(packed.product(x.transpose(1, 2).contiguous().transpose(1, 2)), whole)
+    narrow = x.bfloat16()
+    assert torch.equal(packed.product(narrow), packed.product(narrow.float()).bfloat16())
 
 
 @needs_compiler

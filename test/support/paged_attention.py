@@ -66,7 +66,7 @@ class PagedAttention:
                 out[row : row + q_len] = attended.masked_fill(seen[:, :, None] <= 0, 0)
                 row += q_len
 
-        out = torch.empty_like(q)
+        out = q.new_empty(*q.shape[:2], view.v.shape[3])
         lens = segments.device_kv_lens, q_lens
         launch(attend, out, q, view.k, view.v, segments.table, segments.device_starts, *lens)
         return out

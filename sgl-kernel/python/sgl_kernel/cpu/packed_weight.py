@@ -1,4 +1,4 @@
-"""`PackedWeight` and `PackedGate`: linear layers' weights as `csrc/cpu_linear.c` reads them, in panels.
+"""`PackedWeight`, `PackedGate` and `PackedHeads`: matrices as `csrc/cpu_linear.c` reads them, in panels.
 
 Each owns its memory, of the weight's size, or half of it where bfloat16 holds the same numbers. panels: (num_panels,
 in_features, outputs of a panel) float32; outputs beyond the last one are 0. Halved, (..., half of that) with two
@@ -76,6 +76,44 @@ class PackedGate:
         """x: (num_rows, in_features) float32. bias: (2 * out_features,). Returns silu(x @ gate.T + bias) *
         (x @ up.T + bias), each with its half, (num_rows, out_features)."""
         return _multiply(x, self.panels, self.is_halved, self.out_features, bias, True)
+
+
+class PackedHeads:
+    """A matrix for each head, all of one shape. panels: (num_heads, num_panels, in_features, outputs of a panel)."""
+
+    def __init__(self, weights: torch.Tensor) -> None:
+        """weights: (num_heads, out_features, in_features) float32 or bfloat16, on a device that `takes`. Copied."""
+        self.num_heads, self.out_features, self.in_features = weights.shape
+        self.is_halved = all(_is_bfloat16(weight.float()) for weight in weights)
+        width = int(function("cpu_panel")())
+        panels = self.num_heads, -(-self.out_features // width), self.in_features
+        self.panels = _BLOCKS.zeros(*panels, width // 2 if self.is_halved else width)
+        for weight, of_head in zip(weights, self.panels):
+            _pack(weight.float(), of_head, self.is_halved)
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (num_rows, num_heads, in_features), float32 or bfloat16. Returns (num_rows, num_heads, out_features) in
+        its dtype, contiguous: x[:, h] @ weights[h].T for each head h, summed in float32."""
+        inputs = x.float()
+        if inputs.stride(2) != 1:
+            inputs = inputs.contiguous()
+        num_rows, num_heads, in_features = inputs.shape
+        assert (num_heads, in_features) == (self.num_heads, self.in_features), f"x of shape {tuple(x.shape)}"
+        out = inputs.new_empty(num_rows, num_heads, self.out_features)
+        function("cpu_linear_heads")(
+            inputs.data_ptr(),
+            num_rows,
+            num_heads,
+            in_features,
+            inputs.stride(0),
+            inputs.stride(1),
+            self.panels.data_ptr(),
+            self.out_features,
+            out.data_ptr(),
+            self.is_halved,
+            torch.get_num_threads(),
+        )
+        return out.to(x.dtype)
 
 
 def _is_bfloat16(weight: torch.Tensor) -> bool:

@@ -19,13 +19,16 @@ class _Arguments(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "out", "lse", "k", "v")),
-        *((name, ctypes.c_int64) for name in ("k_page_stride", "k_token_stride", "v_page_stride", "v_token_stride")),
+        *((name, ctypes.c_int64) for name in ("k_page_stride", "k_token_stride")),
+        *((name, ctypes.c_int64) for name in ("v_page_stride", "v_token_stride", "v_head_stride")),
         *((name, ctypes.c_void_p) for name in ("rows", "q_lens", "table", "starts", "kv_lens", "sees", "skips")),
         ("scratch", ctypes.c_void_p),
         *(
             (name, ctypes.c_int64)
-            for name in ("q_stride", "num_reqs", "num_heads", "num_kv_heads", "head_dim", "page_size", "window")
+            for name in ("q_stride", "num_reqs", "num_heads", "num_kv_heads", "head_dim", "value_dim")
         ),
+        ("page_size", ctypes.c_int64),
+        ("window", ctypes.c_int64),
         ("scale", ctypes.c_float),
         ("threads", ctypes.c_int32),
         ("by_slot", ctypes.c_int32),
@@ -39,15 +42,17 @@ def _lanes() -> int:
     return int(function("cpu_lanes")())
 
 
-def takes_heads(q: torch.Tensor, k: torch.Tensor) -> bool:
-    """Whether `PagedAttention` takes queries (num_rows, num_heads, head_dim) and keys (num_pages, page_size,
-    num_kv_heads, head_dim)."""
+def takes_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether `PagedAttention` takes queries (num_rows, num_heads, head_dim), keys (num_pages, page_size,
+    num_kv_heads, head_dim) and values (num_pages, page_size, num_kv_heads, value_dim)."""
     return (
         q.is_cpu
         and LIBRARY.is_available()
         and q.dtype in _DTYPES
+        and k.dtype == v.dtype
         and k.dtype in _DTYPES
         and q.shape[2] % _lanes() == 0
+        and v.shape[3] % _lanes() == 0
         and q.stride(2) == 1
         and q.stride(1) == q.shape[2]
     )
@@ -135,22 +140,26 @@ class PagedAttention:
         out: torch.Tensor,
         lse: torch.Tensor | None = None,
     ) -> None:
-        """q, out: (num_rows, num_heads, head_dim), out contiguous and float32. k, v: (num_pages, page_size,
-        num_kv_heads, head_dim), the last two dimensions contiguous. lse: (num_rows, num_heads) float32, contiguous.
-        Writes all of out and lse: zeros and -inf for a query that sees no keys."""
+        """q: (num_rows, num_heads, head_dim). k: (num_pages, page_size, num_kv_heads, head_dim), the last two
+        dimensions contiguous. v: (num_pages, page_size, num_kv_heads, value_dim), the last dimension contiguous,
+        maybe a part of k's memory. out: (num_rows, num_heads, value_dim) float32, contiguous. lse: (num_rows,
+        num_heads) float32, contiguous. Writes all of out and lse: zeros and -inf for a query that sees no keys."""
         q = q.float()
         _, num_heads, head_dim = q.shape
+        value_dim = v.shape[3]
         for requests in self._requests:
             args = requests.args
             if isinstance(requests, _Decodes):
-                needed = requests.num_chunks * num_heads * (head_dim + 2)
+                needed = requests.num_chunks * num_heads * (value_dim + 2)
                 if self._scratch.numel() < needed:
                     self._scratch = torch.empty(needed)
                 args.scratch = self._scratch.data_ptr()
             args.q, args.out, args.lse = q.data_ptr(), out.data_ptr(), None if lse is None else lse.data_ptr()
             args.k, args.k_page_stride, args.k_token_stride = k.data_ptr(), k.stride(0), k.stride(1)
             args.v, args.v_page_stride, args.v_token_stride = v.data_ptr(), v.stride(0), v.stride(1)
-            args.q_stride, args.num_heads, args.head_dim = q.stride(0), num_heads, head_dim
+            args.v_head_stride = v.stride(2)
+            args.q_stride, args.num_heads = q.stride(0), num_heads
+            args.head_dim, args.value_dim = head_dim, value_dim
             args.page_size, args.num_kv_heads = k.shape[1], k.shape[2]
             args.scale, args.narrow = scale, k.dtype == torch.bfloat16
             requests.attend()

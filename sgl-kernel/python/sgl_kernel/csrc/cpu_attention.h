@@ -10,22 +10,23 @@
 #define BLOCK 64
 
 typedef struct {
-    /* q, out: (rows, num_heads, head_dim), rows q_stride floats apart in q, out contiguous. lse: (rows, num_heads) or
-       NULL. */
+    /* q: (rows, num_heads, head_dim), rows q_stride floats apart. out: (rows, num_heads, value_dim), contiguous. lse:
+       (rows, num_heads) or NULL. */
     const float *q;
     float *out, *lse;
-    /* (pages, page_size, num_kv_heads, head_dim) of float, or where it is narrow of bfloat16, the last two dimensions
-       contiguous; strides in numbers. */
+    /* k: (pages, page_size, num_kv_heads, head_dim) of float, or where it is narrow of bfloat16, the last two dimensions
+       contiguous; strides in numbers. v: (pages, page_size, num_kv_heads, value_dim) of the same type, maybe a part of
+       k's memory. */
     const void *k, *v;
-    int64_t k_page_stride, k_token_stride, v_page_stride, v_token_stride;
+    int64_t k_page_stride, k_token_stride, v_page_stride, v_token_stride, v_head_stride;
     /* Request i: rows rows[i] .. rows[i] + q_lens[i] of q, its keys are kv_lens[i] tokens from the skips[i]-th token
        of page table[starts[i]] on. skips: NULL for none. by_slot: the table holds not pages, but slots (page *
        page_size + offset). The first row sees the first sees[i] keys, each following row one key more, up to all. A
        row of a request with several sees the last `window` of them only; 0 for all. */
     const int64_t *rows, *q_lens, *table, *starts, *kv_lens, *sees, *skips;
-    /* Floats: for each task, num_heads * (head_dim + 2). */
+    /* Floats: for each chunk of a decode, num_heads * (value_dim + 2). */
     float *scratch;
-    int64_t q_stride, num_reqs, num_heads, num_kv_heads, head_dim, page_size, window;
+    int64_t q_stride, num_reqs, num_heads, num_kv_heads, head_dim, value_dim, page_size, window;
     float scale;
     int32_t threads, by_slot, narrow;
 } attention_args;

@@ -58,17 +58,17 @@ INLINE void score_heads(int heads, const float *q, const void *k, int narrow, co
 }
 
 INLINE void add_values(int heads, int vectors, float (*weights)[BLOCK], const float *shrink, const void *v, int narrow,
-                       const int64_t *at, int n, int64_t head_dim, float *out, const block *next) {
+                       const int64_t *at, int n, int64_t value_dim, float *out, const block *next) {
     vec acc[OUT_HEADS][OUT_VECTORS];
 #pragma GCC unroll 4
     for (int g = 0; g < heads; g++)
 #pragma GCC unroll 4
         for (int i = 0; i < vectors; i++)
-            acc[g][i] = load(out + g * head_dim + i * LANES) * splat(shrink[g]);
+            acc[g][i] = load(out + g * value_dim + i * LANES) * splat(shrink[g]);
     for (int j = 0; j < n; j++) {
         const void *value = ahead(v, at[j], narrow);
         if (next && j < next->n)
-            fetch_kv(v, next->v_at[j], head_dim, narrow);
+            fetch_kv(v, next->v_at[j], value_dim, narrow);
         vec each[OUT_VECTORS];
 #pragma GCC unroll 4
         for (int i = 0; i < vectors; i++)
@@ -83,17 +83,17 @@ INLINE void add_values(int heads, int vectors, float (*weights)[BLOCK], const fl
     for (int g = 0; g < heads; g++)
 #pragma GCC unroll 4
         for (int i = 0; i < vectors; i++)
-            store(out + g * head_dim + i * LANES, acc[g][i]);
+            store(out + g * value_dim + i * LANES, acc[g][i]);
 }
 
 static void any_values(int heads, int vectors, float (*weights)[BLOCK], const float *shrink, const void *v, int narrow,
-                       const int64_t *at, int n, int64_t head_dim, float *out, const block *next) {
+                       const int64_t *at, int n, int64_t value_dim, float *out, const block *next) {
 #define CASE(h, w)                                                                                                     \
     case 8 * h + w:                                                                                                    \
         if (narrow)                                                                                                    \
-            add_values(h, w, weights, shrink, v, 1, at, n, head_dim, out, next);                                       \
+            add_values(h, w, weights, shrink, v, 1, at, n, value_dim, out, next);                                       \
         else                                                                                                           \
-            add_values(h, w, weights, shrink, v, 0, at, n, head_dim, out, next);                                       \
+            add_values(h, w, weights, shrink, v, 0, at, n, value_dim, out, next);                                       \
         break;
     switch (8 * heads + vectors) {
         CASE(1, 1) CASE(1, 2) CASE(1, 3) CASE(1, 4) CASE(2, 1) CASE(2, 2) CASE(2, 3) CASE(2, 4) CASE(3, 1) CASE(3, 2)
@@ -134,14 +134,14 @@ typedef struct {
 /* One request of those that are computed together. */
 typedef struct {
     const float *q;
-    /* (num_heads, head_dim), and (num_heads, 2), greatest score and sum. */
+    /* (num_heads, value_dim), and (num_heads, 2), greatest score and sum. */
     float *out, *stats;
 } member;
 
 /* next: the block whose keys and values of this KV head are fetched meanwhile. */
 static void attend_heads(const attention_args *a, const member *m, int64_t kv, const block *now, const block *next) {
-    int64_t d = a->head_dim, group = a->num_heads / a->num_kv_heads;
-    const void *k = ahead(a->k, kv * d, a->narrow), *v = ahead(a->v, kv * d, a->narrow);
+    int64_t d = a->head_dim, width = a->value_dim, group = a->num_heads / a->num_kv_heads;
+    const void *k = ahead(a->k, kv * d, a->narrow), *v = ahead(a->v, kv * a->v_head_stride, a->narrow);
     for (int64_t first = 0, heads; first < group; first += heads) {
         float scores[SCORE_HEADS][BLOCK], shrink[SCORE_HEADS], *stats;
         int64_t head = kv * group + first;
@@ -152,10 +152,11 @@ static void attend_heads(const attention_args *a, const member *m, int64_t kv, c
             shrink[g] = soften(scores[g], now->n, stats, stats + 1);
         for (int64_t g = 0, some; g < heads; g += some) {
             some = heads - g == 4 ? 2 : heads - g < OUT_HEADS ? heads - g : OUT_HEADS;
-            for (int64_t i = 0; i < d; i += OUT_VECTORS * LANES) {
-                int64_t left = (d - i) / LANES;
+            for (int64_t i = 0; i < width; i += OUT_VECTORS * LANES) {
+                int64_t left = (width - i) / LANES;
                 any_values(some, left < OUT_VECTORS ? left : OUT_VECTORS, scores + g, shrink + g,
-                           ahead(v, i, a->narrow), a->narrow, now->v_at, now->n, d, m->out + (head + g) * d + i, next);
+                           ahead(v, i, a->narrow), a->narrow, now->v_at, now->n, width,
+                           m->out + (head + g) * width + i, next);
                 next = NULL;
             }
         }
@@ -170,13 +171,13 @@ typedef struct {
 
 static void find_group(const decode_job *job, int64_t number, chunk_group *g) {
     const attention_args *a = job->args;
-    int64_t first = number ? job->ends[number - 1] : 0, d = a->head_dim, size = a->num_heads * (d + 2);
+    int64_t first = number ? job->ends[number - 1] : 0, width = a->value_dim, size = a->num_heads * (width + 2);
     g->count = job->ends[number] - first;
     for (int64_t i = 0; i < g->count; i++) {
         int64_t task = job->order[first + i], req = find_request(job->before, a->num_reqs, task);
         float *out = a->scratch + task * size;
-        g->members[i] = (member){a->q + a->rows[req] * a->q_stride, out, out + a->num_heads * d};
-        memset(out, 0, a->num_heads * d * sizeof *out);
+        g->members[i] = (member){a->q + a->rows[req] * a->q_stride, out, out + a->num_heads * width};
+        memset(out, 0, a->num_heads * width * sizeof *out);
         for (int64_t h = 0; h < a->num_heads; h++)
             g->members[i].stats[2 * h] = -INFINITY, g->members[i].stats[2 * h + 1] = 0;
         if (i == 0) {
@@ -196,14 +197,15 @@ static block block_of(const chunk_group *g, int64_t at) {
 static void attend_groups(const void *arguments, int64_t task) {
     const decode_job *job = arguments;
     const attention_args *a = job->args;
-    int64_t number = task * job->per_task, end = number + job->per_task, row = a->num_kv_heads * a->head_dim;
+    int64_t number = task * job->per_task, end = number + job->per_task;
+    int64_t k_row = a->num_kv_heads * a->head_dim, v_row = (a->num_kv_heads - 1) * a->v_head_stride + a->value_dim;
     chunk_group groups[2];
     end = end < job->groups ? end : job->groups;
     find_group(job, number, groups);
     block now = block_of(groups, 0), next;
     for (int64_t j = 0; j < now.n; j++) {
-        fetch_kv(a->k, now.k_at[j], row, a->narrow);
-        fetch_kv(a->v, now.v_at[j], row, a->narrow);
+        fetch_kv(a->k, now.k_at[j], k_row, a->narrow);
+        fetch_kv(a->v, now.v_at[j], v_row, a->narrow);
     }
     for (int which = 0; number < end; number++, which ^= 1) {
         const chunk_group *g = groups + which;
@@ -224,23 +226,23 @@ static void attend_groups(const void *arguments, int64_t task) {
 
 /* The end of request i, whose first task's results are `first`, the others' behind it. */
 static void merge(const attention_args *a, int64_t i, int64_t tasks, const float *first) {
-    int64_t d = a->head_dim, size = a->num_heads * (d + 2);
-    float *out = a->out + a->rows[i] * a->num_heads * d;
-    for (int64_t h = 0; h < a->num_heads; h++, out += d) {
+    int64_t width = a->value_dim, size = a->num_heads * (width + 2);
+    float *out = a->out + a->rows[i] * a->num_heads * width;
+    for (int64_t h = 0; h < a->num_heads; h++, out += width) {
         float most = -INFINITY, total = 0;
-        const float *stats = first + a->num_heads * d + 2 * h;
+        const float *stats = first + a->num_heads * width + 2 * h;
         for (int64_t t = 0; t < tasks; t++)
             most = stats[t * size] > most ? stats[t * size] : most;
-        memset(out, 0, d * sizeof *out);
+        memset(out, 0, width * sizeof *out);
         for (int64_t t = 0; t < tasks; t++) {
             float lane[LANES];
-            const float *part = first + t * size + h * d;
+            const float *part = first + t * size + h * width;
             store(lane, exp_to_one(splat(stats[t * size] - most)));
             total += stats[t * size + 1] * lane[0];
-            for (int64_t at = 0; at < d; at += LANES)
+            for (int64_t at = 0; at < width; at += LANES)
                 store(out + at, load(out + at) + load(part + at) * splat(lane[0]));
         }
-        for (int64_t at = 0; tasks && at < d; at += LANES)
+        for (int64_t at = 0; tasks && at < width; at += LANES)
             store(out + at, load(out + at) / splat(total));
         if (a->lse)
             a->lse[a->rows[i] * a->num_heads + h] = tasks ? most + logf(total) : -INFINITY;
@@ -251,7 +253,7 @@ static void merge_chunks(const void *arguments, int64_t i) {
     const decode_job *job = arguments;
     const attention_args *a = job->args;
     merge(a, i, job->before[i + 1] - job->before[i],
-          a->scratch + job->before[i] * a->num_heads * (a->head_dim + 2));
+          a->scratch + job->before[i] * a->num_heads * (a->value_dim + 2));
 }
 
 /* Whether chunk c of requests i and j is whole and the same tokens. */

@@ -1,7 +1,7 @@
 /* Attention of requests with several queries over paged keys and values in float32 or bfloat16.
 
-   A task is a run of a request's queries with the query heads that share one KV head: they are the rows of one matrix.
-   Blocks of keys and values are copied out of the pages into panels, which the rows are multiplied with while they are
+   The query heads that share a KV head, of all queries of a request, are the rows of one matrix, query by query. A task
+   is a run of its rows. Blocks of keys and values are copied out of the pages into panels, which the rows are multiplied with while they are
    in the core's cache. A row's blocks begin at multiples of BLOCK from the request's first key, and its sums run over
    them in order: its bits depend on its keys alone, neither on the chunk of the prompt it is computed in, nor on the
    rest of the batch, nor on the frames, nor on the number of threads. Only a value that is not finite reaches queries
@@ -10,22 +10,27 @@
 #include "cpu_attention.h"
 #include "cpu_tile.h"
 
-/* Rows of a task, unless there are too few tasks for the threads. */
+/* Rows of a task, unless there are too few tasks for the threads, or rows and blocks are more floats than should stand
+   on a thread's stack, which its second-level cache should hold, too. */
 #define TASK_ROWS 384
 #define LEAST_TASK_ROWS 48
+#define TASK_FLOATS (150 << 10)
 
 /* The rows of a task and where they stand. */
 typedef struct {
     const attention_args *args;
-    /* The request, its KV head, and the first of the queries. */
+    /* The request, its KV head, and the first of the matrix's rows. */
     int64_t req, kv_head, first;
     int rows;
 } task_rows;
 
+/* A row of values in panels. */
+INLINE int64_t panels_width(const attention_args *a) { return (a->value_dim + PANEL - 1) / PANEL * PANEL; }
+
 /* The end of the keys that row r sees. */
 INLINE int64_t visible(const task_rows *t, int r) {
     const attention_args *a = t->args;
-    int64_t keys = a->sees[t->req] + t->first + r / (a->num_heads / a->num_kv_heads);
+    int64_t keys = a->sees[t->req] + (t->first + r) / (a->num_heads / a->num_kv_heads);
     return keys < a->kv_lens[t->req] ? keys : a->kv_lens[t->req];
 }
 
@@ -38,8 +43,8 @@ INLINE int64_t hidden(const task_rows *t, int r) {
 /* Row r's place in an array of (rows, num_heads). */
 INLINE int64_t place(const task_rows *t, int r) {
     const attention_args *a = t->args;
-    int64_t group = a->num_heads / a->num_kv_heads;
-    return (a->rows[t->req] + t->first + r / group) * a->num_heads + t->kv_head * group + r % group;
+    int64_t group = a->num_heads / a->num_kv_heads, row = t->first + r;
+    return (a->rows[t->req] + row / group) * a->num_heads + t->kv_head * group + row % group;
 }
 
 /* Scores of a tile with a block of keys, their softmax, and the sum of its values, on top of what the blocks before
@@ -102,10 +107,10 @@ static void find_block(const task_rows *t, int64_t begin, int64_t end, block *b)
 /* Fetch part `part` of `parts` of a block into the cache. Tokens may lie anywhere, so that the CPU does not guess. */
 INLINE void fetch_part(const task_rows *t, const block *b, int part, int parts) {
     const attention_args *a = t->args;
-    int64_t d = a->head_dim;
+    int64_t d = a->head_dim, v_at = t->kv_head * a->v_head_stride;
     for (int j = b->n * part / parts; j < b->n * (part + 1) / parts; j++) {
         fetch_kv(a->k, b->k_at[j] + t->kv_head * d, d, a->narrow);
-        fetch_kv(a->v, b->v_at[j] + t->kv_head * d, d, a->narrow);
+        fetch_kv(a->v, b->v_at[j] + v_at, a->value_dim, a->narrow);
     }
 }
 
@@ -129,18 +134,18 @@ INLINE void pack(const task_rows *t, const block *b, int narrow, int64_t width, 
         }
     }
     for (int j = 0; j < n; j++) {
-        int64_t at = b->v_at[j] + t->kv_head * d;
+        int64_t at = b->v_at[j] + t->kv_head * a->v_head_stride;
         for (int64_t i = 0; i < width; i += PANEL) {
             float *to = values + i * BLOCK + j * PANEL;
             store(to, load_kv(a->v, at + i, narrow));
-            store(to + LANES, d - i < PANEL ? splat(0) : load_kv(a->v, at + i + LANES, narrow));
+            store(to + LANES, a->value_dim - i < PANEL ? splat(0) : load_kv(a->v, at + i + LANES, narrow));
         }
     }
 }
 
 static void attend(const task_rows *t) {
     const attention_args *a = t->args;
-    int64_t d = a->head_dim, width = (d + PANEL - 1) / PANEL * PANEL;
+    int64_t d = a->head_dim, width = panels_width(a);
     int64_t keys_begin = hidden(t, 0) / BLOCK * BLOCK, keys_end = visible(t, t->rows - 1);
     float q[t->rows * d], out[t->rows * width], stats[t->rows * 2], keys[BLOCK * d], values[BLOCK * width];
     memset(out, 0, sizeof out);
@@ -175,8 +180,8 @@ static void attend(const task_rows *t) {
         }
     }
     for (int r = 0; r < t->rows; r++) {
-        float total = stats[2 * r + 1], *to = a->out + place(t, r) * d;
-        for (int64_t i = 0; i < d; i++)
+        float total = stats[2 * r + 1], *to = a->out + place(t, r) * a->value_dim;
+        for (int64_t i = 0; i < a->value_dim; i++)
             to[i] = visible(t, r) > 0 ? out[r * width + i] / total : 0;
         if (a->lse)
             a->lse[place(t, r)] = visible(t, r) > 0 ? stats[2 * r] + logf(total) : -INFINITY;
@@ -188,7 +193,7 @@ typedef struct {
     /* Tasks before each request, and of all. */
     const int64_t *before;
     /* Of a task. */
-    int64_t queries;
+    int64_t rows;
 } extend_job;
 
 static void attend_task(const void *arguments, int64_t task) {
@@ -196,22 +201,25 @@ static void attend_task(const void *arguments, int64_t task) {
     const attention_args *a = job->args;
     int64_t req = find_request(job->before, a->num_reqs, task);
     /* The last queries see the most keys: they are begun first, so that the threads end together. */
-    int64_t run = (job->before[req + 1] - 1 - task) / a->num_kv_heads, first = run * job->queries;
-    int64_t queries = a->q_lens[req] - first < job->queries ? a->q_lens[req] - first : job->queries;
+    int64_t run = (job->before[req + 1] - 1 - task) / a->num_kv_heads, first = run * job->rows;
+    int64_t left = a->q_lens[req] * (a->num_heads / a->num_kv_heads) - first;
     const task_rows t = {a, req, (task - job->before[req]) % a->num_kv_heads, first,
-                         queries * (a->num_heads / a->num_kv_heads)};
+                         left < job->rows ? left : job->rows};
     attend(&t);
 }
 
 /* Every q_lens[i] is 1 or more. before: room for num_reqs + 1 numbers. */
 void cpu_extend(const attention_args *a, int64_t *before) {
-    int64_t group = a->num_heads / a->num_kv_heads, rows = TASK_ROWS;
+    int64_t group = a->num_heads / a->num_kv_heads, rows = TASK_FLOATS / (a->head_dim + panels_width(a)) - BLOCK;
     extend_job job = {a, before, 0};
+    rows = rows < LEAST_TASK_ROWS ? LEAST_TASK_ROWS : rows < TASK_ROWS ? rows : TASK_ROWS;
     before[0] = 0;
     for (;; rows /= 2) {
-        job.queries = rows > group ? rows / group : 1;
+        /* Whole queries, or equal parts of one. */
+        int64_t parts = (group + rows - 1) / rows;
+        job.rows = parts > 1 ? (group + parts - 1) / parts : rows / group * group;
         for (int64_t i = 0; i < a->num_reqs; i++)
-            before[i + 1] = before[i] + (a->q_lens[i] + job.queries - 1) / job.queries * a->num_kv_heads;
+            before[i + 1] = before[i] + (a->q_lens[i] * group + job.rows - 1) / job.rows * a->num_kv_heads;
         if (before[a->num_reqs] >= 4 * a->threads || rows / 2 < LEAST_TASK_ROWS)
             break;
     }

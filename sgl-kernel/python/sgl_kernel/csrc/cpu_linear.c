@@ -6,7 +6,10 @@
    lower half of every weight is 0, as of bfloat16, panels may be halved, see cpu_tile.h: the outputs' bits are the same.
 
    A gated layer's weight is two matrices, gate and up: after each panel of the gate's comes the same one of up's. The
-   layer gives silu(gate) * up, and a tile of both is multiplied while it is in the core's cache. */
+   layer gives silu(gate) * up, and a tile of both is multiplied while it is in the core's cache.
+
+   Matrices of one shape, of which each has inputs and outputs of its own, as the heads of attention have, are
+   multiplied at once. */
 
 #include "cpu_pool.h"
 #include "cpu_tile.h"
@@ -94,7 +97,7 @@ static void gated_tile(int rows, const float *x, int64_t x_stride, const float *
 typedef struct {
     const float *x, *panels, *bias;
     float *out;
-    int64_t m, k, x_stride, n, group, num_groups;
+    int64_t m, k, x_stride, n, out_stride, group, num_groups;
     int halved, gated, threads;
 } linear_args;
 
@@ -106,13 +109,14 @@ static void multiply_tile(const linear_args *a, int64_t row, int64_t end_row, in
     int64_t row_words = ROW_WORDS(a->halved), panel_words = a->k * row_words << a->gated;
     const float *x = a->x + row * a->x_stride, *panels = a->panels + p * panel_words, *later = panels;
     const float *bias = a->bias ? a->bias + col : NULL;
-    float *out = a->out + row * n + col;
+    float *out = a->out + row * a->out_stride + col;
     if (t * 16 < row_words && next * PANEL < n)
         later = a->panels + next * panel_words + t * 16;
     if (a->gated)
-        gated_tile(rows, x, a->x_stride, panels, a->halved, a->k, later, bias, bias ? bias + n : NULL, out, n, cols);
+        gated_tile(rows, x, a->x_stride, panels, a->halved, a->k, later, bias, bias ? bias + n : NULL, out,
+                   a->out_stride, cols);
     else
-        any_tile(rows, x, a->x_stride, panels, a->halved, a->k, later, bias, out, n, cols);
+        any_tile(rows, x, a->x_stride, panels, a->halved, a->k, later, bias, out, a->out_stride, cols);
 }
 
 /* A group of panels for TASK_ROWS rows. Neighbouring tasks read neighbouring panels.
@@ -135,18 +139,48 @@ static void multiply(const void *arguments, int64_t task) {
     }
 }
 
+/* The tasks of each of `matrices`, and how many panels a task multiplies with. */
+static int64_t cut(linear_args *a, int64_t matrices) {
+    int64_t num_panels = (a->n + PANEL - 1) / PANEL, runs = (a->m + TASK_ROWS - 1) / TASK_ROWS;
+    int64_t group = GROUP_BYTES / ((a->k * ROW_WORDS(a->halved) * sizeof(float) << a->gated) + 1);
+    int64_t fair = (num_panels * runs * matrices + 8 * a->threads - 1) / (8 * a->threads);
+    group = group < fair ? group : fair;
+    a->group = group > 1 ? group : 1;
+    a->num_groups = (num_panels + a->group - 1) / a->group;
+    return runs * a->num_groups;
+}
+
 /* x: (m, k), rows x_stride apart; out: (m, n), contiguous; bias: NULL or (n,), of a gated layer the gate's, then
    up's. halved, gated: 0 or 1. */
 void cpu_linear(const float *x, int64_t m, int64_t k, int64_t x_stride, const float *panels, int64_t n,
                 const float *bias, float *out, int halved, int gated, int threads) {
-    int64_t num_panels = (n + PANEL - 1) / PANEL;
-    int64_t group = GROUP_BYTES / ((k * ROW_WORDS(halved) * sizeof(float) << gated) + 1);
-    int64_t runs = (m + TASK_ROWS - 1) / TASK_ROWS, fair = (num_panels * runs + 8 * threads - 1) / (8 * threads);
-    group = group < fair ? group : fair;
-    group = group > 1 ? group : 1;
-    int64_t num_groups = (num_panels + group - 1) / group;
-    linear_args a = {x, panels, bias, out, m, k, x_stride, n, group, num_groups, halved, gated, threads};
-    cpu_run(multiply, &a, runs * num_groups, threads);
+    linear_args a = {x, panels, bias, out, m, k, x_stride, n, n, 0, 0, halved, gated, threads};
+    int64_t tasks = cut(&a, 1);
+    cpu_run(multiply, &a, tasks, threads);
+}
+
+typedef struct {
+    linear_args of_first;
+    int64_t x_head_stride, tasks;
+} heads_args;
+
+static void multiply_head(const void *arguments, int64_t task) {
+    const heads_args *a = arguments;
+    linear_args one = a->of_first;
+    int64_t head = task / a->tasks, num_panels = (one.n + PANEL - 1) / PANEL;
+    one.x += head * a->x_head_stride;
+    one.panels += head * num_panels * one.k * ROW_WORDS(one.halved);
+    one.out += head * one.n;
+    multiply(&one, task % a->tasks);
+}
+
+/* Each head's inputs with its matrix. x: (m, heads, k), x_stride and x_head_stride floats apart; panels: of one matrix
+   behind those of the other; out: (m, heads, n), contiguous. */
+void cpu_linear_heads(const float *x, int64_t m, int64_t heads, int64_t k, int64_t x_stride, int64_t x_head_stride,
+                      const float *panels, int64_t n, float *out, int halved, int threads) {
+    heads_args a = {{x, panels, NULL, out, m, k, x_stride, n, heads * n, 0, 0, halved, 0, threads}, x_head_stride, 0};
+    a.tasks = cut(&a.of_first, heads);
+    cpu_run(multiply_head, &a, heads * a.tasks, threads);
 }
 
 typedef struct {

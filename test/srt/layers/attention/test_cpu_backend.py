@@ -22,6 +22,7 @@ from support.attention_cases import (
     DECODES,
     EXTENDS,
     LAYOUTS,
+    UNLIKE_SIZES,
     Case,
     PagedCase,
     check_batch,
@@ -150,6 +151,42 @@ def test_head_shapes(heads, kv_dtype, no_torch):
         check_batch(CpuAttnBackend(), PagedCase(seed, 4, "block_major", torch.float32, reqs, torch.int64, **shape))
 
 
+@needs_compiler
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("group", [1, 4, 16, 128])
+@pytest.mark.parametrize("sizes", UNLIKE_SIZES, ids=str)
+def test_values_of_another_size_than_keys(sizes, group, kv_dtype, no_torch):
+    """One KV head as of latent attention, and two."""
+    head_dim, value_dim, v_in_k = sizes
+    for kv_heads, page_size, layout in zip((1, 2, 1), (1, 4, 16), LAYOUTS):
+        if group == 128 and kv_heads == 2:
+            continue
+        shape = {"kv_heads": kv_heads, "group": group, "head_dim": head_dim, "kv_dtype": kv_dtype}
+        shape |= {"value_dim": value_dim, "v_in_k": v_in_k}
+        reqs = ((1, 1), (300, 1), (0, 1), (64, 1), (2, 2), (0, 3), (131, 7))
+        check_batch(CpuAttnBackend(), PagedCase(1, page_size, layout, torch.float32, reqs, torch.int64, **shape))
+        if group == 4:
+            case = Case(2, page_size, layout, torch.float32, (1, 20, 1), **shape)
+            check_batch(CpuAttnBackend(), case)
+            check_partials(CpuAttnBackend(), case)
+            check_masks(CpuAttnBackend(), case)
+            check_masked_partials(CpuAttnBackend(), case)
+
+
+@pytest.mark.parametrize("sizes", UNLIKE_SIZES[2:], ids=str)
+def test_values_of_another_size_go_to_torch(sizes):
+    """Of several queries in bfloat16, of other types, and of no whole vector."""
+    head_dim, value_dim, v_in_k = sizes
+    shape = {"value_dim": value_dim, "v_in_k": v_in_k}
+    for dtype, kv_dtype in ((torch.bfloat16, None), (torch.float32, torch.float8_e4m3fn)):
+        case = Case(3, 4, "block_major", dtype, head_dim=head_dim, kv_dtype=kv_dtype, **shape)
+        check_batch(CpuAttnBackend(), case)
+        check_partials(CpuAttnBackend(), case)
+    check_batch(
+        CpuAttnBackend(), Case(4, 2, "layer_first", torch.float32, head_dim=head_dim, value_dim=13, v_in_k=v_in_k)
+    )
+
+
 def test_a_head_size_that_is_no_whole_vector():
     for head_dim in (12, 33):
         check_batch(CpuAttnBackend(), Case(1, 2, "layer_first", torch.float32, head_dim=head_dim))
@@ -176,15 +213,22 @@ def test_scores_of_any_size(no_torch):
             assert (got - want).abs().max() < 1e-5 * (1 + scale), f"scale {scale}, order {order}"
 
 
+# Of latent attention, with few heads, and with so many that a query's are cut into tasks.
+LATENT = {"kv_heads": 1, "group": 16, "head_dim": 576, "value_dim": 512, "v_in_k": True}
+SHAPES = [{}, LATENT, {"kv_heads": 1, "group": 100, "head_dim": 96, "value_dim": 64}]
+SHAPE_NAMES = ["ordinary", "latent", "many heads"]
+
+
 @needs_compiler
-@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16])
-def test_a_requests_bits_depend_on_its_keys_alone(kv_dtype, no_torch):
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", SHAPES, ids=SHAPE_NAMES)
+def test_a_requests_bits_depend_on_its_keys_alone(shape, kv_dtype, no_torch):
     """Alone or among others, in any frames and layout, with any number of threads."""
-    reqs = ((1000, 1), (70, 1), (256, 1), (3, 1), (2000, 1))
-    for seed in range(3):
+    reqs = ((1000, 1), (70, 1), (256, 1), (3, 1), (2000, 1)) if not shape else ((500, 1), (3, 1), (65, 1))
+    for seed in range(1 if shape else 3):
         outs = []
         for layout in LAYOUTS:
-            case = PagedCase(seed, 4, layout, torch.float32, reqs, torch.int64, kv_dtype=kv_dtype)
+            case = PagedCase(seed, 4, layout, torch.float32, reqs, torch.int64, kv_dtype=kv_dtype, **shape)
             # The same numbers in every layout, as torch's generator is seeded.
             outs.append(CpuAttnBackend().forward(case.q, case.view, case.segments, case.meta))
         assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2]), f"seed {seed}: frames"
@@ -232,15 +276,18 @@ def test_requests_that_share_pages_get_the_bits_that_they_get_alone(page_size, t
 
 @needs_compiler
 @pytest.mark.parametrize("window", [None, 70])
-def test_a_tokens_bits_do_not_depend_on_its_chunk(window, no_torch):
+@pytest.mark.parametrize("shape", SHAPES, ids=SHAPE_NAMES)
+def test_a_tokens_bits_do_not_depend_on_its_chunk(shape, window, no_torch):
     """A prompt at once, in chunks, and its end behind a cached prefix: with any tasks, frames and threads."""
-    length = 333
+    length, cuts_of = 333, (((200,), 1), ((2, 66, 130), 3), ((64, 128, 330), 2))
+    if shape:
+        length, cuts_of = 70, (((66,), 3),)
     for seed, layout in enumerate(LAYOUTS):
-        case = PagedCase(seed, 4, layout, torch.float32, ((length, length), (40, 7)), torch.int64)
+        case = PagedCase(seed, 4, layout, torch.float32, ((length, length), (40, 7)), torch.int64, **shape)
         masked = dataclasses.replace(case.meta, window=window)
         whole = CpuAttnBackend().forward(case.q, case.view, case.segments, masked)
         threads = torch.get_num_threads()
-        for cuts, num_threads in (((200,), 1), ((2, 66, 130), 3), ((64, 128, 330), 2)):
+        for cuts, num_threads in cuts_of:
             bounds = (0, *cuts, length)
             try:
                 torch.set_num_threads(num_threads)

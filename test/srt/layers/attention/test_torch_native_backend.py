@@ -17,6 +17,7 @@ from support.attention_cases import (
     EXTENDS,
     LAYOUTS,
     SMALL_TYPES,
+    UNLIKE_SIZES,
     Case,
     PagedCase,
     check_batch,
@@ -76,6 +77,24 @@ def test_head_shapes(heads):
         case = Case(seed, 2, "layer_first", torch.float32, kv_heads=kv_heads, group=group, head_dim=head_dim)
         got = TorchNativeAttnBackend().forward(case.q, case.view, case.segments, case.meta)
         assert (got.double() - torch.cat(case.want)).abs().max() < 3e-6, f"seed {seed}"
+
+
+@pytest.mark.parametrize("sizes", UNLIKE_SIZES, ids=str)
+def test_values_of_another_size_than_keys(sizes):
+    backend = TorchNativeAttnBackend()
+    for seed, (page_size, layout, heads, dtype, kv_dtype) in enumerate(
+        (
+            (1, "layer_first", (1, 16), torch.float32, None),
+            (4, "block_major", (2, 4), torch.float32, torch.float8_e4m3fn),
+            (16, "odd_stride", (1, 128), torch.bfloat16, None),
+        )
+    ):
+        shape = dict(zip(("kv_heads", "group", "head_dim", "value_dim", "v_in_k"), (*heads, *sizes)))
+        case = Case(seed, page_size, layout, dtype, (1, 7, 1, 1), kv_dtype=kv_dtype, **shape)
+        check_batch(backend, case)
+        check_partials(backend, case)
+        reqs = ((70, 1), (0, 1), (33, 3), (0, 2))
+        check_batch(backend, PagedCase(seed, page_size, layout, dtype, reqs, kv_dtype=kv_dtype, **shape))
 
 
 def test_strided_queries():

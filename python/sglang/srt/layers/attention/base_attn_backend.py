@@ -131,9 +131,10 @@ class AttentionBackend(Protocol):
     ) -> torch.Tensor:
         """Attention of a batch; every request attends to all its segments, merged by log-sum-exp.
 
-        q: (num_tokens, num_q_heads, head_dim), the requests' rows one after the other. segments: a list per
-        request. Returns (num_tokens, num_q_heads, head_dim) in q's dtype. The KV of the batch's own tokens is
-        already in the pool.
+        q: (num_tokens, num_q_heads, head_dim), the requests' rows one after the other. view.k: (num_pages,
+        page_size, num_kv_heads, head_dim). view.v: (num_pages, page_size, num_kv_heads, value_dim); it may be a part
+        of view.k's memory, with the strides of that. segments: a list per request. Returns (num_tokens,
+        num_q_heads, value_dim) in q's dtype. The KV of the batch's own tokens is already in the pool.
         """
         ...
 
@@ -148,8 +149,8 @@ class AttentionBackend(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of one request's queries to one segment.
 
-        q: (q_len, num_q_heads, head_dim). mask: of a single query it hides nothing. Returns out of the same shape,
-        float32, and lse (q_len, num_q_heads) float32, natural logarithm; a query that sees no token has zeros and
-        -inf.
+        q: (q_len, num_q_heads, head_dim). mask: of a single query it hides nothing. Returns out (q_len,
+        num_q_heads, value_dim) float32, and lse (q_len, num_q_heads) float32, natural logarithm; a query that sees
+        no token has zeros and -inf.
         """
         ...

@@ -61,7 +61,8 @@ class CpuAttnBackend:
     def forward(
         self, q: torch.Tensor, view: KVView, segments: Sequence[list[KVSegment]], meta: AttentionMetadata
     ) -> torch.Tensor:
-        """q: (num_tokens, num_q_heads, head_dim). Returns the same shape and dtype, contiguous."""
+        """q: (num_tokens, num_q_heads, head_dim). Returns (num_tokens, num_q_heads, value_dim) in q's dtype,
+        contiguous."""
         plans = self._recent.find(segments, view.page_size, meta.q_lens)
         if plans is None:
             batch: BatchKey | PagedSegments
@@ -74,7 +75,7 @@ class CpuAttnBackend:
         is_ordinary = window is None and meta.softcap is None and meta.sinks is None
         if (
             meta.softcap is not None
-            or not takes_heads(q, view.k)
+            or not takes_heads(q, view.k, view.v)
             or (is_ordinary and _has_faster(q, len(meta.q_lens)))
         ):
             attend = self._torch.forward if is_ordinary else masked_attention
@@ -83,7 +84,7 @@ class CpuAttnBackend:
         if attention is None:
             attention = plans.by_window[window] = _plan(segments, view.page_size, meta.q_lens, window)
         assert sum(meta.q_lens) == q.shape[0], f"{q.shape[0]} rows of q for q_lens {meta.q_lens}"
-        out = torch.empty(q.shape)
+        out = torch.empty(*q.shape[:2], view.v.shape[3])
         lse = None if meta.sinks is None else torch.empty(q.shape[:2])
         attention.attend(q, view.k, view.v, meta.scale, out, lse)
         if lse is not None and meta.sinks is not None:
@@ -96,12 +97,13 @@ class CpuAttnBackend:
     def partial(
         self, q: torch.Tensor, view: KVView, segment: KVSegment, scale: float, mask: PartialMask | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """q: (q_len, num_q_heads, head_dim). Returns out, same shape, float32, and lse (q_len, num_q_heads)."""
+        """q: (q_len, num_q_heads, head_dim). Returns out (q_len, num_q_heads, value_dim) and lse (q_len,
+        num_q_heads), float32."""
         if mask is not None:
             return masked_partial(q, view, segment, scale, mask)
-        if not takes_heads(q, view.k) or _has_faster(q, 1):
+        if not takes_heads(q, view.k, view.v) or _has_faster(q, 1):
             return self._torch.partial(q, view, segment, scale)
-        out, lse = torch.empty(q.shape), torch.empty(q.shape[:2])
+        out, lse = torch.empty(*q.shape[:2], view.v.shape[3]), torch.empty(q.shape[:2])
         length = np.array([segment.length])
         sees = np.array([1]) if segment.causal else length
         attention = PagedAttention(

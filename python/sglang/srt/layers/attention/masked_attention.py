@@ -22,8 +22,9 @@ _BLOCK = 128
 def masked_attention(
     q: torch.Tensor, view: KVView, segments: Sequence[list[KVSegment]], meta: AttentionMetadata
 ) -> torch.Tensor:
-    """As `AttentionBackend.forward`: q (num_tokens, num_q_heads, head_dim) to the same shape and dtype."""
-    out = torch.zeros_like(q)
+    """As `AttentionBackend.forward`: q (num_tokens, num_q_heads, head_dim) to (num_tokens, num_q_heads, value_dim) in
+    the same dtype."""
+    out = q.new_zeros(*q.shape[:2], view.v.shape[3])
     row = 0
     for of_req, q_len in zip(segments, meta.q_lens):
         kv_len = sum(segment.length for segment in of_req)
@@ -49,7 +50,8 @@ def masked_partial(
     meta = AttentionMetadata((), scale, mask.window, mask.softcap)
     (slots,) = segment_slots([segment], view.page_size)
     k, v = _gather(view, slots, q.dtype)
-    out, lse = q.new_empty(q.shape, dtype=torch.float32), q.new_empty(q.shape[:2], dtype=torch.float32)
+    out = q.new_empty((*q.shape[:2], view.v.shape[3]), dtype=torch.float32)
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     for first in range(0, len(q), _BLOCK):
         at = slice(first, first + _BLOCK)
         out[at], lse[at] = _attend(q[at], k, v, mask.distance + first, meta)
@@ -79,7 +81,7 @@ def seen_parts(
 
 
 def _gather(view: KVView, slots: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V, (len(slots), num_kv_heads, head_dim) each."""
+    """K (len(slots), num_kv_heads, head_dim) and V (len(slots), num_kv_heads, value_dim)."""
     index = slots // view.page_size, slots % view.page_size
     k, v = (indexable(x)[index].view(x.dtype).to(dtype) for x in (view.k, view.v))
     return k, v
@@ -88,9 +90,9 @@ def _gather(view: KVView, slots: torch.Tensor, dtype: torch.dtype) -> tuple[torc
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, distance: int, meta: AttentionMetadata
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q: (rows, num_q_heads, head_dim); k, v: (num_keys, num_kv_heads, head_dim). distance: the first query follows
-    the first key by so many tokens. Returns out, zeros for a query that sees no key, and (rows, num_q_heads) float32,
-    the lse, with sinks."""
+    """q: (rows, num_q_heads, head_dim); k: (num_keys, num_kv_heads, head_dim); v: (num_keys, num_kv_heads,
+    value_dim). distance: the first query follows the first key by so many tokens. Returns out (rows, num_q_heads,
+    value_dim), zeros for a query that sees no key, and (rows, num_q_heads) float32, the lse, with sinks."""
     rows, num_heads, head_dim = q.shape
     num_keys, num_kv_heads = k.shape[:2]
     grouped = q.view(rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
@@ -112,5 +114,5 @@ def _attend(
     lse = scores.logsumexp(-1)
     # A query that sees no key has weights of 0, not NaN: products of bfloat16 may carry NaN to other rows.
     weights = scores[..., :num_keys].sub_(lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp_().to(v.dtype)
-    out = torch.einsum("kgrn,nkd->rkgd", weights, v).reshape(rows, num_heads, head_dim)
+    out = torch.einsum("kgrn,nkd->rkgd", weights, v).reshape(rows, num_heads, v.shape[2])
     return out, lse.permute(2, 0, 1).reshape(rows, num_heads)

@@ -12,7 +12,7 @@ def merge_state(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The attention over the union of two disjoint key sets.
 
-    out_a, out_b: (..., head_dim), any floating dtype. lse_a, lse_b: the shape of out without its last dimension,
+    out_a, out_b: (..., value_dim), any floating dtype. lse_a, lse_b: the shape of out without its last dimension,
     natural logarithm, -inf where the set was empty. Returns out and lse in float32.
     """
     lse_a, lse_b = lse_a.float(), lse_b.float()

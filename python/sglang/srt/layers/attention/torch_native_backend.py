@@ -4,7 +4,8 @@ Owns the gather plans of the last forward batches. Writes no KV and reads only t
 name: free frames and frames of other requests may hold NaN.
 
 Per layer the keys and values of a request are gathered into one contiguous buffer. The bits of the result therefore
-depend on the values and the batch alone, never on the frames that held them.
+depend on the values and the batch alone, never on the frames that held them. The kernel wants heads of keys and of
+values of one size. The smaller ones are filled up with zeros, or read on where keys begin with the values.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata, BatchKey, PartialMask, RecentPlans
 from sglang.srt.layers.attention.merge_state import merge_state
@@ -143,13 +145,14 @@ class TorchNativeAttnBackend:
     def forward(
         self, q: torch.Tensor, view: KVView, segments: Sequence[list[KVSegment]], meta: AttentionMetadata
     ) -> torch.Tensor:
-        """q: (num_tokens, num_q_heads, head_dim). Returns the same shape and dtype, contiguous."""
+        """q: (num_tokens, num_q_heads, head_dim). Returns (num_tokens, num_q_heads, value_dim) in q's dtype,
+        contiguous."""
         plan = self._recent.find(segments, view.page_size, meta.q_lens)
         if plan is None:
             plan = self._recent.keep(_build_plan(segments, view.page_size, meta.q_lens))
         assert sum(meta.q_lens) == q.shape[0], f"{q.shape[0]} rows of q for q_lens {meta.q_lens}"
 
-        out = q.new_empty(q.shape)
+        out = q.new_empty(*q.shape[:2], view.v.shape[3])
         for group, mask in zip(plan.groups, plan.masks_for(q.dtype)):
             result = _decode(q, view, group, mask, meta.scale)
             if group.rows is None:
@@ -168,24 +171,40 @@ class TorchNativeAttnBackend:
     def partial(
         self, q: torch.Tensor, view: KVView, segment: KVSegment, scale: float, mask: PartialMask | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """q: (q_len, num_q_heads, head_dim). Returns out, same shape, float32, and lse (q_len, num_q_heads)."""
+        """q: (q_len, num_q_heads, head_dim). Returns out (q_len, num_q_heads, value_dim) and lse (q_len,
+        num_q_heads), float32."""
         assert mask is None, "see computes_masked"
         q_len, num_heads, _ = q.shape
         if q_len == 0 or segment.length == 0:
-            return q.new_zeros(q.shape, dtype=torch.float32), q.new_full(
-                (q_len, num_heads), -math.inf, dtype=torch.float32
-            )
+            lse = q.new_full((q_len, num_heads), -math.inf, dtype=torch.float32)
+            return q.new_zeros((q_len, num_heads, view.v.shape[3]), dtype=torch.float32), lse
         assert not segment.causal or segment.length == q_len, "a causal segment's tokens are the queries"
         index = _TokenIndex(segment_slots([segment], view.page_size)[0], view.page_size)
-        out, lse = _attend(q, index.gather(view.k, q.dtype), index.gather(view.v, q.dtype), segment.causal, scale)
-        return out.float(), lse
+        out, lse = _attend(q, *_gather(index, view, q.dtype), segment.causal, scale)
+        return out[:, :, : view.v.shape[3]].float(), lse
+
+
+def _gather(index: _TokenIndex, view: KVView, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of the tokens, (num_tokens, num_kv_heads, size) each, where size is the larger one of head_dim
+    and value_dim. The values are the first value_dim numbers. Behind a smaller head_dim are zeros."""
+    k, v = view.k, view.v
+    head_dim, value_dim = k.shape[3], v.shape[3]
+    keys = index.gather(k, dtype)
+    if value_dim < head_dim and v.data_ptr() == k.data_ptr() and v.stride() == k.stride():
+        return keys, keys
+    values = index.gather(v, dtype)
+    if head_dim == value_dim:
+        return keys, values
+    size = max(head_dim, value_dim)
+    return _fill_up(keys, size), _fill_up(values, size)
 
 
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q: (q_len, num_q_heads, head_dim), k, v: (length, num_kv_heads, head_dim), length > 0 (the kernel dies on no
-    keys). Returns out (q_len, num_q_heads, head_dim) in q's dtype and lse (q_len, num_q_heads) float32."""
+    """q: (q_len, num_q_heads, head_dim); k, v: (length, num_kv_heads, size) of `_gather`, length > 0 (the kernel dies
+    on no keys). Returns out (q_len, num_q_heads, size) in q's dtype and lse (q_len, num_q_heads) float32."""
+    q = _fill_up(q, k.shape[2])
     out, lse = _flash_attention(
         q.transpose(0, 1).unsqueeze(0),
         k.transpose(0, 1).unsqueeze(0),
@@ -197,38 +216,43 @@ def _attend(
     return out[0].transpose(0, 1), lse[0].transpose(0, 1)
 
 
+def _fill_up(x: torch.Tensor, size: int) -> torch.Tensor:
+    """x: (n, num_heads, d). Its heads with zeros behind them up to that size."""
+    return x if x.shape[2] == size else pad(x, (0, size - x.shape[2]))
+
+
 def _decode(
     q: torch.Tensor, view: KVView, group: _DecodeGroup, mask: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
-    """Returns (num_reqs, num_q_heads, head_dim)."""
-    num_heads, head_dim = q.shape[1:]
-    num_kv_heads = view.k.shape[2]
-    rows = q if group.rows is None else q.index_select(0, group.rows)
-    kv_shape = (group.num_reqs, group.length, num_kv_heads, head_dim)
+    """Returns (num_reqs, num_q_heads, value_dim), contiguous."""
+    num_heads, num_kv_heads, value_dim = q.shape[1], view.k.shape[2], view.v.shape[3]
+    k, v = _gather(group.index, view, q.dtype)
+    size = k.shape[2]
+    rows = _fill_up(q if group.rows is None else q.index_select(0, group.rows), size)
+    kv_shape = (group.num_reqs, group.length, num_kv_heads, size)
     # The query heads that share a KV head stand as rows of one query matrix. Each key is then read once, not once per
     # query head (2 times faster in float32, 8 times in bfloat16).
     out, _ = _flash_attention(
-        rows.reshape(group.num_reqs, num_kv_heads, num_heads // num_kv_heads, head_dim),
-        group.index.gather(view.k, q.dtype).view(kv_shape).transpose(1, 2),
-        group.index.gather(view.v, q.dtype).view(kv_shape).transpose(1, 2),
+        rows.reshape(group.num_reqs, num_kv_heads, num_heads // num_kv_heads, size),
+        k.view(kv_shape).transpose(1, 2),
+        v.view(kv_shape).transpose(1, 2),
         0.0,
         False,
         attn_mask=mask,
         scale=scale,
     )
-    return out.reshape(group.num_reqs, num_heads, head_dim)
+    return out.reshape(group.num_reqs, num_heads, size)[:, :, :value_dim].contiguous()
 
 
 def _extend(q: torch.Tensor, view: KVView, extend: _Extend, scale: float) -> torch.Tensor:
-    """q: (q_len, num_q_heads, head_dim), the rows of one request."""
+    """q: (q_len, num_q_heads, head_dim), the rows of one request. Returns (q_len, num_q_heads, value_dim)."""
     states = [
-        _attend(q, index.gather(view.k, q.dtype), index.gather(view.v, q.dtype), causal, scale)
+        _attend(q, *_gather(index, view, q.dtype), causal, scale)
         for index, causal in ((extend.prefix, False), (extend.own, True))
         if index is not None
     ]
-    if len(states) == 1:
-        return states[0][0]
-    return merge_state(*states[0], *states[1])[0]
+    out = states[0][0] if len(states) == 1 else merge_state(*states[0], *states[1])[0]
+    return out[:, :, : view.v.shape[3]]
 
 
 def _build_plan(segments: Sequence[list[KVSegment]], page_size: int, q_lens: tuple[int, ...]) -> _Plan:
