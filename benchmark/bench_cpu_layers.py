@@ -30,9 +30,9 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.model_families import TRANSFORMERS
 from sglang.srt.layers.attention.attention_registry import make_attention_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
+from sglang.srt.managers.startup.device import page_layout
 from sglang.srt.mem_cache.kv_view import PagedSegments
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -56,10 +56,7 @@ class Bench:
             self.models[other] = load_model(theirs, "auto", make_attention_backend("cpu", "cpu"))
         self.page_size, self.in_order = page_size, in_order
         self.num_pages = num_tokens // page_size
-        c = self.config
-        self.pool = MHATokenToKVPool(
-            self.num_pages, PageLayout.kv(page_size, c.num_layers, c.num_kv_heads, c.head_dim, c.dtype)
-        )
+        self.pool = MHATokenToKVPool(self.num_pages, page_layout(self.config, page_size, 1))
         self.pool.kv.normal_()
 
     def batch(self, num_reqs: int, kv_len: int, q_len: int, num_shared: int) -> ForwardBatch:

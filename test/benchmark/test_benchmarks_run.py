@@ -34,6 +34,7 @@ SMALLEST = {
     "interference": "--device cpu",
     "kv_events": "--rounds 1",
     "kvcacheio": "--device cpu --rounds 1 --page-sizes 16",
+    "latents": "--rounds 1 --prefix 256 --layers 1",
     "layer_stream": "--quick --rounds 1",
     "lending": "--rounds 1 --window 2",
     "long_prompts": "--rounds 1",

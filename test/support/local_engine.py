@@ -39,6 +39,7 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.managers.schedule_batch import BatchDecision, ControlReply, StorageRequest
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_config import SchedulerConfig
+from sglang.srt.managers.startup.device import page_layout
 from sglang.srt.managers.startup.sizes import with_windows
 from sglang.srt.managers.storage_setup import StorageSetup
 from sglang.srt.mem_cache.block_store import BlockStore
@@ -47,7 +48,6 @@ from sglang.srt.mem_cache.layer_stream_cache import LayerStreamCache
 from sglang.srt.mem_cache.link import CopyOptions, HasPages, kernel_links_of
 from sglang.srt.mem_cache.memory_pool import DevicePool, MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
-from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.rate_limit import RateLimit
 from sglang.srt.mem_cache.staged_pages import StagedPages
 from sglang.srt.mem_cache.storage_link import StorageLink, StoreSlot
@@ -177,11 +177,10 @@ class LocalEngine:
         if model is None:
             self.model.finish_loading()
         c = model_config
-        num_kv_heads = c.kv_heads_per_rank(group.size)
         self.debug = debug
         self.clock = clock
         self.when_idle: Callable[[], None] = lambda: None
-        layout = PageLayout.kv(page_size, c.num_layers, num_kv_heads, c.head_dim, c.kv_dtype)
+        layout = page_layout(c, page_size, group.size)
         self._woken = threading.Event()
         self.borrowed = None
         if borrow is not None:

@@ -10,9 +10,9 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import SINGLE_RANK, TensorParallelGroup
 from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
 from sglang.srt.layers.attention.cpu_backend import CpuAttnBackend
+from sglang.srt.managers.startup.device import page_layout
 from sglang.srt.mem_cache.kv_view import KVSegment
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -37,7 +37,7 @@ class TinyRunner:
         group: TensorParallelGroup = SINGLE_RANK,
     ) -> None:
         self.config = config
-        self.num_kv_heads = config.kv_heads_per_rank(group.size)
+        self.num_ranks = group.size
         self.model = load_model(config, load_format, CpuAttnBackend(), seed, group=group)
         self.model.finish_loading()
 
@@ -49,10 +49,7 @@ class TinyRunner:
         order = list(range(sum(needed) + 3))
         random.Random(seed).shuffle(order)
         self.page_size = page_size
-        c = self.config
-        self.pool = MHATokenToKVPool(
-            len(order), PageLayout.kv(page_size, c.num_layers, self.num_kv_heads, c.head_dim, c.kv_dtype)
-        )
+        self.pool = MHATokenToKVPool(len(order), page_layout(self.config, page_size, self.num_ranks))
         # What nobody has written is NaN.
         self.pool.kv.fill_(torch.nan)
         sequences = []

@@ -10,7 +10,7 @@ import argparse
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -275,7 +275,7 @@ def _bytes_per_token(model_path: str, kv_cache_dtype: str) -> float:
     from sglang.srt.configs.kv_cache_dtype import KV_CACHE_DTYPE_CHOICES, pick_kv_cache_dtype
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.configs.model_files import ModelConfigError
-    from sglang.srt.mem_cache.page_layout import PageLayout
+    from sglang.srt.managers.startup.device import page_layout
 
     if kv_cache_dtype not in KV_CACHE_DTYPE_CHOICES:
         raise CommandError(f"--kv-cache-dtype {kv_cache_dtype} is none of {', '.join(KV_CACHE_DTYPE_CHOICES)}")
@@ -283,6 +283,5 @@ def _bytes_per_token(model_path: str, kv_cache_dtype: str) -> float:
         config = ModelConfig.from_pretrained(model_path)
     except (ModelConfigError, OSError) as error:
         raise CommandError(f"--model-path {model_path} cannot be read: {error}") from None
-    dtype = pick_kv_cache_dtype(kv_cache_dtype) or config.dtype
-    layout = PageLayout.kv(1, config.num_layers, config.num_kv_heads, config.head_dim, dtype)
-    return float(layout.page_bytes)
+    config = replace(config, kv_cache_dtype=pick_kv_cache_dtype(kv_cache_dtype))
+    return float(page_layout(config, page_size=1, num_ranks=1).page_bytes)

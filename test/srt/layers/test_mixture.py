@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from sglang.srt.configs.experts import ExpertsConfig
 from sglang.srt.distributed.parallel_state import SINGLE_RANK, Shard
-from sglang.srt.layers.mixture import Experts, Mixture
+from sglang.srt.layers.mixture import ExpertNames, Experts, Mixture
 
 WAYS = ("_one_by_one", "_in_groups", "_masked")
 HIDDEN, WIDTH = 24, 40
@@ -79,15 +79,17 @@ def test_a_shared_expert_and_no_tokens() -> None:
     with torch.inference_mode():
         for is_normalized in (False, True):
             config = ExpertsConfig(5, 2, WIDTH, is_normalized, HIDDEN, (True,))
-            mixture = Mixture(config, HIDDEN, torch.float32, SINGLE_RANK, ("gate", "up", "down"), shared)
-            for parameter in (*mixture.experts.parameters(), mixture.gate.weight, mixture.shared_expert_gate.weight):
+            names = ExpertNames("gate", "up", "down", "shared")
+            mixture = Mixture(config, HIDDEN, torch.float32, SINGLE_RANK, names, shared)
+            gate, shared_gate = mixture.router.gate, mixture.shared_expert_gate
+            for parameter in (*mixture.experts.parameters(), gate.weight, shared_gate.weight):
                 parameter.copy_(torch.randn_like(parameter) * 0.3)
-            likely = (x @ mixture.gate.weight.T).softmax(-1)
+            likely = (x @ gate.weight.T).softmax(-1)
             weights, chosen = likely.topk(2)
             if is_normalized:
                 weights /= weights.sum(-1, keepdim=True)
             want = mixture.experts(x, chosen, weights)
-            want += (x @ mixture.shared_expert_gate.weight.T).sigmoid() * shared(x)
+            want += (x @ shared_gate.weight.T).sigmoid() * shared(x)
             assert torch.allclose(mixture(x), want, atol=1e-5)
             assert mixture(x[:0]).shape == (0, HIDDEN)
 

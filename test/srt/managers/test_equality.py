@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     DynamicCache,
     Gemma2Config,
     GemmaConfig,
@@ -58,12 +59,27 @@ SHAPE = {
     "eos_token_id": 2,
 }
 EXPERTS = dict(moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2)
+LATENT = dict(
+    head_dim=8,
+    q_lora_rank=20,
+    kv_lora_rank=24,
+    qk_nope_head_dim=10,
+    qk_rope_head_dim=8,
+    v_head_dim=12,
+    num_key_value_heads=6,
+    n_routed_experts=4,
+    n_group=2,
+    topk_group=1,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+    first_k_dense_replace=1,
+)
 
 
 class Model:
     """One random model, as transformers and as ours see it."""
 
-    def __init__(self, hf_config: PretrainedConfig, path: str) -> None:
+    def __init__(self, hf_config: PretrainedConfig, path: str, model_impl: str = "auto") -> None:
         torch.manual_seed(7)
         self.hf = AutoModelForCausalLM.from_config(hf_config).eval()
         with torch.no_grad():
@@ -71,7 +87,7 @@ class Model:
                 if name.endswith("bias"):  # fresh ones are 0
                     parameter.normal_(0, 0.3)
         self.hf.save_pretrained(path)
-        self.config = ModelConfig.from_pretrained(path, dtype="float32")
+        self.config = ModelConfig.from_pretrained(path, dtype="float32", model_impl=model_impl)
 
     def engine(self, **options: object) -> LocalEngine:
         return LocalEngine(self.config, **{"num_device_pages": 600, **options})  # type: ignore[arg-type]
@@ -92,8 +108,11 @@ class Model:
         with torch.inference_mode():
             # One of no config keeps what has left a window, too.
             cache = self.hf(torch.tensor(tokens)[None].long(), past_key_values=DynamicCache()).past_key_values
-        layers = [torch.stack((layer.keys[0], layer.values[0])) for layer in cache.layers]
-        # (layers, 2, heads, tokens, dim) -> (tokens, 2, layers, heads, dim)
+        if self.config.latent is None:
+            layers = [torch.stack((layer.keys[0], layer.values[0])) for layer in cache.layers]
+        else:
+            layers = [torch.cat((layer.keys, layer.values), dim=3) for layer in cache.layers]
+        # (layers, components, heads, tokens, dim) -> (tokens, components, layers, heads, dim)
         return torch.stack(layers).permute(3, 1, 0, 2, 4).double().numpy()
 
 
@@ -103,6 +122,7 @@ MODELS = {
     "qwen2": Qwen2Config(**SHAPE),
     "qwen3": Qwen3Config(**SHAPE, tie_word_embeddings=True),
     "qwen3_moe": Qwen3MoeConfig(**SHAPE, **EXPERTS),
+    "deepseek_v3": DeepseekV3Config(**SHAPE | LATENT),
     # Computed by transformers, with our attention; the last has windows.
     "gpt2": GPT2Config(
         **{name: value for name, value in SHAPE.items() if name not in ("head_dim", "num_key_value_heads")}
@@ -127,7 +147,7 @@ not_emulated = pytest.mark.skipif(
 @pytest.fixture(
     scope="module",
     params=[
-        *("llama", "qwen3"),
+        *("llama", "qwen3", "deepseek_v3"),
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral", "qwen2", "qwen3_moe")),
         *(pytest.param(name, marks=(pytest.mark.slow, not_emulated)) for name in OF_TRANSFORMERS),
     ],
@@ -414,12 +434,16 @@ SETUP = StorageSetup(
 @pytest.mark.sampled(1)
 @not_emulated
 @pytest.mark.parametrize(
-    "name", ["gpt2", "olmoe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma", "gemma2"))]
+    "name",
+    [
+        *("gpt2", "olmoe", "deepseek_v3"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma", "gemma2")),
+    ],
 )
 def test_every_tier_of_a_model_of_transformers(name: str, tmp_path: Path) -> None:
     """Cold and in chunks, from the device, from the host while half of the loads fail, and from the disk of an engine
     that has ended; beside a request that is aborted, and with more requests than fit."""
-    model = Model(MODELS[name], str(tmp_path / "model"))
+    model = Model(MODELS[name], str(tmp_path / "model"), "transformers")
     page_size = 1 if name == "gpt2" else 16
 
     def engine(**options: object) -> LocalEngine:

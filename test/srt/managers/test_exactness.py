@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GemmaConfig, LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, DeepseekV2Config, GemmaConfig, LlamaConfig, Qwen3Config
 
 from sglang.srt.configs.kv_cache_dtype import pick_kv_cache_dtype
 from sglang.srt.configs.model_config import ModelConfig
@@ -41,8 +41,27 @@ SHAPE = {
     "initializer_range": 0.3,
     "eos_token_id": 2,
 }
-# Gemma is computed by transformers.
-FAMILIES = {"llama": LlamaConfig, "qwen3": Qwen3Config, "gemma": GemmaConfig}
+LATENT = dict(
+    q_lora_rank=16,
+    kv_lora_rank=32,
+    qk_nope_head_dim=12,
+    qk_rope_head_dim=16,
+    v_head_dim=8,
+    num_key_value_heads=6,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+    first_k_dense_replace=1,
+    topk_method="greedy",
+)
+FAMILIES = {
+    "llama": LlamaConfig(**SHAPE),
+    "qwen3": Qwen3Config(**SHAPE),
+    # Computed by transformers.
+    "gemma": GemmaConfig(**SHAPE),
+    # Latents in the cache.
+    "deepseek": DeepseekV2Config(**SHAPE | LATENT),
+}
 SETUP = StorageSetup(
     backend="file",
     setup="",
@@ -57,9 +76,8 @@ SETUP = StorageSetup(
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     found = {}
-    for name, config_class in FAMILIES.items():
+    for name, config in FAMILIES.items():
         torch.manual_seed(7)
-        config: PretrainedConfig = config_class(**SHAPE)
         found[name] = str(tmp_path_factory.mktemp(name))
         AutoModelForCausalLM.from_config(config).save_pretrained(found[name])
     return found
@@ -122,6 +140,10 @@ CASES = [
     ("qwen3", "float32", 64, 1, "page_first", 64),
     ("qwen3", "bfloat16", 16, 1, "page_first", 32),
     ("gemma", "float32", 16, 1, "page_first", 48),
+    ("deepseek", "float32", 1, 1, "page_first", 48),
+    ("deepseek", "float32", 16, 2, "layer_first", 512),
+    ("deepseek", "bfloat16", 64, 1, "page_first", 512),
+    ("deepseek", "float32, fp8_e4m3", 16, 1, "page_first", 48),
     ("llama", "float32, fp8_e4m3", 16, 1, "page_first", 512),
     ("gemma", "float32, fp8_e5m2", 1, 1, "layer_first", 48),
     ("qwen3", "bfloat16, fp8_e4m3", 64, 2, "page_first", 512),
@@ -133,7 +155,7 @@ CASES = [
 
 
 # Ranks in one process meet on the host alone. An emulated device does not run the code of transformers.
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("family", "dtype", "page_size", "tp", "layout", "chunk"),
     [case for case in CASES if (case[3] == 1 and case[0] != "gemma") or device_under_test() == "cpu"],

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import random
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -53,6 +60,33 @@ BASE = dict(
 )
 EXPERTS = dict(num_experts=7, num_experts_per_tok=3, moe_intermediate_size=40, tie_word_embeddings=True)
 
+# A head's queries have 20 values, its values 12; 24 are cached of a token.
+LATENT: dict[str, Any] = dict(
+    q_lora_rank=28,
+    kv_lora_rank=16,
+    qk_nope_head_dim=12,
+    qk_rope_head_dim=8,
+    v_head_dim=12,
+    head_dim=8,
+    num_key_value_heads=6,
+    n_routed_experts=8,
+    n_shared_experts=1,
+    n_group=4,
+    topk_group=2,
+    num_experts_per_tok=3,
+    moe_intermediate_size=40,
+    first_k_dense_replace=1,
+    pad_token_id=None,
+)
+DEEPSEEK_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+
 MODELS = {
     "llama": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": False}),
     "llama_tied_mha": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": True, "num_key_value_heads": 6}),
@@ -96,6 +130,34 @@ MODELS = {
         EXPERTS | {"qkv_bias": False, "norm_topk_prob": True, "mlp_only_layers": [2], "head_dim": 8},
     ),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, EXPERTS | {"norm_topk_prob": True}),
+    # Experts of the two best of four groups; the first layer is dense.
+    "deepseek_v2": (
+        DeepseekV2Config,
+        DeepseekV2ForCausalLM,
+        LATENT
+        | {"topk_method": "group_limited_greedy", "routed_scaling_factor": 1.7, "n_shared_experts": 2}
+        | {"rope_parameters": DEEPSEEK_ROPE},
+    ),
+    "deepseek_v2_lite": (
+        DeepseekV2Config,
+        DeepseekV2ForCausalLM,
+        LATENT | {"q_lora_rank": None, "topk_method": "greedy", "n_group": None, "topk_group": None},
+    ),
+    "deepseek_v3": (
+        DeepseekV3Config,
+        DeepseekV3ForCausalLM,
+        LATENT | {"attention_bias": True, "rope_parameters": DEEPSEEK_ROPE | {"mscale": 0.7}},
+    ),
+    "deepseek_v3_dense": (
+        DeepseekV3Config,
+        DeepseekV3ForCausalLM,
+        LATENT | {"first_k_dense_replace": 3, "rope_interleave": False},
+    ),
+    "glm4_moe_lite": (
+        Glm4MoeLiteConfig,
+        Glm4MoeLiteForCausalLM,
+        LATENT | {"num_attention_heads": 5, "num_key_value_heads": 5, "rms_norm_eps": 1e-5, "v_head_dim": 16},
+    ),
 }
 SEED = 3
 
@@ -113,6 +175,9 @@ def pair(request, tmp_path_factory):
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith("bias"):
                 parameter.normal_(0, 0.3)
+        for name, buffer in theirs.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.3)
     path = tmp_path_factory.mktemp(request.param)
     theirs.save_pretrained(path, max_shard_size="60KB")
     assert len(list(path.glob("*.safetensors"))) > 1

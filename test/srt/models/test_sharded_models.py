@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
+    DeepseekV2Config,
     DeepseekV3Config,
     Gemma2Config,
     Gemma3nTextConfig,
@@ -50,6 +51,19 @@ BASE = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
+LATENT = dict(
+    num_key_value_heads=12,
+    head_dim=8,
+    q_lora_rank=16,
+    kv_lora_rank=16,
+    qk_nope_head_dim=12,
+    qk_rope_head_dim=8,
+    v_head_dim=10,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=36,
+    first_k_dense_replace=1,
+)
 MODELS = {
     "llama_biased": LlamaConfig(**BASE, attention_bias=True, mlp_bias=True),
     "mistral": MistralConfig(**BASE, sliding_window=12),
@@ -66,6 +80,8 @@ MODELS = {
         shared_expert_intermediate_size=36,
         decoder_sparse_step=2,
     ),
+    "deepseek_v3": DeepseekV3Config(**BASE | LATENT, n_group=2, topk_group=1),
+    "deepseek_v2": DeepseekV2Config(**BASE | LATENT | {"q_lora_rank": None}, n_shared_experts=2),
 }
 
 
@@ -90,20 +106,7 @@ OF_TRANSFORMERS = {
     "gpt2": GPT2Config(**{n: x for n, x in BASE.items() if n not in ("num_key_value_heads", "head_dim")}),
     "gpt_oss": GptOssConfig(**BASE, num_local_experts=3, num_experts_per_tok=2, sliding_window=12),
     "qwen2_moe": MODELS["qwen2_moe"],
-    "deepseek_v3": DeepseekV3Config(
-        **BASE | {"num_key_value_heads": 12, "head_dim": 8},
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_nope_head_dim=12,
-        qk_rope_head_dim=8,
-        v_head_dim=10,
-        n_routed_experts=4,
-        n_group=1,
-        topk_group=1,
-        num_experts_per_tok=2,
-        moe_intermediate_size=36,
-        first_k_dense_replace=1,
-    ),
+    "deepseek_v3": MODELS["deepseek_v3"],
 }
 
 

@@ -39,7 +39,10 @@ from transformers import (
 from sglang.srt.configs.model_config import ModelConfig, ModelConfigError
 from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
 from sglang.srt.layers.attention.masked_attention import masked_attention
+from sglang.srt.layers.latent_projections import LatentProjections
+from sglang.srt.managers.startup.device import page_layout
 from sglang.srt.mem_cache.kv_view import KVView
+from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.model_loader.loader import ModelLoadError
 from support.no_waiting import DEVICE, NoWaiting
 from support.tiny_runner import TinyRunner
@@ -225,27 +228,36 @@ def in_thread(work: Any) -> None:
 
 
 class ShapesAlone:
-    """A backend and a pool."""
+    """A backend, and a pool of a page."""
 
     computes_masked = True
 
-    def forward(self, q: torch.Tensor, view: None, segments: Any, meta: AttentionMetadata) -> torch.Tensor:
-        return torch.empty_like(q)
+    def __init__(self, layout: PageLayout) -> None:
+        self._view = KVView(*(torch.empty(1, 1, *each.shape, device=DEVICE) for each in layout.components))
 
-    def view(self, layer_id: int) -> None:
-        return None
+    def forward(self, q: torch.Tensor, view: KVView, segments: Any, meta: AttentionMetadata) -> torch.Tensor:
+        assert q.shape[2] == view.k.shape[3]
+        return q.new_empty(*q.shape[:2], view.v.shape[3])
 
-    def store(self, layer_id: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        assert k.shape == v.shape and len(k) == len(loc)
+    def view(self, layer_id: int) -> KVView:
+        return self._view
+
+    def store(self, layer_id: int, loc: torch.Tensor, *values: torch.Tensor) -> None:
+        for value, component in zip(values, self._view.components, strict=True):
+            assert len(value) == len(loc) and value.shape[1:] == component.shape[2:]
 
 
 def test_a_pass_does_not_wait_for_the_device(pair: SimpleNamespace) -> None:
     """Where transformers builds masks, it asks for positions."""
-    model, nothing = copy.deepcopy(pair.ours.model), ShapesAlone()
+    ours = pair.ours
+    nothing = ShapesAlone(page_layout(ours.config, 1, 1))
+    # Weights for the CPU's kernels stay there.
+    projections = [
+        LatentProjections(each.config, torch.empty(6, 22, 16, device=DEVICE)) for each in ours.model.projections
+    ]
+    model = copy.deepcopy(ours.model, {id(ours.model.backend): nothing, id(ours.model.projections): projections})
     # Grouped products of matrices are for this type on the meta device.
     model.to(DEVICE, torch.bfloat16)
-    for attention in model.attention:
-        attention.backend = nothing
     seqs = pair.ours.start(pair.prompts[:2])
     batch = pair.ours.batch([(seqs[0], 37), (seqs[1], 1)])
     for name in ("input_ids", "positions", "out_loc", "sample_rows"):

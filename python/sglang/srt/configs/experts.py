@@ -5,23 +5,42 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from sglang.srt.configs.latent import LATENT_FAMILIES
+
 # Architectures whose feed-forward layers are mixtures, all or some.
-MIXTURES = ("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
+MIXTURES = ("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", *LATENT_FAMILIES)
+
+
+@dataclass(frozen=True)
+class ExpertGroups:
+    """How DeepSeek's models choose experts, see `ExpertRouter`."""
+
+    # Groups of a layer's experts, of as many neighbours each.
+    total: int
+    # Those whose experts a token can have.
+    kept: int
+    # Experts are chosen by the sigmoid of a score with a correction; else by the softmax.
+    has_correction: bool
+    # A factor on the weights of a token's experts.
+    scale: float
 
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """num_experts: of a layer. top_k: those that compute a token. intermediate_size: width inside one.
-    is_normalized: the weights of a token's experts add up to 1. shared_size: width inside the expert that computes
-    every token besides; 0 where there is none. layers: of each decoder layer, whether it is a mixture; the others are
-    dense."""
-
+    # Of a layer.
     num_experts: int
+    # Experts that compute a token.
     top_k: int
+    # Width inside an expert.
     intermediate_size: int
+    # The weights of a token's experts add up to 1.
     is_normalized: bool
+    # Width inside the expert that computes every token besides; 0 where there is none.
     shared_size: int
+    # Of each decoder layer, whether it is a mixture; the others are dense.
     layers: tuple[bool, ...]
+    # None: a token can have any expert.
+    groups: ExpertGroups | None = None
 
 
 def experts_of(architecture: str, hf_config: Any) -> ExpertsConfig | None:
@@ -29,7 +48,9 @@ def experts_of(architecture: str, hf_config: Any) -> ExpertsConfig | None:
     if architecture not in MIXTURES:
         return None
     num_layers = hf_config.num_hidden_layers
-    if architecture == "MixtralForCausalLM":
+    if architecture in LATENT_FAMILIES:
+        found = _deepseek_experts(architecture, hf_config)
+    elif architecture == "MixtralForCausalLM":
         found = ExpertsConfig(
             num_experts=hf_config.num_local_experts,
             top_k=hf_config.num_experts_per_tok,
@@ -61,4 +82,42 @@ def experts_of(architecture: str, hf_config: Any) -> ExpertsConfig | None:
         )
     if any(found.layers) and not 1 <= found.top_k <= found.num_experts:
         raise ValueError(f"each token has {found.top_k} of {found.num_experts} experts (num_experts_per_tok)")
+    groups = found.groups
+    if any(found.layers) and groups is not None:
+        can_divide = groups.total > 0 and found.num_experts % groups.total == 0
+        if not (can_divide and 1 <= groups.kept <= groups.total):
+            raise ValueError(
+                f"each token has {groups.kept} of {groups.total} groups of {found.num_experts} experts (topk_group, "
+                "n_group)"
+            )
+        if found.top_k > groups.kept * (found.num_experts // groups.total):
+            raise ValueError(f"{groups.kept} groups (topk_group) have too few experts for {found.top_k} each token")
     return found
+
+
+def _deepseek_experts(architecture: str, hf_config: Any) -> ExpertsConfig:
+    num_layers, is_v2 = hf_config.num_hidden_layers, architecture == "DeepseekV2ForCausalLM"
+    has_groups = True
+    if is_v2:
+        if hf_config.topk_method not in ("greedy", "group_limited_greedy"):
+            raise ValueError(f"experts are chosen by {hf_config.topk_method!r} (topk_method)")
+        has_groups = hf_config.topk_method == "group_limited_greedy"
+    if (kinds := getattr(hf_config, "mlp_layer_types", None)) is not None:
+        layers = tuple(kind == "sparse" for kind in kinds)
+    else:
+        layers = tuple(layer >= hf_config.first_k_dense_replace for layer in range(num_layers))
+    return ExpertsConfig(
+        num_experts=hf_config.n_routed_experts,
+        top_k=hf_config.num_experts_per_tok or 0,
+        intermediate_size=hf_config.moe_intermediate_size,
+        # transformers has no other for DeepSeek-V2 either.
+        is_normalized=not is_v2 and bool(hf_config.norm_topk_prob),
+        shared_size=hf_config.moe_intermediate_size * (hf_config.n_shared_experts or 0),
+        layers=layers,
+        groups=ExpertGroups(
+            total=hf_config.n_group if has_groups else 1,
+            kept=hf_config.topk_group if has_groups else 1,
+            has_correction=not is_v2,
+            scale=float(hf_config.routed_scaling_factor),
+        ),
+    )

@@ -21,6 +21,7 @@ from sgl_kernel.quantized import MatrixFormat
 from sglang.srt.configs.experts import ExpertsConfig, experts_of
 from sglang.srt.configs.gguf_model import gguf_file_of
 from sglang.srt.configs.kv_cache_dtype import KVScales
+from sglang.srt.configs.latent import LATENT_FAMILIES, LatentConfig, latent_config
 from sglang.srt.configs.model_families import NATIVE, TRANSFORMERS, pick_model_impl
 from sglang.srt.configs.model_files import (
     ModelConfigError,
@@ -35,6 +36,7 @@ from sglang.srt.configs.model_files import (
     rope_parameters_of,
     tokenizer_end,
     unsupported_dtype,
+    yarn_mscale,
 )
 from sglang.srt.configs.quantization import WeightQuantization
 from sglang.srt.configs.transformers_config import check_context, check_transformers_config, max_context, shape_of
@@ -76,11 +78,13 @@ class ModelConfig:
     num_heads: int
     # KV heads of a layer, over all ranks.
     num_kv_heads: int
-    # Values of a head.
+    # Values of a key in the cache.
     head_dim: int
     vocab_size: int
     # From config.json, generation_config.json and the tokenizer's files, in that order, each once.
     eos_token_ids: tuple[int, ...]
+    # Of latent attention, which has one KV head for all query heads; None where keys and values are cached.
+    latent: LatentConfig | None = None
     # Of the KV cache; None for dtype.
     kv_cache_dtype: torch.dtype | None = None
     # Of what is stored. All ranks', so that they agree about the fingerprint.
@@ -135,6 +139,7 @@ class ModelConfig:
             found = cls._of_transformers(model_path, local_path, architecture, hf_config, dtype, context_length)
             return replace(found, file_stamps=stamps)
         num_heads = hf_config.num_attention_heads
+        latent = latent_config(hf_config) if architecture in LATENT_FAMILIES else None
         rope_parameters = rope_parameters_of(hf_config)
         context = pick_context_length(context_length, hf_config.max_position_embeddings, rope_parameters)
         config = cls(
@@ -151,8 +156,9 @@ class ModelConfig:
             experts=_experts(model_path, architecture, hf_config),
             num_layers=hf_config.num_hidden_layers,
             num_heads=num_heads,
-            num_kv_heads=getattr(hf_config, "num_key_value_heads", None) or num_heads,
-            head_dim=getattr(hf_config, "head_dim", None) or hf_config.hidden_size // num_heads,
+            num_kv_heads=1 if latent else getattr(hf_config, "num_key_value_heads", None) or num_heads,
+            head_dim=latent.cached_dim if latent else _head_dim(hf_config),
+            latent=latent,
             vocab_size=hf_config.vocab_size,
             rms_norm_eps=hf_config.rms_norm_eps,
             rope_parameters=rope_parameters,
@@ -195,6 +201,7 @@ class ModelConfig:
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
+            latent=shape.latent,
             vocab_size=hf_config.vocab_size,
             eos_token_ids=_eos_token_ids(local_path, hf_config),
         )
@@ -231,9 +238,19 @@ class ModelConfig:
         return self.kv_cache_dtype or self.dtype
 
     @property
+    def rotary_dim(self) -> int:
+        """Values of a key that are rotated."""
+        return self.head_dim if self.latent is None else self.latent.rotary_dim
+
+    @property
     def attn_scale(self) -> float:
         """The factor on q.k, for `AttentionMetadata.scale`. Layers that transformers computes bring their own."""
-        return float(self.head_dim**-0.5)
+        if self.latent is None:
+            return float(self.head_dim**-0.5)
+        scale = float((self.latent.key_dim + self.latent.rotary_dim) ** -0.5)
+        # What rotated keys leave to others, which are not rotated.
+        given = self.rope_parameters.get("mscale_all_dim")
+        return scale * yarn_mscale(self.rope_parameters["factor"], given) ** 2 if given else scale
 
     def fingerprint(self, load_format: str = "auto", seed: int = 0) -> str:
         """32 hex digits that name config and weights: equal on every machine that holds the same files, and part
@@ -340,6 +357,10 @@ def _experts(model_path: str, architecture: str, hf_config: Any) -> ExpertsConfi
         raise ModelConfigError(f"{model_path!r} cannot be served: {error}.") from error
 
 
+def _head_dim(hf_config: Any) -> int:
+    return getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
+
+
 def _windows(hf_config: Any, context_length: int) -> tuple[int | None, ...]:
     """See `ModelConfig.windows`."""
     num_layers = hf_config.num_hidden_layers
@@ -383,17 +404,23 @@ def _refuse_unsupported(config: ModelConfig) -> None:
         raise ModelConfigError(
             f"The rope type {rope_type!r} is not supported; supported are {', '.join(ROPE_TYPES)}."
         )
-    if config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0 or config.head_dim % 2 != 0:
+    if config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0 or config.rotary_dim % 2 != 0:
         raise ModelConfigError(
             "Rotary embeddings over a part of the head, or over an odd head_dim, are not supported natively; "
             f"{_use_transformers(config)}."
         )
     if rope_type == "longrope":
         lengths = {len(config.rope_parameters.get(f"{name}_factor") or ()) for name in ("short", "long")}
-        if lengths != {config.head_dim // 2}:
+        wanted = config.rotary_dim // 2
+        if lengths != {wanted}:
             raise ModelConfigError(
-                f"The rope type 'longrope' needs {config.head_dim // 2} factors in both short_factor and long_factor."
+                f"The rope type 'longrope' needs {wanted} factors in both short_factor and long_factor."
             )
+    if config.latent is not None and config.attention_bias and hf.q_lora_rank is None:
+        raise ModelConfigError(
+            f"Latent attention with biases and without q_lora_rank is not supported natively; "
+            f"{_use_transformers(config)}."
+        )
     if config.num_heads % config.num_kv_heads != 0:
         raise ModelConfigError(
             f"{config.num_heads} attention heads cannot share {config.num_kv_heads} KV heads evenly."

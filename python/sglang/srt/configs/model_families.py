@@ -17,6 +17,10 @@ MODEL_FAMILIES: dict[str, str] = {
     "Qwen2MoeForCausalLM": "sglang.srt.models.qwen2:Qwen2ForCausalLM",
     "Qwen3ForCausalLM": "sglang.srt.models.qwen3:Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM": "sglang.srt.models.qwen3:Qwen3ForCausalLM",
+    "DeepseekV2ForCausalLM": "sglang.srt.models.deepseek_v2:DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM": "sglang.srt.models.deepseek_v2:DeepseekV2ForCausalLM",
+    # GLM-4.7-Flash.
+    "Glm4MoeLiteForCausalLM": "sglang.srt.models.deepseek_v2:DeepseekV2ForCausalLM",
 }
 
 NATIVE = "native"

@@ -8,6 +8,7 @@ What transformers knows of a config is in model_config.py.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -232,6 +233,11 @@ def rope_parameters_of(hf_config: Any) -> dict[str, Any]:
     if params["rope_type"] in ("yarn", "longrope") and params.get("factor") is None:
         params["factor"] = hf_config.max_position_embeddings / params["original_max_position_embeddings"]
     return params
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """YaRN (Peng et al. 2023), Eq. 22: the square root of the softmax's temperature. mscale: DeepSeek's factor."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def check_config(

@@ -8,9 +8,11 @@ there.
 from __future__ import annotations
 
 import inspect
+import sys
 from dataclasses import dataclass
 from typing import Any
 
+from sglang.srt.configs.latent import LatentConfig, latent_config
 from sglang.srt.configs.model_families import MODEL_FAMILIES, TRANSFORMERS
 from sglang.srt.configs.model_files import ModelConfigError
 
@@ -31,17 +33,17 @@ class KVShape:
     # Query heads.
     num_heads: int
     num_kv_heads: int
-    # Values of a key. Shorter values are padded to it.
+    # Values of a key. Shorter values are padded to it. With `latent`, those that are cached of a token.
     head_dim: int
+    # None where keys and values themselves are cached.
+    latent: LatentConfig | None = None
 
 
 def check_transformers_config(model_path: str, architecture: str, hf_config: Any) -> None:
     """Raises ModelConfigError for what the config or the class shows to be impossible."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, __version__
+    from transformers import __version__
 
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
-    classes = model_class if isinstance(model_class, tuple) else (model_class,)
-    found = [each for each in classes if each is not None and each.__name__ == architecture]
+    found = [each for each in _model_classes(hf_config) if each.__name__ == architecture]
     if not found and architecture in MODEL_FAMILIES:
         raise ModelConfigError(
             f"{model_path!r} has the architecture {architecture}, and transformers {__version__} reads its config as "
@@ -55,6 +57,14 @@ def check_transformers_config(model_path: str, architecture: str, hf_config: Any
     reason = _reason_against(found[0], hf_config)
     if reason is not None:
         raise ModelConfigError(f"{model_path!r} ({architecture}) cannot be served: {reason}.")
+
+
+def _model_classes(hf_config: Any) -> tuple[Any, ...]:
+    """Those of transformers for causal language models with such a config."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), ())
+    return found if isinstance(found, tuple) else (found,)
 
 
 def _reason_against(model_class: Any, config: Any) -> str | None:
@@ -78,6 +88,8 @@ def _reason_against(model_class: Any, config: Any) -> str | None:
 
 def shape_of(model_path: str, config: Any) -> KVShape:
     """Raises ModelConfigError where the config does not tell one shape for all layers."""
+    if (latent := _latent_of(config)) is not None:
+        return KVShape(config.num_hidden_layers, config.num_attention_heads, 1, latent.cached_dim, latent)
     try:
         sizes = _sizes(config)
     except Exception:
@@ -91,10 +103,20 @@ def shape_of(model_path: str, config: Any) -> KVShape:
     return KVShape(*sizes)
 
 
+def _latent_of(config: Any) -> LatentConfig | None:
+    """Of latent attention whose modelling code in transformers takes latents out of a cache, and makes keys and
+    values of them in `expand_kv`."""
+    if not getattr(config, "kv_lora_rank", None):
+        return None
+    modules = [vars(sys.modules[each.__module__]) for each in _model_classes(config)]
+    has_seam = any(hasattr(each, "expand_kv") for module in modules for each in module.values())
+    return latent_config(config) if has_seam else None
+
+
 def _sizes(config: Any) -> tuple[int, ...]:
     heads = config.num_attention_heads
     if getattr(config, "kv_lora_rank", None):
-        # Multi-head latent attention: transformers expands the latent to a key and a value for each query head.
+        # Latent attention of a transformers that expands latents too early: to a key and a value for each query head.
         kv_heads, head_dim = heads, config.qk_nope_head_dim + config.qk_rope_head_dim
     else:
         kv_heads = getattr(config, "num_key_value_heads", None) or heads

@@ -34,6 +34,10 @@ class KVScale:
         # In float32, and rounded once.
         return torch.div(k, k_scales, out=torch.empty_like(k)), torch.div(v, v_scales, out=torch.empty_like(v))
 
+    def stored_keys(self, k: torch.Tensor) -> torch.Tensor:
+        """K alone, which V is a part of."""
+        return k if self.of_heads is None else torch.div(k, self.of_heads[0, :, None], out=torch.empty_like(k))
+
     def scored(self, q: torch.Tensor, attn: AttentionMetadata) -> tuple[torch.Tensor, AttentionMetadata]:
         """What attends to stored keys. q: (num_tokens, num_q_heads, head_dim), which is not overwritten."""
         if self.queries is not None:
@@ -49,11 +53,14 @@ class KVScale:
         return out if self.sums == 1.0 else out * self.sums
 
 
-def kv_scale_of(kv_scales: KVScales, rank: int, layer_id: int, num_kv_heads: int) -> KVScale:
-    """num_kv_heads: of the rank. On torch's default device."""
+def kv_scale_of(
+    kv_scales: KVScales, rank: int, layer_id: int, num_kv_heads: int, has_latents: bool = False
+) -> KVScale:
+    """num_kv_heads: of the rank. has_latents: V is a part of K, and has its scales. On torch's default device."""
     if not kv_scales:
         return KVScale()
     k_scales, v_scales = (_of_each(scales, num_kv_heads) for scales in kv_scales[rank][layer_id])
+    v_scales = k_scales if has_latents else v_scales
     most = max(k_scales)
     return KVScale(
         of_heads=torch.tensor([k_scales, v_scales]) if any(scale != 1.0 for scale in k_scales + v_scales) else None,

@@ -2,14 +2,14 @@
 
 Owns this rank's part of every expert: some of the width inside, so that all ranks compute the same tokens. Shazeer et
 al. 2017, "Outrageously Large Neural Networks", section 2: the output is the sum of the chosen experts' outputs, each
-times its weight, the softmax over all experts.
+times its weight. `ExpertRouter` chooses.
 """
 
 from __future__ import annotations
 
 from functools import cache
 from itertools import pairwise
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from sgl_kernel.cpu.library import takes
 from sgl_kernel.cpu.packed_weight import PackedGate, PackedWeight
 from sglang.srt.configs.experts import ExpertsConfig
 from sglang.srt.distributed.parallel_state import Shard, TensorParallelGroup
+from sglang.srt.layers.expert_router import ExpertRouter
 from sglang.srt.layers.linear import Weight, plain_product
 from sglang.srt.layers.weights import WeightTarget
 
@@ -29,6 +30,15 @@ _MASKED_TOKENS = 256
 # of so many bytes. Elsewhere it copies the groups' sizes to the host first, and waits.
 _HAVE_GROUPS = (9, 10)
 _ALIGNMENT = 16
+
+
+class ExpertNames(NamedTuple):
+    """In checkpoints: of gate, up and down in an expert, and of the expert that computes every token besides."""
+
+    gate: str
+    up: str
+    down: str
+    shared: str
 
 
 class FeedForward(Protocol):
@@ -123,23 +133,21 @@ class Experts(nn.Module):
         assert self.gate_up is not None and self.down is not None, "packed weights are not read as they were"
         return self.gate_up, self.down
 
-    def weight_targets(self, names: tuple[str, str, str]) -> dict[str, WeightTarget]:
-        """names: of an expert's gate, up and down in the checkpoint. "<expert>.<name>.weight" -> a part of a
-        parameter."""
+    def weight_targets(self, names: ExpertNames) -> dict[str, WeightTarget]:
+        """A name like "<expert>.<name>.weight" -> a part of a parameter."""
         (gate_up, down), shard, targets = self._loaded(), self.shard, {}
-        gate, up, out = names
         for expert in range(self.num_experts):
-            for name, rows in zip((gate, up), gate_up[expert].chunk(2)):
+            for name, rows in zip((names.gate, names.up), gate_up[expert].chunk(2)):
                 shape = (shard.full, rows.shape[1])
                 targets[f"{expert}.{name}.weight"] = WeightTarget(rows, shape, 0, shard.start)
             shape = (down.shape[1], shard.full)
-            targets[f"{expert}.{out}.weight"] = WeightTarget(down[expert], shape, 1, shard.start)
+            targets[f"{expert}.{names.down}.weight"] = WeightTarget(down[expert], shape, 1, shard.start)
         return targets
 
 
 class Mixture(nn.Module):
-    """names: of an expert's gate, up and down in checkpoints. shared: the expert that computes every token besides;
-    its result is this rank's part."""
+    """shared: the expert that computes every token besides; its result is this rank's part. Where experts have no
+    groups it has a weight, the sigmoid of a score."""
 
     def __init__(
         self,
@@ -147,35 +155,37 @@ class Mixture(nn.Module):
         hidden_size: int,
         dtype: torch.dtype,
         group: TensorParallelGroup,
-        names: tuple[str, str, str],
+        names: ExpertNames,
         shared: FeedForward | None,
     ) -> None:
         super().__init__()
-        self.names = names
-        self.top_k, self.is_normalized, self.group = config.top_k, config.is_normalized, group
-        self.gate = Weight(config.num_experts, hidden_size, dtype)
+        self.names, self.group = names, group
+        self.router = ExpertRouter(config, hidden_size, dtype)
         shard = group.shard(config.intermediate_size)
         self.experts = Experts(config.num_experts, hidden_size, shard, dtype)
         self.shared_expert = shared
-        self.shared_expert_gate = None if shared is None else Weight(1, hidden_size, dtype)
+        has_gate = shared is not None and config.groups is None
+        self.shared_expert_gate = Weight(1, hidden_size, dtype) if has_gate else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: (num_tokens, hidden_size), the same on every rank, as is the result, (num_tokens, hidden_size)."""
-        weights, chosen = self.gate.product(x).softmax(-1, torch.float32).topk(self.top_k)
-        if self.is_normalized:
-            weights = weights / weights.sum(-1, keepdim=True)
+        weights, chosen = self.router(x)
         out = self.experts(x, chosen, weights)
-        if self.shared_expert is not None and self.shared_expert_gate is not None:
-            out = out.addcmul_(self.shared_expert_gate.product(x).sigmoid(), self.shared_expert(x))
+        if self.shared_expert is not None:
+            shared = self.shared_expert(x)
+            if self.shared_expert_gate is None:
+                out = out.add_(shared)
+            else:
+                out = out.addcmul_(self.shared_expert_gate.product(x).sigmoid(), shared)
         return self.group.all_reduce(out)
 
     def weight_targets(self) -> dict[str, WeightTarget]:
-        targets = {f"experts.{name}": target for name, target in self.experts.weight_targets(self.names).items()}
-        targets["gate.weight"] = WeightTarget.whole(self.gate.loaded())
-        if self.shared_expert is not None and self.shared_expert_gate is not None:
-            targets |= {f"shared_expert.{name}": t for name, t in self.shared_expert.weight_targets().items()}
-            targets["shared_expert_gate.weight"] = WeightTarget.whole(self.shared_expert_gate.loaded())
-        return targets
+        parts = {"experts": self.experts.weight_targets(self.names), "gate": self.router.weight_targets()}
+        if self.shared_expert is not None:
+            parts[self.names.shared] = self.shared_expert.weight_targets()
+        if self.shared_expert_gate is not None:
+            parts["shared_expert_gate"] = {"weight": WeightTarget.whole(self.shared_expert_gate.loaded())}
+        return {f"{part}.{name}": target for part, targets in parts.items() for name, target in targets.items()}
 
 
 def _multiplies_groups(*weights: torch.Tensor) -> bool:

@@ -59,20 +59,35 @@ class StreamedRows(Protocol):
 
 
 class RadixAttention(nn.Module):
-    """window: tokens that a query sees, itself included; None for all."""
+    """window: tokens that a query sees, itself included; None for all. latent_rank: of latents, which are cached in
+    place of keys and values; None where these are."""
 
     def __init__(
-        self, layer_id: int, backend: AttentionBackend, kv_scale: KVScale, window: int | None = None
+        self,
+        layer_id: int,
+        backend: AttentionBackend,
+        kv_scale: KVScale,
+        window: int | None = None,
+        latent_rank: int | None = None,
     ) -> None:
         super().__init__()
         self.layer_id = layer_id
         self.backend = backend
         self.kv_scale = kv_scale
         self.window = window
+        self.latent_rank = latent_rank
 
     def store(self, k: torch.Tensor, v: torch.Tensor, out_loc: Slots, pool: KVPool) -> None:
         """k, v: (num_tokens, num_kv_heads, head_dim), into the layer's slots of out_loc."""
         pool.store(self.layer_id, self.slots_of(out_loc), *self.kv_scale.stored(k, v))
+
+    def store_latents(self, latents: torch.Tensor, out_loc: Slots, pool: KVPool) -> None:
+        """latents: (num_tokens, 1, latent_rank + rotary_dim)."""
+        pool.store(self.layer_id, self.slots_of(out_loc), self.kv_scale.stored_keys(latents))
+
+    def keys_and_values(self, view: KVView) -> KVView:
+        """view: of a pool's layer."""
+        return view if self.latent_rank is None else view.with_values_in_keys(self.latent_rank)
 
     def slots_of(self, out_loc: Slots) -> torch.Tensor:
         """(num_tokens,) int64, where this layer's keys and values go."""
@@ -80,7 +95,7 @@ class RadixAttention(nn.Module):
 
     def forward(self, q: torch.Tensor, batch: AttentionBatch, pool: KVPool) -> torch.Tensor:
         """q: (num_tokens, num_q_heads, head_dim), of the batch's own tokens, whose K and V are in the pool. Returns
-        q's shape; rows of streamed requests are zero."""
+        (num_tokens, num_q_heads, value_dim); rows of streamed requests are zero."""
         q, attn = self.kv_scale.scored(q, batch.attn)
         window, attend = self.window, self.backend.forward
         segments = batch.segments if window is None else batch.windowed_segments
@@ -91,7 +106,8 @@ class RadixAttention(nn.Module):
                 attend = masked_attention
         if window is not None:
             attn = replace(attn, window=window)
-        return self.kv_scale.loaded(attend(q, pool.view(self.layer_id), segments, attn))
+        view = self.keys_and_values(pool.view(self.layer_id))
+        return self.kv_scale.loaded(attend(q, view, segments, attn))
 
 
 @dataclass
@@ -151,6 +167,7 @@ class StreamedAttention:
 
     def _attend(self, req: _Streamed, view: KVView, segment: KVSegment, position: int) -> None:
         backend, kv_scale, attn = self._attention.backend, self._attention.kv_scale, self._attn
+        view = self._attention.keys_and_values(view)
         distance = req.first_query - position
         for part, offset, is_cut in seen_parts(segment, len(req.queries), distance, attn.window, view.page_size):
             mask = None

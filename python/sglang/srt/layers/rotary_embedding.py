@@ -20,6 +20,7 @@ from torch import nn
 
 from sgl_kernel import elementwise
 from sgl_kernel.elementwise import reference
+from sglang.srt.configs.model_files import yarn_mscale
 from sglang.srt.layers.kv_scale import KVScale
 from sglang.srt.mem_cache.kv_view import KVView
 
@@ -81,17 +82,14 @@ def _yarn_blend(head_dim: int, original: int, rope_parameters: dict[str, Any]) -
 
 
 def _yarn_attention_factor(rope_parameters: dict[str, Any]) -> float:
-    """YaRN, Eq. 22: the square root of the softmax's temperature, once for queries and once for keys. mscale and
-    mscale_all_dim are DeepSeek's way to set it."""
+    """`yarn_mscale`, once for queries and once for keys. mscale and mscale_all_dim are DeepSeek's way to set it."""
     if (given := rope_parameters.get("attention_factor")) is not None:
         return float(given)
     factor = rope_parameters["factor"]
-
-    def scale(mscale: float) -> float:
-        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
     mscale, mscale_all_dim = rope_parameters.get("mscale"), rope_parameters.get("mscale_all_dim")
-    return scale(mscale) / scale(mscale_all_dim) if mscale and mscale_all_dim else scale(1.0)
+    if mscale and mscale_all_dim:
+        return yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim)
+    return yarn_mscale(factor, 1.0)
 
 
 class RotaryEmbedding(nn.Module):

@@ -22,7 +22,7 @@ class KVView:
     components: in the order of the pool's `PageLayout`, (num_pages, page_size, *shape) each, or (num_pages, *shape)
     where pages hold one per page, with any outer strides: layer-first and block-major pools look alike. Ordinary
     attention has k and v: (num_pages, page_size, num_kv_heads, head_dim), whose innermost two dimensions are
-    contiguous.
+    contiguous. Latent attention has k alone, and reads `with_values_in_keys`.
     """
 
     __slots__ = ("components",)
@@ -35,6 +35,10 @@ class KVView:
         """pages: of one layer."""
         assert pages.num_layers == 1, f"{pages.num_layers} layers"
         return KVView(*(each[0] for each in pages.components))
+
+    def with_values_in_keys(self, value_dim: int) -> KVView:
+        """The same keys, whose first value_dim values are v, in the same memory."""
+        return KVView(self.k, self.k[..., :value_dim])
 
     @property
     def k(self) -> torch.Tensor:
@@ -136,6 +140,7 @@ class KVPool(Protocol):
 
     def view(self, layer_id: int) -> KVView: ...
 
-    def store(self, layer_id: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write k, v: (num_tokens, num_kv_heads, head_dim) into slots loc: (num_tokens,) int64."""
+    def store(self, layer_id: int, loc: torch.Tensor, *values: torch.Tensor) -> None:
+        """Write K and V, or latents, (num_tokens, num_kv_heads, head_dim) each, into slots loc: (num_tokens,)
+        int64."""
         ...

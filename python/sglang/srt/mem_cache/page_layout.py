@@ -19,7 +19,7 @@ Who takes which layouts:
     file store, plugins (opaque records in two halves), the remote tier      any
     codecs raw and lossless                                                  any
     codec binned                  K and V with heads; refuses others with ValueError, at start-up with StoreError
-    attention backends            K and V with heads, as `KVView.k` and `KVView.v`
+    attention backends            K and V with heads, as `KVView.k` and `KVView.v`, and latents, as `k` alone
 """
 
 from __future__ import annotations
@@ -101,6 +101,12 @@ class PageLayout:
         return PageLayout(
             tuple(Component(each, (num_kv_heads, head_dim), name) for each in ("K", "V")), num_layers, page_size
         )
+
+    @staticmethod
+    def latents(page_size: int, num_layers: int, cached_dim: int, dtype: str | torch.dtype) -> PageLayout:
+        """Latent attention: one vector of cached_dim per token and layer, which is the key of the only KV head."""
+        name = str(dtype).removeprefix("torch.")
+        return PageLayout((Component("latent", (1, cached_dim), name),), num_layers, page_size)
 
     @cached_property
     def run_bytes(self) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ layer's gate first. What goes from layer to layer is the same on all ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.kv_scale import kv_scale_of
 from sglang.srt.layers.layernorm import QKNorm, RMSNorm
 from sglang.srt.layers.linear import GatedLinear, MergedColumnParallelLinear, RowParallelLinear, Weight
-from sglang.srt.layers.mixture import Experts, Mixture
+from sglang.srt.layers.mixture import ExpertNames, Experts, Mixture
 from sglang.srt.layers.radix_attention import AttentionBatch, RadixAttention, Slots, StreamedAttention
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding, Rotation
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
@@ -47,7 +48,8 @@ class DecoderState:
 
 
 class LlamaAttention(nn.Module):
-    """num_heads, num_kv_heads: this rank's. qk_norm: normalise each head of q and k before the rotation."""
+    """See `DecoderAttention`. num_heads, num_kv_heads: this rank's. qk_norm: normalise each head of q and k before
+    the rotation."""
 
     def __init__(
         self,
@@ -73,8 +75,6 @@ class LlamaAttention(nn.Module):
         self.attn = RadixAttention(layer_id, backend, kv_scale, config.windows[layer_id])
 
     def project(self, x: torch.Tensor, rotation: Rotation, out_loc: Slots, pool: KVPool) -> torch.Tensor:
-        """x: (num_tokens, hidden_size). Stores keys and values, and returns queries, (num_tokens, heads,
-        head_dim)."""
         qkv = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
         qk, v = qkv.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
         if self.qk_norm is not None:
@@ -85,6 +85,13 @@ class LlamaAttention(nn.Module):
         q, k = rotation(qk).split((self.num_heads, self.num_kv_heads), dim=1)
         self.attn.store(k, v, out_loc, pool)
         return q
+
+    @property
+    def attended_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    def output(self, attended: torch.Tensor) -> torch.Tensor:
+        return self.o_proj(attended)
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         targets = self.qkv_proj.weight_targets(FUSED["qkv_proj"]) | self.o_proj.weight_targets("o_proj")
@@ -114,11 +121,31 @@ class LlamaMLP(nn.Module):
         return self.gate_up_proj.weight_targets(FUSED["gate_up_proj"]) | self.down_proj.weight_targets("down_proj")
 
 
+class DecoderAttention(Protocol):
+    """A layer's attention. attn: over the cache. attended_size: of a token's attention, before `output`."""
+
+    attn: RadixAttention
+
+    @property
+    def attended_size(self) -> int: ...
+
+    def project(self, x: torch.Tensor, rotation: Rotation, out_loc: Slots, pool: KVPool) -> torch.Tensor:
+        """x: (num_tokens, hidden_size). Stores what the cache holds, and returns queries, (num_tokens, heads,
+        head_dim)."""
+        ...
+
+    def output(self, attended: torch.Tensor) -> torch.Tensor:
+        """attended: (num_tokens, attended_size). Returns (num_tokens, hidden_size)."""
+        ...
+
+    def weight_targets(self) -> dict[str, WeightTarget]: ...
+
+
 class LlamaDecoderLayer(nn.Module):
     """mlp_name: its name in checkpoints."""
 
     def __init__(
-        self, config: ModelConfig, self_attn: LlamaAttention, mlp: LlamaMLP | Mixture, mlp_name: str
+        self, config: ModelConfig, self_attn: DecoderAttention, mlp: LlamaMLP | Mixture, mlp_name: str
     ) -> None:
         super().__init__()
         self.self_attn = self_attn
@@ -136,7 +163,7 @@ class LlamaDecoderLayer(nn.Module):
         hidden = state.hidden
         if rows is not None:
             hidden, attended = hidden.index_select(0, rows), attended.index_select(0, rows)
-        normed, state.hidden = self.post_attention_layernorm.after_add(hidden, self.self_attn.o_proj(attended))
+        normed, state.hidden = self.post_attention_layernorm.after_add(hidden, self.self_attn.output(attended))
         state.update = self.mlp(normed)
         return state
 
@@ -157,6 +184,7 @@ class LlamaForCausalLM(nn.Module):
     # In checkpoints: of a feed-forward layer, and of gate, up and down in an expert.
     mlp_name = "mlp"
     expert_names = ("gate_proj", "up_proj", "down_proj")
+    shared_expert_name = "shared_expert"
 
     def __init__(self, config: ModelConfig, attn_backend: AttentionBackend, group: TensorParallelGroup) -> None:
         super().__init__()
@@ -164,7 +192,6 @@ class LlamaForCausalLM(nn.Module):
         self.group = group
         self.num_layers, self.windows = config.num_layers, config.windows
         self.dtype = config.dtype
-        self.attended_size = group.shard(config.num_heads).size * config.head_dim
         vocab = (config.vocab_size, config.hidden_size, config.dtype, group)
         self.embed_tokens = VocabParallelEmbedding(*vocab)
         self.layers = nn.ModuleList(
@@ -176,15 +203,16 @@ class LlamaForCausalLM(nn.Module):
             )
             for layer_id in range(config.num_layers)
         )
+        self.attended_size = self._layer(0).self_attn.attended_size
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
         self.lm_head = ParallelLMHead(*vocab, tied=self.embed_tokens if config.tie_word_embeddings else None)
-        self.rotary = RotaryEmbedding(config.head_dim, config.context_length, config.rope_parameters, config.dtype)
+        self.rotary = RotaryEmbedding(config.rotary_dim, config.context_length, config.rope_parameters, config.dtype)
 
     def biases(self, config: ModelConfig) -> tuple[bool, bool]:
         """Whether q, k and v have biases, and whether the projection of attention's output has one."""
         return config.attention_bias, config.attention_bias
 
-    def make_attention(self, config: ModelConfig, layer_id: int, attn_backend: AttentionBackend) -> LlamaAttention:
+    def make_attention(self, config: ModelConfig, layer_id: int, attn_backend: AttentionBackend) -> DecoderAttention:
         qkv_bias, o_bias = self.biases(config)
         return LlamaAttention(config, layer_id, attn_backend, self.group, qkv_bias, o_bias, self.qk_norm)
 
@@ -196,7 +224,8 @@ class LlamaForCausalLM(nn.Module):
         if experts.shared_size:
             # The mixture sums over ranks.
             shared = LlamaMLP(config, group.shard(experts.shared_size), SINGLE_RANK)
-        return Mixture(experts, config.hidden_size, config.dtype, group, self.expert_names, shared)
+        names = ExpertNames(*self.expert_names, self.shared_expert_name)
+        return Mixture(experts, config.hidden_size, config.dtype, group, names, shared)
 
     @torch.inference_mode()
     def embed(self, batch: ForwardBatch) -> DecoderState:

@@ -33,9 +33,11 @@ from sglang.srt.configs.model_files import ModelConfigError
 from sglang.srt.distributed.parallel_state import TensorParallelGroup
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.kv_scale import kv_scale_of
+from sglang.srt.layers.latent_projections import LatentProjections
 from sglang.srt.layers.radix_attention import RadixAttention, StreamedAttention
 from sglang.srt.mem_cache.kv_view import KVPool, KVSegment, KVView
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.models.transformers_latents import keep_latents
 from sglang.srt.models.transformers_ranks import OwnHeads, divide_layers
 from sglang.srt.utils.device import to_device
 
@@ -139,8 +141,7 @@ class _ForwardPass:
         """Goes on to the next attention, or to the end. attended: (num_tokens, num_heads, head_dim), the result of
         what was asked for."""
         assert self.asked is not None
-        query, value = self.asked.query, self.asked.value
-        self._go_on(attended[None, ..., : value.shape[-1]].to(query.dtype))
+        self._go_on(attended[None].to(self.asked.query.dtype))
 
     def _go_on(self, given: Any) -> None:
         found = self._greenlet.switch(given)
@@ -192,6 +193,8 @@ class TransformersForCausalLM(nn.Module):
         # Known once the layers were inspected, as is the attention of each.
         self.windows: list[int | None] = [None] * config.num_layers
         self.attention: list[RadixAttention] = []
+        # Of each layer with latent attention.
+        self.projections: list[LatentProjections] = []
 
     def finish_loading(self) -> None:
         """Its layers are torch's own: there is nothing to pack."""
@@ -201,6 +204,8 @@ class TransformersForCausalLM(nn.Module):
         """Find the windows, and that every layer is one that paged attention can compute: by forward passes of two
         tokens without attention, of this rank alone. device: the model's, which gets the KV scales. Raises
         ModelConfigError."""
+        if self.config.latent is not None:
+            self.projections = keep_latents(self.model, self.config, self.heads)
         found, counted = (_Inspection(self.config, self.heads) for _ in range(2))
         tokens, positions, last = (to_device(np.array(each), device) for each in ([3, 2], [0, 1], [1]))
         token = _masks.set(found.masks)
@@ -218,10 +223,17 @@ class TransformersForCausalLM(nn.Module):
             _masks.reset(token)
         self.model.set_attn_implementation(PAGED)
         self.windows = found.windows()
+        latent = self.config.latent
         with device:
             scales, rank, kv_heads = self.config.kv_scales, self.heads.group.rank, self.heads.kv.size
             self.attention = [
-                RadixAttention(layer, self.backend, kv_scale_of(scales, rank, layer, kv_heads), self.windows[layer])
+                RadixAttention(
+                    layer,
+                    self.backend,
+                    kv_scale_of(scales, rank, layer, kv_heads, latent is not None),
+                    self.windows[layer],
+                    None if latent is None else latent.rank,
+                )
                 for layer in range(self.num_layers)
             ]
         if logits.shape[-1] != self.config.vocab_size:
@@ -247,9 +259,13 @@ class TransformersForCausalLM(nn.Module):
         heads = self.heads
         shards = (asked.query, heads.query), (asked.key, heads.kv), (asked.value, heads.kv)
         q, k, v = (heads.of(x[0], shard, 0).transpose(0, 1).to(self.config.dtype).contiguous() for x, shard in shards)
-        if v.shape[-1] < head_dim:
-            v = pad(v, (0, head_dim - v.shape[-1]))
-        attention.store(k, v, batch.out_loc.unbind(), pool)
+        if self.projections:
+            q = self.projections[layer_id].queries(q)
+            attention.store_latents(k, batch.out_loc.unbind(), pool)
+        else:
+            if v.shape[-1] < head_dim:
+                v = pad(v, (0, head_dim - v.shape[-1]))
+            attention.store(k, v, batch.out_loc.unbind(), pool)
         scale, sinks = asked.kwargs.get("scaling"), asked.kwargs.get("s_aux")
         attn = replace(
             batch.attn,
@@ -282,7 +298,12 @@ class TransformersForCausalLM(nn.Module):
         assert state.attended is not None
         if state.streamed is not None:
             state.streamed.write_to(state.attended)
-        state.resume(self.heads.results(layer_id, state.attended))
+        if self.projections:
+            values = self.projections[layer_id].values(state.attended)
+        else:
+            assert state.asked is not None
+            values = state.attended[..., : state.asked.value.shape[-1]]
+        state.resume(self.heads.results(layer_id, values))
         return state
 
     def logits(self, state: _ForwardPass, batch: ForwardBatch) -> torch.Tensor:
@@ -350,12 +371,14 @@ class _Inspection:
     ) -> torch.Tensor:
         config, heads = self.config, self.heads
         shapes = (tuple(query.shape), tuple(key.shape))
-        wanted = ((1, config.num_heads, 2, config.head_dim), (1, config.num_kv_heads, 2, config.head_dim))
+        latent, value_dim = config.latent, value.shape[3]
+        query_dim = config.head_dim if latent is None else latent.key_dim + latent.rotary_dim
+        wanted = ((1, config.num_heads, 2, query_dim), (1, config.num_kv_heads, 2, config.head_dim))
         fits = all(
             shape in (whole, (1, shard.size, *whole[2:]))
             for shape, whole, shard in zip(shapes, wanted, (heads.query, heads.kv))
         )
-        if not fits or value.shape[:3] != key.shape[:3] or value.shape[3] > config.head_dim:
+        if not fits or value.shape[:3] != key.shape[:3] or value_dim > config.head_dim:
             raise self.refusal(
                 f"a layer has queries and keys of the shapes {shapes}, and its config asks for {wanted} in every "
                 f"layer{self.hint}"
@@ -371,7 +394,7 @@ class _Inspection:
             )
         layer = _layer_of(module)
         self.calls.append(_Call(layer, mask, key[0].float()))
-        return query.new_zeros(1, 2, heads.num_results(layer), value.shape[-1])
+        return query.new_zeros(1, 2, heads.num_results(layer), value_dim if latent is None else latent.value_dim)
 
     def windows(self) -> list[int | None]:
         """Of each layer."""

@@ -65,6 +65,8 @@ def check_device(args: ServerArgs, device: torch.device) -> str:
 
 def page_layout(model: ModelConfig, page_size: int, num_ranks: int) -> PageLayout:
     """What a page of one rank's KV cache holds. page_size: in tokens."""
+    if model.latent is not None:
+        return PageLayout.latents(page_size, model.num_layers, model.head_dim, model.kv_dtype)
     heads = model.kv_heads_per_rank(num_ranks)
     return PageLayout.kv(page_size, model.num_layers, heads, model.head_dim, model.kv_dtype)
 

@@ -1,0 +1,128 @@
+"""DeepSeek-V2 and -V3: Llama with latent attention, and mixtures that choose among groups of experts.
+
+DeepSeek-V2 (2024), section 2.1: a token's latent and a rotated key that all heads share are cached in place of the
+heads' keys and values. Every rank caches all of both, and has some of the heads.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed.parallel_state import Shard, TensorParallelGroup
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.kv_scale import kv_scale_of
+from sglang.srt.layers.latent_projections import LatentProjections
+from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from sglang.srt.layers.radix_attention import RadixAttention, Slots
+from sglang.srt.layers.rotary_embedding import Rotation
+from sglang.srt.layers.weights import WeightTarget
+from sglang.srt.mem_cache.kv_view import KVPool
+from sglang.srt.models.llama import DecoderAttention, LlamaForCausalLM
+
+# Of the norms inside of attention; config.json names another for those between layers.
+_EPS = 1e-6
+
+
+class DeepseekV2AttentionMLA(nn.Module):
+    """See `DecoderAttention`. Its result before `output` are sums of latents, (num_heads, rank) of each token."""
+
+    def __init__(
+        self, config: ModelConfig, layer_id: int, backend: AttentionBackend, group: TensorParallelGroup
+    ) -> None:
+        super().__init__()
+        latent = config.latent
+        assert latent is not None
+        hf, dtype, bias = config.hf_config, config.dtype, config.attention_bias
+        heads = group.shard(config.num_heads)
+        self.config, self.num_heads = latent, heads.size
+        self.is_interleaved = bool(getattr(hf, "rope_interleave", True))
+        q = heads.times(latent.key_dim + latent.rotary_dim)
+        cached = Shard(latent.cached_dim, 0, latent.cached_dim)
+        self.q_b_proj: MergedColumnParallelLinear | None = None
+        if hf.q_lora_rank is None:
+            # Beside the projection of queries, which has no bias.
+            assert not bias, "ModelConfig refuses it"
+            self.first_proj = MergedColumnParallelLinear(config.hidden_size, (q, cached), False, dtype)
+        else:
+            compressed = Shard(hf.q_lora_rank, 0, hf.q_lora_rank)
+            self.first_proj = MergedColumnParallelLinear(config.hidden_size, (compressed, cached), bias, dtype)
+            self.q_a_layernorm = RMSNorm(hf.q_lora_rank, _EPS, dtype)
+            self.q_b_proj = MergedColumnParallelLinear(hf.q_lora_rank, (q,), False, dtype)
+        self.kv_a_layernorm = RMSNorm(latent.rank, _EPS, dtype)
+        self.kv_b_proj = MergedColumnParallelLinear(
+            latent.rank, (heads.times(latent.key_dim + latent.value_dim),), False, dtype
+        )
+        self.o_proj = RowParallelLinear(heads.times(latent.value_dim), config.hidden_size, bias, dtype, group)
+        kv_scale = kv_scale_of(config.kv_scales, group.rank, layer_id, 1, has_latents=True)
+        self.attn = RadixAttention(layer_id, backend, kv_scale, config.windows[layer_id], latent.rank)
+        # In place of kv_b_proj, once that is loaded.
+        self.projections: LatentProjections | None = None
+
+    @property
+    def attended_size(self) -> int:
+        return self.num_heads * self.config.rank
+
+    def project(self, x: torch.Tensor, rotation: Rotation, out_loc: Slots, pool: KVPool) -> torch.Tensor:
+        q, cached = self.first_proj(x).split([shard.size for shard in self.first_proj.shards], dim=1)
+        if self.q_b_proj is not None:
+            q = self.q_b_proj(self.q_a_layernorm(q))
+        of_latents, q_rotary = q.unflatten(1, (self.num_heads, -1)).split(
+            (self.config.key_dim, self.config.rotary_dim), dim=2
+        )
+        latent, k_rotary = cached.split((self.config.rank, self.config.rotary_dim), dim=1)
+        rotary = torch.cat((q_rotary, k_rotary[:, None]), dim=1)
+        if self.is_interleaved:
+            # Pairs of neighbours -> first and second half.
+            rotary = rotary.unflatten(2, (-1, 2)).transpose(2, 3).flatten(2)
+        q_rotary, k_rotary = rotation(rotary).split((self.num_heads, 1), dim=1)
+        latents = torch.cat((self.kv_a_layernorm(latent)[:, None], k_rotary), dim=2)
+        self.attn.store_latents(latents, out_loc, pool)
+        assert self.projections is not None, "the weights are not complete"
+        return self.projections.queries(torch.cat((of_latents, q_rotary), dim=2))
+
+    def output(self, attended: torch.Tensor) -> torch.Tensor:
+        assert self.projections is not None
+        return self.o_proj(
+            self.projections.values(attended.view(len(attended), self.num_heads, self.config.rank)).flatten(1)
+        )
+
+    def make_projections(self) -> None:
+        """Called once, when the weights are complete."""
+        weight = self.kv_b_proj.loaded()
+        self.projections = LatentProjections(self.config, weight.detach().unflatten(0, (self.num_heads, -1)))
+        del self.kv_b_proj
+
+    def weight_targets(self) -> dict[str, WeightTarget]:
+        first = "q_proj" if self.q_b_proj is None else "q_a_proj"
+        targets = self.first_proj.weight_targets((first, "kv_a_proj_with_mqa"))
+        targets |= self.kv_b_proj.weight_targets(("kv_b_proj",)) | self.o_proj.weight_targets("o_proj")
+        targets["kv_a_layernorm.weight"] = WeightTarget.whole(self.kv_a_layernorm.weight)
+        if self.q_b_proj is not None:
+            targets |= self.q_b_proj.weight_targets(("q_b_proj",))
+            targets["q_a_layernorm.weight"] = WeightTarget.whole(self.q_a_layernorm.weight)
+        return targets
+
+
+class DeepseekV2ForCausalLM(LlamaForCausalLM):
+    shared_expert_name = "shared_experts"
+
+    def make_attention(self, config: ModelConfig, layer_id: int, attn_backend: AttentionBackend) -> DecoderAttention:
+        return DeepseekV2AttentionMLA(config, layer_id, attn_backend, self.group)
+
+    def finish_loading(self) -> None:
+        for layer in self.modules():
+            if isinstance(layer, DeepseekV2AttentionMLA):
+                layer.make_projections()
+        super().finish_loading()
+
+    def ignores_weight(self, name: str) -> bool:
+        # Layers behind the last one predict further tokens.
+        extra = tuple(f"model.layers.{self.num_layers + i}." for i in range(_num_predictors(self.config)))
+        return name.startswith(extra) or super().ignores_weight(name)
+
+
+def _num_predictors(config: ModelConfig) -> int:
+    return getattr(config.hf_config, "num_nextn_predict_layers", None) or 0
