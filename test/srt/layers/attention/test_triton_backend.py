@@ -57,7 +57,7 @@ def test_under_the_interpreter(what: str):
 
 @needs_triton
 def test_no_tile_reaches_farther_before_a_window_than_loads_do():
-    from sglang.srt.layers.attention.triton_backend import Tiles
+    from sglang.srt.layers.attention.triton_tiles import Tiles
 
     sizes = itertools.product(
         (8, 64, 128, 256, 512, 1024), TORCH_TYPES.values(), (1, 3, 16, 64, 128), SHARED_BYTES.values()
@@ -85,13 +85,9 @@ def test_no_tile_reaches_farther_before_a_window_than_loads_do():
 def test_it_compiles_for_sm_90(dtype: str, head_dim: int, page_size: int, table: str, kv: str):
     """In a process without the interpreter. Products of 16-bit matrices must be Hopper's, loads of keys copies into
     shared memory that overlap with them, K and V twice in shared memory, which must suffice."""
-    from sglang.srt.layers.attention.triton_backend import HOPPER_SHARED_BYTES, Tiles
-    from sglang.srt.layers.attention.triton_kernels import (
-        decode_kernel,
-        extend_kernel,
-        merge_decodes_kernel,
-        merge_extends_kernel,
-    )
+    from sglang.srt.layers.attention.triton_kernels import decode_kernel, extend_kernel
+    from sglang.srt.layers.attention.triton_merge_kernels import merge_decodes_kernel, merge_extends_kernel
+    from sglang.srt.layers.attention.triton_tiles import HOPPER_SHARED_BYTES, Tiles
 
     tiles, block_d = (
         Tiles.of(head_dim, TORCH_TYPES[dtype], page_size, HOPPER_SHARED_BYTES),
@@ -139,13 +135,9 @@ def test_it_compiles_for_sm_90(dtype: str, head_dim: int, page_size: int, table:
 @pytest.mark.parametrize("masked", [("window",), ("cap",), ("window", "cap", "sinks_ptr")], ids=", ".join)
 def test_masks_compile_for_sm_90(masked: tuple[str, ...]):
     """With the same products and copies as without."""
-    from sglang.srt.layers.attention.triton_backend import HOPPER_SHARED_BYTES, Tiles
-    from sglang.srt.layers.attention.triton_kernels import (
-        decode_kernel,
-        extend_kernel,
-        merge_decodes_kernel,
-        merge_extends_kernel,
-    )
+    from sglang.srt.layers.attention.triton_kernels import decode_kernel, extend_kernel
+    from sglang.srt.layers.attention.triton_merge_kernels import merge_decodes_kernel, merge_extends_kernel
+    from sglang.srt.layers.attention.triton_tiles import HOPPER_SHARED_BYTES, Tiles
 
     tiles = Tiles.of(128, torch.bfloat16, 64, HOPPER_SHARED_BYTES)
     merged = {"HEAD_DIM": 128, "BLOCK_D": 128, "lse_ptr": None}
@@ -174,8 +166,8 @@ def test_masks_compile_for_sm_90(masked: tuple[str, ...]):
 @pytest.mark.parametrize(("pages", "masked"), [("i64", ()), ("i64", ("window", "cap")), ("i32", ())])
 def test_partials_compile_for_sm_90(pages: str, masked: tuple[str, ...]):
     """float32 out, and lse; of the pages of a buffer, and of the executor's table."""
-    from sglang.srt.layers.attention.triton_backend import HOPPER_SHARED_BYTES, Tiles
     from sglang.srt.layers.attention.triton_kernels import decode_kernel, extend_kernel
+    from sglang.srt.layers.attention.triton_tiles import HOPPER_SHARED_BYTES, Tiles
 
     tiles = Tiles.of(128, torch.bfloat16, 16, HOPPER_SHARED_BYTES)
     constants = {"PAGE_SIZE": 16, "BY_SLOT": False, "HEAD_DIM": 128, "BLOCK_D": 128, "GROUP": 4}
@@ -236,8 +228,8 @@ def compiled(
 )
 def test_tiles_fit_into_shared_memory(capability: int, dtype: str, head_dim: int):
     """Of 64 query heads to a KV head, too."""
-    from sglang.srt.layers.attention.triton_backend import Tiles
     from sglang.srt.layers.attention.triton_kernels import decode_kernel, extend_kernel
+    from sglang.srt.layers.attention.triton_tiles import Tiles
 
     tiles = Tiles.of(head_dim, TORCH_TYPES[dtype], 16, SHARED_BYTES[capability])
     shape = {"PAGE_SIZE": 16, "BY_SLOT": False, "HEAD_DIM": head_dim, "BLOCK_D": head_dim, "GROUP": 64}
@@ -252,13 +244,7 @@ def test_tiles_fit_into_shared_memory(capability: int, dtype: str, head_dim: int
 
 @needs_triton
 def test_a_gpu_with_less_shared_memory_and_wide_heads_get_other_tiles():
-    from sglang.srt.layers.attention.triton_backend import (
-        HOPPER_SHARED_BYTES,
-        SHORT_TILE,
-        ExtendTile,
-        Heads,
-        Tiles,
-    )
+    from sglang.srt.layers.attention.triton_tiles import HOPPER_SHARED_BYTES, SHORT_TILE, ExtendTile, Heads, Tiles
 
     ada, bf16 = SHARED_BYTES[89], torch.bfloat16
     assert Tiles.of(128, bf16, 1, HOPPER_SHARED_BYTES).extend.keys_of_pages == 128
@@ -291,7 +277,8 @@ def test_pools_of_several_page_sizes_have_tiles_of_their_own():
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4, 8, 32])
 @pytest.mark.parametrize("group", [1, 3, 4, 7, 8])
 def test_from_how_many_queries_on_a_request_has_the_large_tile(num_kv_heads: int, group: int):
-    from sglang.srt.layers.attention.triton_backend import SHORT_TILE, Heads, Tiles, split_extends
+    from sglang.srt.layers.attention.triton_backend import split_extends
+    from sglang.srt.layers.attention.triton_tiles import SHORT_TILE, Heads, Tiles
 
     tiles, heads, sms = Tiles(short=SHORT_TILE), Heads(num_kv_heads, group), 132
     long = tiles.fewest_queries(heads, sms)
@@ -306,7 +293,8 @@ def test_from_how_many_queries_on_a_request_has_the_large_tile(num_kv_heads: int
 
 @needs_triton
 def test_splits_of_extends_cover_each_key_once():
-    from sglang.srt.layers.attention.triton_backend import ExtendRoom, ExtendTile, Heads, split_extends
+    from sglang.srt.layers.attention.triton_backend import ExtendRoom, split_extends
+    from sglang.srt.layers.attention.triton_tiles import ExtendTile, Heads
 
     seed = 26
     print(f"seed {seed}")
@@ -360,7 +348,8 @@ def test_splits_of_extends_cover_each_key_once():
 @needs_triton
 def test_a_long_request_among_short_ones_is_split():
     """They fill a round of programs without it."""
-    from sglang.srt.layers.attention.triton_backend import ExtendTile, Heads, split_extends
+    from sglang.srt.layers.attention.triton_backend import split_extends
+    from sglang.srt.layers.attention.triton_tiles import ExtendTile, Heads
 
     q_lens, before = np.full(16, 20), np.array([65_536] + [500] * 15)
     splits = split_extends(q_lens, q_lens + before, before, Heads(8, 4), ExtendTile(), 132)
@@ -692,7 +681,8 @@ def engine(backend: Any) -> int:
 
 
 def main() -> None:
-    from sglang.srt.layers.attention.triton_backend import ExtendTile, Tiles, TritonAttnBackend
+    from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+    from sglang.srt.layers.attention.triton_tiles import ExtendTile, Tiles
 
     torch.set_num_threads(1)
     # Small tiles: several of them, with tails in both directions.

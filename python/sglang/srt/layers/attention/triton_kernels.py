@@ -1,6 +1,6 @@
 """Attention over paged KV in Triton: many queries of a request (`extend_kernel`), and one (`decode_kernel`). Flash
-attention's online softmax, in base 2. Programs may work at a part of a request's keys, a split, each;
-`merge_extends_kernel` and `merge_decodes_kernel` merge what they leave.
+attention's online softmax, in base 2. Programs may work at a part of a request's keys, a split, each; the kernels of
+triton_merge_kernels.py merge what they leave.
 
 Own no memory. Key n of a request is token (skip + n) % PAGE_SIZE of page table[start + (skip + n) // PAGE_SIZE].
 Nothing else of a pool is read, so that other frames may hold NaN. A query sees the keys before its own, or all of
@@ -15,7 +15,7 @@ table, of pages, or with BY_SLOT of slots (page * PAGE_SIZE + offset), one per k
 entry in the table, and kv_lens. int32, per request: row_starts (its first token in q), q_lens, num_before (keys in
 front of its first query's own; kv_lens where every query sees all). scale, above 0, is the factor on q.k times
 log2(e). window: tokens that a query sees, its own included; None for all. cap: scores become cap * tanh(score / cap),
-times log2(e), too; None for no cap. sinks (num_heads,), of any dtype: see `_beside_sinks`; None for none. They change
+times log2(e), too; None for no cap. sinks (num_heads,), of any dtype: see `beside_sinks`; None for none. They change
 out alone. out and lse are contiguous. parts, part_lses: float32, what splits leave, part_lses of base 2; where a
 split has no keys, 0 and -inf.
 
@@ -29,15 +29,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# ln(2), because the returned lse is of base e.
-_LN_2 = tl.constexpr(0.6931471805599453)
-_LOG2_E = tl.constexpr(1.4426950408889634)
-# Arguments that differ from batch to batch, and for which no kernel may be compiled again: numbers, and the alignment
-# of the arrays.
-_NUMBERS = ["skip", "window", "num_decodes", "num_more"]
-_ARRAYS = ["table_ptr", "starts_ptr", "kv_lens_ptr", "block_reqs_ptr", "block_firsts_ptr", "block_keys_ptr"]
-_ARRAYS += ["block_ends_ptr", "block_slots_ptr", "row_starts_ptr", "q_lens_ptr", "num_before_ptr", "reqs_ptr"]
-_ARRAYS += ["merge_reqs_ptr", "merge_firsts_ptr", "merge_slots_ptr", "merge_counts_ptr"]
+from sglang.srt.layers.attention.triton_merge_kernels import (
+    ARRAYS,
+    LN_2,
+    NUMBERS,
+    beside_sinks,
+    decode_split_tokens,
+    num_splits_of,
+)
 
 
 @triton.jit
@@ -236,53 +235,10 @@ def _attend_all(
     return acc / tl.where(total == 0.0, 1.0, total)[:, None], highest + tl.log2(total)
 
 
-@triton.jit
-def _beside_sinks(out, lse, sinks_ptr, heads, mask):
-    """out where a score of the query head, which has no value, takes part in the softmax. lse: of base 2."""
-    if sinks_ptr is None:
-        return out
-    else:
-        sinks = tl.load(sinks_ptr + heads, mask=mask, other=0.0).to(tl.float32) * _LOG2_E
-        # A query without keys has nothing to divide.
-        return out / (1.0 + tl.where(lse == -float("inf"), 0.0, tl.exp2(sinks - lse)))[:, None]
-
-
-@triton.jit
-def _merge(
-    parts_ptr,
-    part_lses_ptr,
-    place,
-    stride,
-    num_splits,
-    mask,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Merges num_splits results of ROWS queries. place (ROWS,): of the first in part_lses; stride: to the next split.
-    Returns out (ROWS, BLOCK_D) and lse (ROWS,) of base 2."""
-    d = tl.arange(0, BLOCK_D)
-    d_mask = (d < HEAD_DIM)[None, :]
-    acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
-    highest = tl.full((ROWS,), -float("inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    for split in tl.range(0, num_splits):
-        at = place + split * stride
-        lse = tl.load(part_lses_ptr + at, mask=mask, other=-float("inf"))
-        part = tl.load(parts_ptr + at[:, None] * HEAD_DIM + d[None, :], mask=mask[:, None] & d_mask, other=0.0)
-        new_highest = tl.maximum(highest, lse)
-        base = tl.where(new_highest == -float("inf"), 0.0, new_highest)
-        shrink, weight = tl.exp2(highest - base), tl.exp2(lse - base)
-        acc = acc * shrink[:, None] + part * weight[:, None]
-        total = total * shrink + weight
-        highest = new_highest
-    return acc / tl.where(total == 0.0, 1.0, total)[:, None], highest + tl.log2(total)
-
-
 # -- many queries of a request --------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ARRAYS)
+@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=ARRAYS)
 def extend_kernel(
     q_ptr,
     k_ptr,
@@ -390,96 +346,21 @@ def extend_kernel(
         BLOCK_N,
     )
     if slot < 0:
-        out = _beside_sinks(out, lse, sinks_ptr, head, r_mask)
+        out = beside_sinks(out, lse, sinks_ptr, head, r_mask)
         places = tokens * (num_kv_heads * GROUP) + head
         tl.store(out_ptr + places[:, None] * HEAD_DIM + d[None, :], out, mask=mask)
         if lse_ptr is not None:
-            tl.store(lse_ptr + places, lse * _LN_2, mask=r_mask)
+            tl.store(lse_ptr + places, lse * LN_2, mask=r_mask)
     else:
         places = (slot * num_kv_heads + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)
         tl.store(parts_ptr + places[:, None] * HEAD_DIM + d[None, :], out, mask=mask)
         tl.store(part_lses_ptr + places, lse, mask=r_mask)
 
 
-@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ARRAYS)
-def merge_extends_kernel(
-    parts_ptr,
-    part_lses_ptr,
-    out_ptr,
-    lse_ptr,
-    sinks_ptr,
-    merge_reqs_ptr,
-    merge_firsts_ptr,
-    merge_slots_ptr,
-    merge_counts_ptr,
-    row_starts_ptr,
-    q_lens_ptr,
-    HEAD_DIM: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Program (b, h, c): the c-th ROWS of the BLOCK_M rows from merge_firsts[b] of request merge_reqs[b], of KV head
-    h, whose splits lie in merge_counts[b] slots from merge_slots[b] on."""
-    block = tl.program_id(0)
-    kv_head = tl.program_id(1).to(tl.int64)
-    num_kv_heads = tl.num_programs(1)
-    req = tl.load(merge_reqs_ptr + block)
-    of_block = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    r = tl.load(merge_firsts_ptr + block) + of_block
-    mask = r // GROUP < tl.load(q_lens_ptr + req)
-    place = (tl.load(merge_slots_ptr + block).to(tl.int64) * num_kv_heads + kv_head) * BLOCK_M + of_block
-    count = tl.load(merge_counts_ptr + block)
-    out, lse = _merge(parts_ptr, part_lses_ptr, place, num_kv_heads * BLOCK_M, count, mask, HEAD_DIM, BLOCK_D, ROWS)
-    tokens = tl.load(row_starts_ptr + req).to(tl.int64) + r // GROUP
-    head = kv_head * GROUP + r % GROUP
-    out = _beside_sinks(out, lse, sinks_ptr, head, mask)
-    places = tokens * (num_kv_heads * GROUP) + head
-    d = tl.arange(0, BLOCK_D)
-    out_mask = mask[:, None] & (d < HEAD_DIM)[None, :]
-    tl.store(out_ptr + places[:, None] * HEAD_DIM + d[None, :], out, mask=out_mask)
-    if lse_ptr is not None:
-        tl.store(lse_ptr + places, lse * _LN_2, mask=mask)
-
-
 # -- one query of a request -----------------------------------------------------------------------------------------
-# The host may not know the lengths (a CUDA graph is replayed with others), so the device divides the keys. All
-# decodes together have num_more splits at most beyond one each, of equally many keys. Each program finds its own.
 
 
-@triton.jit
-def _decode_lens(kv_lens_ptr, reqs_ptr, i, mask):
-    """Of decodes i; 0 where masked. reqs is None where all requests have one query."""
-    if reqs_ptr is None:
-        req = i
-    else:
-        req = tl.load(reqs_ptr + i, mask=mask, other=0)
-    return tl.load(kv_lens_ptr + req, mask=mask, other=0).to(tl.int32)
-
-
-@triton.jit
-def _decode_split_tokens(kv_lens_ptr, reqs_ptr, num_decodes, num_more, LEAST: tl.constexpr, AT_ONCE: tl.constexpr):
-    """Keys of a split: LEAST, or a multiple of it. The number of splits of n keys is n over it, rounded up, so that
-    those after the first are at most n over it, and of all decodes num_more."""
-    total = tl.zeros((AT_ONCE,), tl.int32)
-    for start in tl.range(0, num_decodes, AT_ONCE):
-        i = start + tl.arange(0, AT_ONCE)
-        total += _decode_lens(kv_lens_ptr, reqs_ptr, i, i < num_decodes)
-    size = tl.cdiv(tl.cdiv(tl.sum(total, 0), tl.maximum(num_more, 1)), LEAST)
-    # Without more, one split has everything.
-    return tl.where(num_more == 0, 1 << 30, tl.maximum(size, 1) * LEAST)
-
-
-@triton.jit
-def _num_splits(kv_lens_ptr, reqs_ptr, i, num_decodes, split_tokens):
-    """Of decodes i; 0 where there is no such decode, else 1 at least, so that its row is written."""
-    mask = i < num_decodes
-    lens = _decode_lens(kv_lens_ptr, reqs_ptr, i, mask)
-    return tl.where(mask, tl.maximum((lens + split_tokens - 1) // split_tokens, 1), 0)
-
-
-@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ARRAYS)
+@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=ARRAYS)
 def decode_kernel(
     q_ptr,
     k_ptr,
@@ -529,13 +410,13 @@ def decode_kernel(
     program = tl.program_id(0)
     head_block = tl.program_id(1)
     num_heads = tl.num_programs(1) // head_blocks * GROUP
-    split_tokens = _decode_split_tokens(kv_lens_ptr, reqs_ptr, num_decodes, num_more, LEAST, AT_ONCE)
+    split_tokens = decode_split_tokens(kv_lens_ptr, reqs_ptr, num_decodes, num_more, LEAST, AT_ONCE)
     # The decode of this program is the first one whose splits end after it.
     index = tl.zeros((), tl.int32)
     first_program = tl.zeros((), tl.int32)
     before = tl.zeros((), tl.int32)
     for start in tl.range(0, num_decodes, AT_ONCE):
-        counts = _num_splits(kv_lens_ptr, reqs_ptr, start + tl.arange(0, AT_ONCE), num_decodes, split_tokens)
+        counts = num_splits_of(kv_lens_ptr, reqs_ptr, start + tl.arange(0, AT_ONCE), num_decodes, split_tokens)
         ends = before + tl.cumsum(counts, 0)
         is_over = (ends <= program) & (counts > 0)
         index += tl.sum(is_over.to(tl.int32), 0)
@@ -597,59 +478,12 @@ def decode_kernel(
         BLOCK_N,
     )
     if kv_len <= split_tokens:
-        out = _beside_sinks(out, lse, sinks_ptr, heads, h_mask)
+        out = beside_sinks(out, lse, sinks_ptr, heads, h_mask)
         places = row * num_heads + heads
         tl.store(out_ptr + places[:, None] * HEAD_DIM + d[None, :], out, mask=mask)
         if lse_ptr is not None:
-            tl.store(lse_ptr + places, lse * _LN_2, mask=h_mask)
+            tl.store(lse_ptr + places, lse * LN_2, mask=h_mask)
     else:
         places = program.to(tl.int64) * num_heads + heads
         tl.store(parts_ptr + places[:, None] * HEAD_DIM + d[None, :], out, mask=mask)
         tl.store(part_lses_ptr + places, lse, mask=h_mask)
-
-
-@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ARRAYS)
-def merge_decodes_kernel(
-    parts_ptr,
-    part_lses_ptr,
-    out_ptr,
-    lse_ptr,
-    sinks_ptr,
-    kv_lens_ptr,
-    reqs_ptr,
-    row_starts_ptr,
-    num_decodes,
-    num_more,
-    num_heads,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    LEAST: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Program (i, c): the c-th ROWS of the query heads of the i-th decode, if it has more than one split."""
-    index = tl.program_id(0)
-    split_tokens = _decode_split_tokens(kv_lens_ptr, reqs_ptr, num_decodes, num_more, LEAST, AT_ONCE)
-    count = tl.zeros((), tl.int32)
-    first_program = tl.zeros((), tl.int32)
-    for start in tl.range(0, index + 1, AT_ONCE):
-        i = start + tl.arange(0, AT_ONCE)
-        counts = _num_splits(kv_lens_ptr, reqs_ptr, i, num_decodes, split_tokens)
-        first_program += tl.sum(tl.where(i < index, counts, 0), 0)
-        count += tl.sum(tl.where(i == index, counts, 0), 0)
-    if count == 1:
-        return
-    if reqs_ptr is None:
-        row = index.to(tl.int64)
-    else:
-        row = tl.load(row_starts_ptr + tl.load(reqs_ptr + index)).to(tl.int64)
-    heads = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    mask = heads < num_heads
-    place = first_program.to(tl.int64) * num_heads + heads
-    out, lse = _merge(parts_ptr, part_lses_ptr, place, num_heads, count, mask, HEAD_DIM, BLOCK_D, ROWS)
-    out = _beside_sinks(out, lse, sinks_ptr, heads, mask)
-    d = tl.arange(0, BLOCK_D)
-    places = row * num_heads + heads
-    tl.store(out_ptr + places[:, None] * HEAD_DIM + d[None, :], out, mask=mask[:, None] & (d < HEAD_DIM)[None, :])
-    if lse_ptr is not None:
-        tl.store(lse_ptr + places, lse * _LN_2, mask=mask)

@@ -1,0 +1,98 @@
+"""What programs of the attention kernels in Triton work on at once: chosen from heads, types and a GPU's memory.
+
+Owns no state, and imports no kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+
+# That a program may have, of an H100 and an A100. Other GPUs have less.
+HOPPER_SHARED_BYTES, AMPERE_SHARED_BYTES = 227 << 10, 163 << 10
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Of a rank's queries and KV."""
+
+    num_kv_heads: int
+    # Query heads that share a KV head.
+    group: int
+
+
+@dataclass(frozen=True)
+class ExtendTile:
+    """Queries and keys that a program of extends works on at once, powers of two, 16 at least, and its warps."""
+
+    queries: int = 128
+    keys: int = 64
+    # Where the pages of a `PagedSegments` are read, and no lse is asked for, which take more of an SM's memory.
+    keys_of_pages: int = 64
+    warps: int = 8
+    # Programs that an SM has registers and memory for.
+    per_sm: int = 1
+
+    def num_blocks(self, q_lens: np.ndarray, heads: Heads) -> int:
+        return int((-(-q_lens * heads.group // self.queries)).sum())
+
+    def at_once(self, heads: Heads, num_sms: int) -> int:
+        """Programs of a KV head that all SMs together hold."""
+        return max(1, self.per_sm * num_sms // heads.num_kv_heads)
+
+
+# 48 tokens of 4 heads are three whole blocks of 64 rows, and two of 128.
+SHORT_TILE = ExtendTile(queries=64, warps=4, per_sm=2)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """What programs work on at once. short: for extends whose blocks of `extend` would fill half of a GPU at most;
+    None for no other. num_stages: Triton's."""
+
+    extend: ExtendTile = ExtendTile()
+    short: ExtendTile | None = None
+    decode_keys: int = 64
+    # The most query heads of a program of decodes.
+    decode_rows: int = 64
+    # The fewest at which Triton holds K and V twice, so that the next keys come while these are multiplied.
+    num_stages: int = 5
+
+    @classmethod
+    def of(cls, head_dim: int, dtype: torch.dtype, page_size: int, shared_bytes: int) -> Tiles:
+        """Of the tiles that fit into an SM's shared memory, of which a program may have shared_bytes, the fastest on
+        an H200 with heads of 128 (docs/records/experiments.md). More keys pay where a tile is no part of a page: its
+        page numbers are looked up while others are multiplied."""
+        head_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
+        if head_bytes > 1024:
+            queries = 32 if shared_bytes >= HOPPER_SHARED_BYTES else 16
+            return cls(ExtendTile(queries, keys=16, keys_of_pages=16), decode_keys=16, decode_rows=16)
+        is_small = shared_bytes < AMPERE_SHARED_BYTES
+        if head_bytes > 256:
+            keys = 16 if head_bytes > 512 or shared_bytes < HOPPER_SHARED_BYTES else 32
+            rows = 32 if head_bytes > 512 and is_small else 64
+            return cls(ExtendTile(rows, keys=keys, keys_of_pages=keys), decode_keys=keys, decode_rows=rows)
+        if is_small and dtype.itemsize > 2 and head_bytes > 128:
+            return cls(ExtendTile(keys=32, keys_of_pages=32))
+        if shared_bytes < HOPPER_SHARED_BYTES or dtype.itemsize > 2:
+            return cls()
+        return cls(ExtendTile(keys_of_pages=128 if page_size % ExtendTile.keys else 64), SHORT_TILE)
+
+    def pick(self, q_lens: np.ndarray, heads: Heads, num_sms: int) -> ExtendTile:
+        """q_lens: of extends."""
+        is_short = 2 * self.extend.num_blocks(q_lens, heads) <= self.extend.at_once(heads, num_sms)
+        return self.short if self.short is not None and is_short else self.extend
+
+    def fewest_queries(self, heads: Heads, num_sms: int) -> int | None:
+        """Of a request for which `pick` does not choose the short tile; None where there is none."""
+        if self.short is None:
+            return None
+        num_blocks = self.extend.at_once(heads, num_sms) // 2 + 1
+        return (num_blocks - 1) * self.extend.queries // heads.group + 1
+
+    def decode_warps(self, rows: int, block_d: int, dtype: torch.dtype) -> int:
+        """rows: query heads of a program. Two warps have registers for 16 rows of 128 values of 16 bits."""
+        return 2 if rows * block_d * dtype.itemsize <= 16 * 128 * 2 else 4
