@@ -28,15 +28,8 @@ from sglang.srt.mem_cache.kv_view import KVSegment, KVView, PagedSegments, segme
 from sglang.srt.utils.device import to_device_together
 
 _LOG2_E = math.log2(math.e)
-# The fewest keys that are given a program of their own; powers of two, and whole tiles.
-_MIN_DECODE_SPLIT = 256
-_MIN_EXTEND_SPLIT = 512
-# Programs of decodes' splits beyond one each, for each SM.
-_MORE_DECODE_PROGRAMS = 2
 # Decodes whose lengths a program reads at once.
 _LENS_AT_ONCE = 128
-# Rows that a program merges.
-_MERGED_ROWS = 16
 # The plans of partials that are kept. A request that streams has one for its pieces, one for its last piece, and a
 # few for the tokens on the device.
 _KEPT_PARTIALS = 16
@@ -176,21 +169,24 @@ class TritonAttnBackend:
     def forward(
         self, q: torch.Tensor, view: KVView, segments: Sequence[list[KVSegment]], meta: AttentionMetadata
     ) -> torch.Tensor:
-        """q: (num_tokens, num_q_heads, head_dim). Returns the same shape and dtype, contiguous."""
+        """q: (num_tokens, num_q_heads, head_dim). Returns (num_tokens, num_q_heads, value_dim), the same dtype,
+        contiguous."""
         batch = self._recent.find(segments, view.page_size, meta.q_lens)
         if batch is None:
             batch = self._recent.keep(self._make_batch(segments, view, meta.q_lens, q))
         assert sum(meta.q_lens) == q.shape[0], f"{q.shape[0]} rows of q for q_lens {meta.q_lens}"
-        out = q.new_empty(q.shape)
+        value_dim = view.v.shape[3]
+        out = q.new_empty((*q.shape[:2], value_dim))
         mask = _Mask.of(meta)
         if self.capturing:
             # A graph uses memory of its own.
             self._attend(q, view, batch.table, batch.plan, mask, out, None, launch)
             return out
-        tensors = (q, view.k, view.v, *(() if mask.sinks is None else (mask.sinks,)))
+        v = (view.v,) if value_dim == q.shape[2] else ()
+        tensors = (q, view.k, *v, *(() if mask.sinks is None else (mask.sinks,)))
         given = (*tensors, out, mask.factor)
         of_tensors = (x for each in tensors for x in (each.dtype, each.stride(), each.data_ptr() % ALIGNMENT))
-        key = (q.shape, mask.window, mask.cap, *of_tensors)
+        key = (q.shape, value_dim, mask.window, mask.cap, *of_tensors)
         recorded = batch.recorded.get(key)
         if recorded is None:
             recorded = Recording(*given)
@@ -216,7 +212,8 @@ class TritonAttnBackend:
     def partial(
         self, q: torch.Tensor, view: KVView, segment: KVSegment, scale: float, mask: PartialMask | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """q: (q_len, num_q_heads, head_dim). Returns out, same shape, float32, and lse (q_len, num_q_heads)."""
+        """q: (q_len, num_q_heads, head_dim). Returns out (q_len, num_q_heads, value_dim), float32, and lse (q_len,
+        num_q_heads)."""
         assert not segment.causal or segment.length == q.shape[0], "a causal segment's tokens are the queries"
         assert segment.pages.shape[0] * view.page_size >= segment.skip + segment.length, (
             "a segment with too few pages"
@@ -233,7 +230,7 @@ class TritonAttnBackend:
             if len(self._partials) > _KEPT_PARTIALS:
                 self._partials.popitem(last=False)
         self._partials.move_to_end(key)
-        out = q.new_empty(q.shape, dtype=torch.float32)
+        out = q.new_empty((*q.shape[:2], view.v.shape[3]), dtype=torch.float32)
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         table = _Table(segment.pages, may_skip=True, skip=segment.skip)
         of_scores = _Mask(scale * _LOG2_E, mask.window, _cap_of(mask.softcap))
@@ -318,19 +315,21 @@ class TritonAttnBackend:
         launch: Callable[..., object],
     ) -> None:
         """Fills out, and lse unless it is None. launch: see `triton_launch`."""
-        num_heads, head_dim = q.shape[1:]
+        num_heads, value_dim, rotary_dim = q.shape[1], *_dims_of(q, view)
         heads, extends = _heads_of(q, view), plan.extends
         assert mask.factor > 0, f"a scale of {mask.factor}"
         assert q.stride(2) == 1, "the values of a head lie side by side"
         assert table.pages.is_contiguous(), "pages lie side by side in their table"
         assert mask.sinks is None or mask.sinks.is_contiguous(), "sinks lie side by side"
         tiles = self._tiles_for(q, view)
-        shape = {"HEAD_DIM": head_dim, "BLOCK_D": max(16, triton.next_power_of_2(head_dim))}
+        block_d = max(16, triton.next_power_of_2(value_dim))
         page_tokens = _page_tokens(view)
-        paged = {**shape, "PAGE_SIZE": view.page_size, "BY_SLOT": table.by_slot, "GROUP": heads.group}
-        paged["IN_TOKENS"] = page_tokens is not None
-        from_page_start = not (table.by_slot or table.may_skip)
-        tensors = (q, view.k, view.v, out, lse, mask.sinks)
+        paged = {"HEAD_DIM": value_dim, "ROTARY_DIM": rotary_dim, "BLOCK_D": block_d, "GROUP": heads.group}
+        paged |= {"PAGE_SIZE": view.page_size, "BY_SLOT": table.by_slot, "IN_TOKENS": page_tokens is not None}
+        from_page_start = tiles.uses_whole_pages and not (table.by_slot or table.may_skip)
+        merged = {"HEAD_DIM": value_dim, **tiles.merge.options(value_dim)}
+        value_chunks = -(-value_dim // merged["BLOCK_D"])
+        tensors = (q, view.k, None if rotary_dim else view.v, out, lse, mask.sinks)
         keys = (table.pages, plan.starts, plan.kv_lens)
         strides = (*q.stride()[:2], *view.k.stride()[:3], *view.v.stride()[:3])
         numbers = (*strides, page_tokens or 0, mask.factor, table.skip, mask.window, mask.cap)
@@ -338,7 +337,7 @@ class TritonAttnBackend:
             in_pages = lse is None and not table.by_slot
             tile = extends.tile
             tile_keys = tile.keys_of_pages if in_pages else tile.keys
-            parts, part_lses = _parts(q, extends.num_slots, heads.num_kv_heads, tile.queries)
+            parts, part_lses = _parts(out, extends.num_slots, heads.num_kv_heads, tile.queries)
             launch(
                 extend_kernel,
                 (num_blocks, heads.num_kv_heads),
@@ -359,10 +358,10 @@ class TritonAttnBackend:
                 num_stages=tiles.num_stages,
             )
             if num_merges := len(extends.merges[0]):
-                chunks = tile.queries // _MERGED_ROWS
+                row_chunks = tile.queries // tiles.merge.rows
                 launch(
                     merge_extends_kernel,
-                    (num_merges, heads.num_kv_heads, chunks),
+                    (num_merges, heads.num_kv_heads, row_chunks * value_chunks),
                     parts,
                     part_lses,
                     out,
@@ -371,19 +370,18 @@ class TritonAttnBackend:
                     *extends.merges,
                     extends.rows,
                     extends.q_lens,
-                    **shape,
+                    **merged,
                     GROUP=heads.group,
                     BLOCK_M=tile.queries,
-                    ROWS=_MERGED_ROWS,
                 )
         if num_decodes := plan.num_decodes:
             rows = min(tiles.decode_rows, max(16, triton.next_power_of_2(heads.group)))
             head_blocks = -(-heads.group // rows)
             num_more = 0
-            if self.capturing or plan.longest_decode > _MIN_DECODE_SPLIT:
-                programs = _MORE_DECODE_PROGRAMS * self._sms_of(q.device)
+            if self.capturing or plan.longest_decode > tiles.least_decode_split:
+                programs = tiles.more_decodes_per_sm * self._sms_of(q.device)
                 num_more = -(-programs // (heads.num_kv_heads * head_blocks))
-            parts, part_lses = _parts(q, num_decodes + num_more if num_more else 0, num_heads, 1)
+            parts, part_lses = _parts(out, num_decodes + num_more if num_more else 0, num_heads, 1)
             of_decodes = (None, None) if extends is None else (extends.decodes, extends.rows)
             launch(
                 decode_kernel,
@@ -401,15 +399,15 @@ class TritonAttnBackend:
                 BLOCK_H=rows,
                 BLOCK_N=tiles.decode_keys,
                 TILE_IN_PAGE=from_page_start and view.page_size % tiles.decode_keys == 0,
-                LEAST=_MIN_DECODE_SPLIT,
+                LEAST=tiles.least_decode_split,
                 AT_ONCE=_LENS_AT_ONCE,
-                num_warps=tiles.decode_warps(rows, shape["BLOCK_D"], q.dtype),
+                num_warps=tiles.decode_warps(rows, block_d, q.dtype),
                 num_stages=tiles.num_stages,
             )
             if num_more:
                 launch(
                     merge_decodes_kernel,
-                    (num_decodes, -(-num_heads // _MERGED_ROWS)),
+                    (num_decodes, -(-num_heads // tiles.merge.rows), value_chunks),
                     parts,
                     part_lses,
                     out,
@@ -420,10 +418,9 @@ class TritonAttnBackend:
                     num_decodes,
                     num_more,
                     num_heads,
-                    **shape,
-                    LEAST=_MIN_DECODE_SPLIT,
+                    **merged,
+                    LEAST=tiles.least_decode_split,
                     AT_ONCE=_LENS_AT_ONCE,
-                    ROWS=_MERGED_ROWS,
                 )
 
     def _tiles_for(self, q: torch.Tensor, view: KVView) -> Tiles:
@@ -433,7 +430,11 @@ class TritonAttnBackend:
             if q.is_cuda:
                 properties = triton.runtime.driver.active.utils.get_device_properties(q.device.index)
                 shared_bytes = properties["max_shared_mem"]
-            found = self._tiles[view.page_size] = Tiles.of(q.shape[2], q.dtype, view.page_size, shared_bytes)
+            if view.v.shape[3] == q.shape[2]:
+                found = Tiles.of(q.shape[2], q.dtype, view.page_size, shared_bytes)
+            else:
+                found = Tiles.of_latents(q.dtype, view.k.dtype, _heads_of(q, view).group, shared_bytes)
+            self._tiles[view.page_size] = found
         return found
 
     def _sms_of(self, device: torch.device) -> int:
@@ -511,7 +512,7 @@ def split_extends(
     most = -(-len(ends) // at_once) * at_once
     keys_at_once = max(tile.keys, tile.keys_of_pages)
     num_tiles = np.maximum(-(-ends // keys_at_once), 1)
-    least = _MIN_EXTEND_SPLIT // keys_at_once
+    least = tile.least_split // keys_at_once
     size = _tiles_of_split(num_tiles, most, least)
     if 2 * at_once * size > 3 * int(num_tiles.sum()):
         # One request is so long that the others end much sooner: another round costs less than to wait for it.
@@ -552,6 +553,25 @@ def _heads_of(q: torch.Tensor, view: KVView) -> Heads:
     return Heads(view.k.shape[2], q.shape[1] // view.k.shape[2])
 
 
+def _dims_of(q: torch.Tensor, view: KVView) -> tuple[int, int]:
+    """Values of V, and those that keys of latents have behind them; 0 of others."""
+    k, v, head_dim, value_dim = view.k, view.v, q.shape[2], view.v.shape[3]
+    if value_dim == head_dim:
+        return value_dim, 0
+    sizes = (value_dim, head_dim - value_dim)
+    if not all(size >= 16 and size & (size - 1) == 0 for size in sizes):
+        raise ValueError(
+            f"The attention backend triton computes values of {value_dim} with keys of {head_dim} only if they are "
+            "latents, whose values and the rest of whose keys are powers of two, 16 at least, as 512 and 64."
+        )
+    if v.data_ptr() != k.data_ptr() or v.stride() != k.stride():
+        raise ValueError(
+            f"The attention backend triton computes values of {value_dim} with keys of {head_dim} only if they are "
+            "latents: V has to be the first values of K, in the same memory."
+        )
+    return value_dim, head_dim - value_dim
+
+
 def _page_tokens(view: KVView) -> int | None:
     """Tokens from the start of a page to that of the next, where K and V lie alike and a token's place counts whole
     ones; else None."""
@@ -562,7 +582,7 @@ def _page_tokens(view: KVView) -> int | None:
     return page_tokens if num_pages * page_tokens < 1 << 31 else None
 
 
-def _parts(q: torch.Tensor, num_slots: int, num_heads: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What splits leave: (num_slots, num_heads, rows, head_dim) and (num_slots, num_heads, rows), float32."""
-    parts = q.new_empty((num_slots, num_heads, rows, q.shape[2]), dtype=torch.float32)
+def _parts(out: torch.Tensor, num_slots: int, num_heads: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What splits leave: (num_slots, num_heads, rows, value_dim) and (num_slots, num_heads, rows), float32."""
+    parts = out.new_empty((num_slots, num_heads, rows, out.shape[2]), dtype=torch.float32)
     return parts, parts.new_empty(parts.shape[:3])

@@ -19,6 +19,11 @@ times log2(e), too; None for no cap. sinks (num_heads,), of any dtype: see `besi
 out alone. out and lse are contiguous. parts, part_lses: float32, what splits leave, part_lses of base 2; where a
 split has no keys, 0 and -inf.
 
+Latents, of multi-head latent attention in its absorbed form, have a ROTARY_DIM above 0, and v is None. Keys and
+queries have HEAD_DIM + ROTARY_DIM values, both powers of two, and the first HEAD_DIM of a key are its value. A score
+is the sum of two products, of the first values and of the last, so that a tile is loaded once, for keys and for
+values. Otherwise ROTARY_DIM is 0.
+
 With IN_TOKENS, K and V have the same strides of pages and tokens, and a page's is page_tokens times a token's. With
 TILE_IN_PAGE, the table has pages, skip is 0, and PAGE_SIZE is a multiple of BLOCK_N, so that a block of keys, which
 begins at a multiple of BLOCK_N, lies in one page.
@@ -69,14 +74,27 @@ def _rows_of(table_ptr, n, mask, strides, PAGE_SIZE: tl.constexpr, BY_SLOT: tl.c
 
 
 @triton.jit
-def _as_multiplied(q, KV: tl.constexpr):
+def _as_multiplied(q, KV: tl.constexpr, ROTARY_DIM: tl.constexpr):
     """Queries in the data type of both products: float16 for K and V of 8 bits, all of which it has, and gets by one
-    instruction; bfloat16 takes three. Queries beyond its range, which models do not have, become its largest."""
-    if KV.primitive_bitwidth == 8 and q.dtype == tl.bfloat16:
+    instruction; bfloat16 takes three. Queries beyond its range, which models do not have, become its largest. 64 rows
+    of latents stay: they would be kept in registers, which there are too few of."""
+    if KV.primitive_bitwidth == 8 and q.dtype == tl.bfloat16 and (ROTARY_DIM == 0 or q.shape[0] < 64):
         # NaN stays NaN, by which damage is found.
         return tl.clamp(q.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
     else:
         return q
+
+
+@triton.jit
+def _rotary_of(q_ptr, places, mask, KV: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr):
+    """The last values of queries that begin at places, of latents; else None."""
+    if ROTARY_DIM:
+        r = HEAD_DIM + tl.arange(0, ROTARY_DIM)
+        return _as_multiplied(
+            tl.load(q_ptr + places[:, None] + r[None, :], mask=mask[:, None], other=0.0), KV, ROTARY_DIM
+        )
+    else:
+        return None
 
 
 @triton.jit
@@ -90,6 +108,7 @@ def _tanh(x):
 @triton.jit
 def _attend(
     q,
+    q_rotary,
     state,
     keys,
     visible,
@@ -103,14 +122,15 @@ def _attend(
     IN_TOKENS: tl.constexpr,
     TILE_IN_PAGE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Adds keys first..end of a request to the state of BLOCK_M queries: acc (BLOCK_M, BLOCK_D), highest and total
-    (BLOCK_M,) float32. keys: pointers to its part of the table, K and V of its head, the strides of both, and skip.
-    visible (BLOCK_M,): the number of keys that each query sees. Without MASKED each query sees all keys, and they are
-    whole blocks."""
+    (BLOCK_M,) float32. q_rotary: (BLOCK_M, ROTARY_DIM), the queries' last values, of latents; else None. keys:
+    pointers to its part of the table, K and V of its head, the strides of both, and skip. visible (BLOCK_M,): the
+    number of keys that each query sees. Without MASKED each query sees all keys, and they are whole blocks."""
     acc, highest, total = state
     table_ptr, k_ptr, v_ptr, strides, skip = keys
     d = tl.arange(0, BLOCK_D)
@@ -126,25 +146,42 @@ def _attend(
             page = tl.load(table_ptr + entry).to(tl.int64)
             offset = start - entry * PAGE_SIZE
             k_tile = k_ptr + (page * k_page_stride + offset * k_token_stride)
-            v_tile = v_ptr + (page * v_page_stride + offset * v_token_stride)
+            v_tile = None if v_ptr is None else v_ptr + (page * v_page_stride + offset * v_token_stride)
             k_row, v_row = of_block * k_token_stride, of_block * v_token_stride
         else:
             k_tile, v_tile = k_ptr, v_ptr
             k_row, v_row = _rows_of(
                 table_ptr, skip + n, n_mask if MASKED else None, strides, PAGE_SIZE, BY_SLOT, IN_TOKENS
             )
-        k_ptrs = k_tile + k_row[None, :] + d[:, None]
-        v_ptrs = v_tile + v_row[:, None] + d[None, :]
-        if MASKED:
-            k = tl.load(k_ptrs, mask=n_mask[None, :] & d_mask[:, None], other=0.0)
-            v = tl.load(v_ptrs, mask=n_mask[:, None] & d_mask[None, :], other=0.0)
-        elif HEAD_DIM < BLOCK_D:
-            k = tl.load(k_ptrs, mask=tl.broadcast_to(d_mask[:, None], (BLOCK_D, BLOCK_N)), other=0.0)
-            v = tl.load(v_ptrs, mask=tl.broadcast_to(d_mask[None, :], (BLOCK_N, BLOCK_D)), other=0.0)
+        if ROTARY_DIM:
+            # Of 8 bits, which become 16 in a thread's registers, Triton holds a tile for both twice only where it goes
+            # back to shared memory, as Hopper's products of 64 rows want it. For fewer rows it is loaded twice.
+            v_ptrs = k_tile + k_row[:, None] + d[None, :]
+            r_ptrs = k_tile + k_row[None, :] + (HEAD_DIM + tl.arange(0, ROTARY_DIM))[:, None]
+            v = tl.load(v_ptrs, mask=n_mask[:, None], other=0.0) if MASKED else tl.load(v_ptrs)
+            rotary = tl.load(r_ptrs, mask=n_mask[None, :], other=0.0) if MASKED else tl.load(r_ptrs)
+            v = v.to(q.dtype)
+            if k_ptr.dtype.element_ty.primitive_bitwidth == 8 and q.shape[0] < 64:
+                k_ptrs = k_tile + k_row[None, :] + d[:, None]
+                k = tl.load(k_ptrs, mask=n_mask[None, :], other=0.0) if MASKED else tl.load(k_ptrs)
+                k = k.to(q.dtype)
+            else:
+                k = tl.trans(v)
+            scores = tl.dot(q, k, input_precision="ieee")
+            scores = tl.dot(q_rotary, rotary.to(q.dtype), scores, input_precision="ieee")
         else:
-            k = tl.load(k_ptrs)
-            v = tl.load(v_ptrs)
-        scores = tl.dot(q, k.to(q.dtype), input_precision="ieee")
+            k_ptrs = k_tile + k_row[None, :] + d[:, None]
+            v_ptrs = v_tile + v_row[:, None] + d[None, :]
+            if MASKED:
+                k = tl.load(k_ptrs, mask=n_mask[None, :] & d_mask[:, None], other=0.0)
+                v = tl.load(v_ptrs, mask=n_mask[:, None] & d_mask[None, :], other=0.0)
+            elif HEAD_DIM < BLOCK_D:
+                k = tl.load(k_ptrs, mask=tl.broadcast_to(d_mask[:, None], (BLOCK_D, BLOCK_N)), other=0.0)
+                v = tl.load(v_ptrs, mask=tl.broadcast_to(d_mask[None, :], (BLOCK_N, BLOCK_D)), other=0.0)
+            else:
+                k = tl.load(k_ptrs)
+                v = tl.load(v_ptrs)
+            scores = tl.dot(q, k.to(q.dtype), input_precision="ieee")
         factor = scale
         if cap is not None:
             scores = cap * _tanh(scores * (scale / cap))
@@ -169,6 +206,7 @@ def _attend(
 @triton.jit
 def _attend_all(
     q,
+    q_rotary,
     keys,
     visible,
     first,
@@ -182,6 +220,7 @@ def _attend_all(
     IN_TOKENS: tl.constexpr,
     TILE_IN_PAGE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -195,6 +234,7 @@ def _attend_all(
     )
     state = _attend(
         q,
+        q_rotary,
         state,
         keys,
         visible,
@@ -208,12 +248,14 @@ def _attend_all(
         IN_TOKENS,
         TILE_IN_PAGE,
         HEAD_DIM,
+        ROTARY_DIM,
         BLOCK_D,
         BLOCK_N,
         False,
     )
     state = _attend(
         q,
+        q_rotary,
         state,
         keys,
         visible,
@@ -227,6 +269,7 @@ def _attend_all(
         IN_TOKENS,
         TILE_IN_PAGE,
         HEAD_DIM,
+        ROTARY_DIM,
         BLOCK_D,
         BLOCK_N,
         True,
@@ -277,6 +320,7 @@ def extend_kernel(
     IN_TOKENS: tl.constexpr,
     TILE_IN_PAGE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -307,11 +351,14 @@ def extend_kernel(
     mask = r_mask[:, None] & (d < HEAD_DIM)[None, :]
     tokens = row_start + m
     q_places = tokens * q_row_stride + head * q_head_stride
-    q = _as_multiplied(tl.load(q_ptr + q_places[:, None] + d[None, :], mask=mask, other=0.0), k_ptr.dtype.element_ty)
+    q = _as_multiplied(
+        tl.load(q_ptr + q_places[:, None] + d[None, :], mask=mask, other=0.0), k_ptr.dtype.element_ty, ROTARY_DIM
+    )
+    q_rotary = _rotary_of(q_ptr, q_places, r_mask, k_ptr.dtype.element_ty, HEAD_DIM, ROTARY_DIM)
     keys = (
         table,
         k_ptr + kv_head * k_head_stride,
-        v_ptr + kv_head * v_head_stride,
+        None if v_ptr is None else v_ptr + kv_head * v_head_stride,
         (k_page_stride, k_token_stride, v_page_stride, v_token_stride, page_tokens),
         skip,
     )
@@ -328,6 +375,7 @@ def extend_kernel(
     seen_by_all = tl.maximum(seen_by_all, first_key)
     out, lse = _attend_all(
         q,
+        q_rotary,
         keys,
         visible,
         first_key,
@@ -341,6 +389,7 @@ def extend_kernel(
         IN_TOKENS,
         TILE_IN_PAGE,
         HEAD_DIM,
+        ROTARY_DIM,
         BLOCK_M,
         BLOCK_D,
         BLOCK_N,
@@ -396,6 +445,7 @@ def decode_kernel(
     IN_TOKENS: tl.constexpr,
     TILE_IN_PAGE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -442,11 +492,13 @@ def decode_kernel(
     d = tl.arange(0, BLOCK_D)
     mask = h_mask[:, None] & (d < HEAD_DIM)[None, :]
     q = tl.load(q_ptr + row * q_row_stride + heads[:, None] * q_head_stride + d[None, :], mask=mask, other=0.0)
-    q = _as_multiplied(q, k_ptr.dtype.element_ty)
+    q = _as_multiplied(q, k_ptr.dtype.element_ty, ROTARY_DIM)
+    q_places = row * q_row_stride + heads * q_head_stride
+    q_rotary = _rotary_of(q_ptr, q_places, h_mask, k_ptr.dtype.element_ty, HEAD_DIM, ROTARY_DIM)
     keys = (
         table,
         k_ptr + kv_head * k_head_stride,
-        v_ptr + kv_head * v_head_stride,
+        None if v_ptr is None else v_ptr + kv_head * v_head_stride,
         (k_page_stride, k_token_stride, v_page_stride, v_token_stride, page_tokens),
         skip,
     )
@@ -460,6 +512,7 @@ def decode_kernel(
         whole = first
     out, lse = _attend_all(
         q,
+        q_rotary,
         keys,
         visible,
         first,
@@ -473,6 +526,7 @@ def decode_kernel(
         IN_TOKENS,
         TILE_IN_PAGE,
         HEAD_DIM,
+        ROTARY_DIM,
         BLOCK_H,
         BLOCK_D,
         BLOCK_N,

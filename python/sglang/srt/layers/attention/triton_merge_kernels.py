@@ -32,6 +32,15 @@ def beside_sinks(out, lse, sinks_ptr, heads, mask):
 
 
 @triton.jit
+def _values_from(first_d, BLOCK_D: tl.constexpr):
+    d = tl.arange(0, BLOCK_D)
+    if first_d is None:
+        return d
+    else:
+        return first_d + d
+
+
+@triton.jit
 def _merge(
     parts_ptr,
     part_lses_ptr,
@@ -39,27 +48,46 @@ def _merge(
     stride,
     num_splits,
     mask,
+    first_d,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
-    """Merges num_splits results of ROWS queries. place (ROWS,): of the first in part_lses; stride: to the next split.
-    Returns out (ROWS, BLOCK_D) and lse (ROWS,) of base 2."""
-    d = tl.arange(0, BLOCK_D)
+    """Merges num_splits results of ROWS queries, SPLITS at once. place (ROWS,): of the first in part_lses; stride: to
+    the next split. first_d: of BLOCK_D values; None for 0. Returns out (ROWS, BLOCK_D) and lse (ROWS,) of base 2."""
+    d = _values_from(first_d, BLOCK_D)
     d_mask = (d < HEAD_DIM)[None, :]
     acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
     highest = tl.full((ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
-    for split in tl.range(0, num_splits):
-        at = place + split * stride
-        lse = tl.load(part_lses_ptr + at, mask=mask, other=-float("inf"))
-        part = tl.load(parts_ptr + at[:, None] * HEAD_DIM + d[None, :], mask=mask[:, None] & d_mask, other=0.0)
-        new_highest = tl.maximum(highest, lse)
-        base = tl.where(new_highest == -float("inf"), 0.0, new_highest)
-        shrink, weight = tl.exp2(highest - base), tl.exp2(lse - base)
-        acc = acc * shrink[:, None] + part * weight[:, None]
-        total = total * shrink + weight
-        highest = new_highest
+    if SPLITS == 1:
+        for split in tl.range(0, num_splits):
+            at = place + split * stride
+            lse = tl.load(part_lses_ptr + at, mask=mask, other=-float("inf"))
+            part = tl.load(parts_ptr + at[:, None] * HEAD_DIM + d[None, :], mask=mask[:, None] & d_mask, other=0.0)
+            new_highest = tl.maximum(highest, lse)
+            base = tl.where(new_highest == -float("inf"), 0.0, new_highest)
+            shrink, weight = tl.exp2(highest - base), tl.exp2(lse - base)
+            acc = acc * shrink[:, None] + part * weight[:, None]
+            total = total * shrink + weight
+            highest = new_highest
+    else:
+        # A latent has one KV head: a request has as many splits as a GPU has multiprocessors. The next ones come
+        # while these are added.
+        for first in tl.range(0, num_splits, SPLITS, num_stages=3):
+            split = first + tl.arange(0, SPLITS)
+            at = place[None, :] + split[:, None] * stride
+            exists = (split < num_splits)[:, None] & mask[None, :]
+            lse = tl.load(part_lses_ptr + at, mask=exists, other=-float("inf"))
+            places = at[:, :, None] * HEAD_DIM + d[None, None, :]
+            part = tl.load(parts_ptr + places, mask=exists[:, :, None] & d_mask[None, :, :], other=0.0)
+            new_highest = tl.maximum(highest, tl.max(lse, 0))
+            base = tl.where(new_highest == -float("inf"), 0.0, new_highest)
+            shrink, weight = tl.exp2(highest - base), tl.exp2(lse - base[None, :])
+            acc = acc * shrink[:, None] + tl.sum(part * weight[:, :, None], 0)
+            total = total * shrink + tl.sum(weight, 0)
+            highest = new_highest
     return acc / tl.where(total == 0.0, 1.0, total)[:, None], highest + tl.log2(total)
 
 
@@ -84,24 +112,33 @@ def merge_extends_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     ROWS: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
     """Program (b, h, c): the c-th ROWS of the BLOCK_M rows from merge_firsts[b] of request merge_reqs[b], of KV head
-    h, whose splits lie in merge_counts[b] slots from merge_slots[b] on."""
+    h, whose splits lie in merge_counts[b] slots from merge_slots[b] on. If BLOCK_D is less than HEAD_DIM, c counts
+    the rows' first BLOCK_D values, then the next ones."""
     block = tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
     num_kv_heads = tl.num_programs(1)
     req = tl.load(merge_reqs_ptr + block)
-    of_block = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    chunk = tl.program_id(2)
+    if BLOCK_D < HEAD_DIM:
+        first_d = chunk // (BLOCK_M // ROWS) * BLOCK_D
+        chunk = chunk % (BLOCK_M // ROWS)
+    else:
+        first_d = None
+    of_block = chunk * ROWS + tl.arange(0, ROWS)
     r = tl.load(merge_firsts_ptr + block) + of_block
     mask = r // GROUP < tl.load(q_lens_ptr + req)
     place = (tl.load(merge_slots_ptr + block).to(tl.int64) * num_kv_heads + kv_head) * BLOCK_M + of_block
     count = tl.load(merge_counts_ptr + block)
-    out, lse = _merge(parts_ptr, part_lses_ptr, place, num_kv_heads * BLOCK_M, count, mask, HEAD_DIM, BLOCK_D, ROWS)
+    stride = num_kv_heads * BLOCK_M
+    out, lse = _merge(parts_ptr, part_lses_ptr, place, stride, count, mask, first_d, HEAD_DIM, BLOCK_D, ROWS, SPLITS)
     tokens = tl.load(row_starts_ptr + req).to(tl.int64) + r // GROUP
     head = kv_head * GROUP + r % GROUP
     out = beside_sinks(out, lse, sinks_ptr, head, mask)
     places = tokens * (num_kv_heads * GROUP) + head
-    d = tl.arange(0, BLOCK_D)
+    d = _values_from(first_d, BLOCK_D)
     out_mask = mask[:, None] & (d < HEAD_DIM)[None, :]
     tl.store(out_ptr + places[:, None] * HEAD_DIM + d[None, :], out, mask=out_mask)
     if lse_ptr is not None:
@@ -162,8 +199,10 @@ def merge_decodes_kernel(
     LEAST: tl.constexpr,
     AT_ONCE: tl.constexpr,
     ROWS: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
-    """Program (i, c): the c-th ROWS of the query heads of the i-th decode, if it has more than one split."""
+    """Program (i, c, e): the c-th ROWS of the query heads of the i-th decode, if it has more than one split, and the
+    e-th BLOCK_D of their values."""
     index = tl.program_id(0)
     split_tokens = decode_split_tokens(kv_lens_ptr, reqs_ptr, num_decodes, num_more, LEAST, AT_ONCE)
     count = tl.zeros((), tl.int32)
@@ -182,9 +221,12 @@ def merge_decodes_kernel(
     heads = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     mask = heads < num_heads
     place = first_program.to(tl.int64) * num_heads + heads
-    out, lse = _merge(parts_ptr, part_lses_ptr, place, num_heads, count, mask, HEAD_DIM, BLOCK_D, ROWS)
+    first_d = tl.program_id(2) * BLOCK_D if BLOCK_D < HEAD_DIM else None
+    out, lse = _merge(
+        parts_ptr, part_lses_ptr, place, num_heads, count, mask, first_d, HEAD_DIM, BLOCK_D, ROWS, SPLITS
+    )
     out = beside_sinks(out, lse, sinks_ptr, heads, mask)
-    d = tl.arange(0, BLOCK_D)
+    d = _values_from(first_d, BLOCK_D)
     places = row * num_heads + heads
     tl.store(out_ptr + places[:, None] * HEAD_DIM + d[None, :], out, mask=mask[:, None] & (d < HEAD_DIM)[None, :])
     if lse_ptr is not None:

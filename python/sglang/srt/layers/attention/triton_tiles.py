@@ -35,6 +35,8 @@ class ExtendTile:
     warps: int = 8
     # Programs that an SM has registers and memory for.
     per_sm: int = 1
+    # The fewest keys that are given a program of their own: whole tiles.
+    least_split: int = 512
 
     def num_blocks(self, q_lens: np.ndarray, heads: Heads) -> int:
         return int((-(-q_lens * heads.group // self.queries)).sum())
@@ -49,6 +51,20 @@ SHORT_TILE = ExtendTile(queries=64, warps=4, per_sm=2)
 
 
 @dataclass(frozen=True)
+class MergeTile:
+    """What a program that merges splits works on at once."""
+
+    rows: int = 16
+    splits: int = 1
+    # Of a row; None for all.
+    values: int | None = None
+
+    def options(self, value_dim: int) -> dict[str, int]:
+        values = min(self.values or value_dim, value_dim)
+        return {"BLOCK_D": max(16, triton.next_power_of_2(values)), "ROWS": self.rows, "SPLITS": self.splits}
+
+
+@dataclass(frozen=True)
 class Tiles:
     """What programs work on at once. short: for extends whose blocks of `extend` would fill half of a GPU at most;
     None for no other. num_stages: Triton's."""
@@ -60,6 +76,15 @@ class Tiles:
     decode_rows: int = 64
     # The fewest at which Triton holds K and V twice, so that the next keys come while these are multiplied.
     num_stages: int = 5
+    # Of decodes; None for as many as rows have values for.
+    warps: int | None = None
+    # The fewest keys of a decode that are given a program of their own: a power of two, and whole tiles.
+    least_decode_split: int = 256
+    # Programs of decodes' splits beyond one each, for each SM.
+    more_decodes_per_sm: int = 2
+    # Tiles in one page are read by one page number.
+    uses_whole_pages: bool = True
+    merge: MergeTile = MergeTile()
 
     @classmethod
     def of(cls, head_dim: int, dtype: torch.dtype, page_size: int, shared_bytes: int) -> Tiles:
@@ -81,6 +106,27 @@ class Tiles:
             return cls()
         return cls(ExtendTile(keys_of_pages=128 if page_size % ExtendTile.keys else 64), SHORT_TILE)
 
+    @classmethod
+    def of_latents(cls, dtype: torch.dtype, kv_dtype: torch.dtype, group: int, shared_bytes: int) -> Tiles:
+        """Of latents of 512 values and 64 rotated ones, or fewer; group: query heads. An SM has one program, of 64
+        rows: the sums of their values take 8 warps 128 registers a thread. Decodes of fewer heads have as many rows.
+        Keys are looked up one by one, which takes fewer registers than one number for a page."""
+        is_large = shared_bytes >= HOPPER_SHARED_BYTES and max(dtype.itemsize, kv_dtype.itemsize) <= 2
+        rows, keys = (64, 64) if is_large else (16, 16)
+        return cls(
+            ExtendTile(rows, keys, keys, least_split=256),
+            decode_keys=keys,
+            decode_rows=rows,
+            # The fewest at which Triton holds keys twice.
+            num_stages=5 if kv_dtype.itemsize == 1 else 3,
+            warps=8,
+            # Parts of 64 rows take longer to write and to merge.
+            least_decode_split=128 if min(group, rows) > 32 else 64,
+            more_decodes_per_sm=1,
+            uses_whole_pages=False,
+            merge=MergeTile(rows=4, splits=16, values=128),
+        )
+
     def pick(self, q_lens: np.ndarray, heads: Heads, num_sms: int) -> ExtendTile:
         """q_lens: of extends."""
         is_short = 2 * self.extend.num_blocks(q_lens, heads) <= self.extend.at_once(heads, num_sms)
@@ -95,4 +141,6 @@ class Tiles:
 
     def decode_warps(self, rows: int, block_d: int, dtype: torch.dtype) -> int:
         """rows: query heads of a program. Two warps have registers for 16 rows of 128 values of 16 bits."""
+        if self.warps is not None:
+            return self.warps
         return 2 if rows * block_d * dtype.itemsize <= 16 * 128 * 2 else 4
