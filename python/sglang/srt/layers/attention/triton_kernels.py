@@ -154,8 +154,8 @@ def _attend(
                 table_ptr, skip + n, n_mask if MASKED else None, strides, PAGE_SIZE, BY_SLOT, IN_TOKENS
             )
         if ROTARY_DIM:
-            # Of 8 bits, which become 16 in a thread's registers, Triton holds a tile for both twice only where it goes
-            # back to shared memory, as Hopper's products of 64 rows want it. For fewer rows it is loaded twice.
+            # A tile of 8 bits becomes 16 bits in registers. Hopper's products of 64 rows get it from shared memory
+            # again. For fewer rows it is loaded for each product, or Triton would not load it ahead.
             v_ptrs = k_tile + k_row[:, None] + d[None, :]
             r_ptrs = k_tile + k_row[None, :] + (HEAD_DIM + tl.arange(0, ROTARY_DIM))[:, None]
             v = tl.load(v_ptrs, mask=n_mask[:, None], other=0.0) if MASKED else tl.load(v_ptrs)
