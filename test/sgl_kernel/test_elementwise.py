@@ -135,6 +135,41 @@ def test_the_stand_in_has_the_package_s_signatures(function: Callable[..., Any])
     assert parameters(real) == parameters(function)
 
 
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_latents_are_normalised_rotated_and_stored(stored: torch.dtype, interleaved: bool):
+    g = torch.Generator().manual_seed(2)
+    q, latent = torch.randn(3, 5, 8, generator=g), torch.randn(3, 24, generator=g)
+    latent[2, 3] = 1e4
+    weight = torch.rand(16, generator=g) * 600
+    angles = torch.rand(50, 4, generator=g) * 6
+    table = torch.cat((angles.cos(), angles.sin()), dim=1)
+    positions, loc = torch.tensor([49, 0, 7]), torch.tensor([6, 0, 3])
+    pages, q_out = torch.zeros(4, 2, 1, 24, dtype=stored), torch.full((3, 5, 24), 7.0)
+    assert not elementwise.has_store_latent_kernel(q, latent, pages)
+    elementwise.store_latent(positions, q, q_out, latent, weight, 1e-6, table, pages, loc, interleaved)
+    # Pairs are complex numbers, their rotation a product.
+    turns = torch.polar(torch.ones(3, 4), angles[positions])
+
+    def rotated(x: torch.Tensor) -> torch.Tensor:
+        pairs = torch.complex(x[..., 0::2], x[..., 1::2]) if interleaved else torch.complex(x[..., :4], x[..., 4:])
+        product = pairs * turns
+        return torch.cat((product.real, product.imag), dim=-1)
+
+    want_q = torch.stack([rotated(q[:, head]) for head in range(5)], dim=1)
+    assert (q_out[..., :16] == 7).all() and torch.allclose(q_out[..., 16:], want_q, atol=1e-5)
+    x = latent[:, :16]
+    want = torch.cat(
+        (x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight, rotated(latent[:, 16:])), dim=-1
+    )
+    got = pages[loc // 2, loc % 2, 0].float()
+    want = elementwise.saturating_cast(want, stored).float()
+    assert torch.allclose(got, want, rtol=max(torch.finfo(stored).eps, 1e-5), atol=1e-5)
+    assert got.abs().max() == 448 or stored != torch.float8_e4m3fn
+    unwritten = [slot for slot in range(8) if slot not in loc.tolist()]
+    assert not pages.float().flatten(0, 1)[unwritten].any()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -27,6 +27,7 @@ CHECKS = (
     "rotations",
     "stores",
     "rotations_into_slots",
+    "latents_into_slots",
     "cuts",
     "penalties",
 )
@@ -77,6 +78,12 @@ def test_they_compile_for_sm_90(dtype: str):
     assert "e4m3x2" in ptx and "min" in ptx, ptx
     ptx = compiled(kernels._rope_and_store_kernel, together | {"MOST": 448.0}, types=pages)
     assert "e4m3x2" in ptx and "min" in ptx, ptx
+    of_latent = {"ROWS": 32, "BLOCK_D": 32, "BLOCK_R": 512, "PAGE_SIZE": 64, "INTERLEAVED": True}
+    if dtype != "fp32":
+        ptx = compiled(kernels._store_latent_kernel, of_latent | {"MOST": None})
+        assert "rsqrt" in ptx and "div.s64" not in ptx, ptx
+        of_pages = {"pages_ptr": "*fp8e4nv"}
+        assert "e4m3x2" in compiled(kernels._store_latent_kernel, of_latent | {"MOST": 448.0}, types=of_pages)
     if dtype == "fp32":
         assert "st.global.v4.b32" in compiled(of_sampling._keep_top_kernel, {"BLOCK": 8192}, 16)
         # Eight counts at a time.
@@ -87,6 +94,7 @@ def test_they_compile_for_sm_90(dtype: str):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_rotations_into_slots_on_a_gpu():
     rotations_into_slots("cuda")
+    latents_into_slots("cuda")
 
 
 # -- under the interpreter -----------------------------------------------------------------------------------------
@@ -230,6 +238,43 @@ def rotations_into_slots(device: str = "cpu") -> None:
                 # A GPU's compiler may round a product and a sum once in the one and twice in the other.
                 for one, other in ((rotated[:, : heads[0]], apart[:, : heads[0]]), (memory, wanted)):
                     near(one, other) if device != "cpu" else np.testing.assert_array_equal(one.float(), other.float())
+
+
+def latents_into_slots(device: str = "cpu") -> None:
+    from sgl_kernel.elementwise import reference, triton_kernels
+
+    for dtype, num_heads, (rank, rotary_dim), page_size, interleaved in (
+        (torch.float16, 40, (512, 64), 4, True),
+        (torch.bfloat16, 16, (512, 64), 1, True),
+        (torch.float16, 3, (48, 24), 6, False),
+    ):
+        angles = torch.rand(50, rotary_dim // 2, generator=torch.Generator().manual_seed(14)) * 6
+        angles[0] = 0
+        table = torch.cat((angles.cos(), angles.sin()), dim=1).to(dtype).float().to(device)
+        positions, loc = torch.tensor([49, 0, 7], device=device), torch.tensor([11, 0, 5], device=device)
+        # Parts of wider projections, and of a pool whose pages hold other layers, too.
+        q = numbers(15, 3, num_heads, 32 + rotary_dim, dtype=dtype).to(device)[..., 32:]
+        latent = numbers(16, 3, 8 + rank + rotary_dim, dtype=dtype).to(device)[:, 8:]
+        weight = numbers(17, rank, dtype=dtype).to(device)
+        # Beyond what 8 bits have: without a rotation, so that no large values cancel, and normalised.
+        latent[1] *= 1000
+        weight[5] = 1500
+        results = []
+        for way in (triton_kernels, reference):
+            q_out = torch.zeros(3, num_heads, rank + rotary_dim, dtype=dtype, device=device)
+            memory = torch.zeros(12 // page_size, 3, page_size, 1, rank + rotary_dim, dtype=dtype, device=device)
+            way.store_latent(positions, q, q_out, latent, weight, 1e-6, table, memory[:, 1], loc, interleaved)
+            results.append((q_out, memory))
+        (q_out, memory), (want_q, want) = results
+        near(q_out, want_q)
+        near(memory, want)
+        # The interpreter rounds to 8 bits in its own way, but always alike.
+        small, small_want = (torch.zeros_like(memory, dtype=torch.float8_e4m3fn) for _ in range(2))
+        rows = memory[loc // page_size, 1, loc % page_size]
+        assert rows.abs().max() > 448
+        triton_kernels.store_kv(small_want[:, 1], small_want[:, 0], loc, rows, torch.zeros_like(rows))
+        triton_kernels.store_latent(positions, q, q_out, latent, weight, 1e-6, table, small[:, 1], loc, interleaved)
+        assert torch.equal(small.float(), small_want.float())
 
 
 def cuts() -> None:

@@ -30,11 +30,13 @@ __all__ = [
     "has_rope_and_store_kernel",
     "has_rope_kernel",
     "has_store_kernel",
+    "has_store_latent_kernel",
     "qk_rmsnorm",
     "rmsnorm",
     "saturating_cast",
     "silu_and_mul",
     "store_kv",
+    "store_latent",
 ]
 
 # Head dimensions for which flashinfer's rotation kernel is always built.
@@ -172,3 +174,43 @@ def store_kv(
     ours = _triton(k)
     assert ours is not None, "no kernel takes it: ask has_store_kernel"
     ours.store_kv(k_pages, v_pages, loc, k, v)
+
+
+def has_store_latent_kernel(q_rope: torch.Tensor, latent: torch.Tensor, pages: torch.Tensor) -> bool:
+    """Whether one kernel does `store_latent` of these: on a GPU, of 16 bits, with values side by side, into pages of
+    the same dtype or of 8 bits."""
+    if latent.dtype not in (torch.float16, torch.bfloat16) or q_rope.dtype != latent.dtype:
+        return False
+    if pages.dtype != latent.dtype and pages.dtype.itemsize != 1:
+        return False
+    return q_rope.stride(2) == latent.stride(1) == pages.stride(3) == 1 and _triton(latent) is not None
+
+
+def store_latent(
+    positions: torch.Tensor,
+    q_rope: torch.Tensor,
+    q_out: torch.Tensor,
+    latent: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    cos_sin_cache: torch.Tensor,
+    pages: torch.Tensor,
+    loc: torch.Tensor,
+    interleaved: bool = True,
+) -> None:
+    """Of multi-head latent attention, before its scores: the norm of each token's latent, and its rotated key, into
+    slot loc, as `saturating_cast` gives them in the pages' dtype, and the queries' rotation. One launch where
+    `has_store_latent_kernel`.
+
+    positions, loc: (num_tokens,) int64. latent: (num_tokens, rank + rotary_dim), any stride of tokens. norm_weight:
+    (rank,), see `rmsnorm`. q_rope: (num_tokens, num_heads, rotary_dim), any strides of tokens and heads. q_out:
+    (num_tokens, num_heads, rank + rotary_dim), any strides of tokens and heads; its last rotary_dim values are
+    written. cos_sin_cache: (num_positions, rotary_dim) float32, cosines, then sines. pages: (num_pages, page_size, 1,
+    rank + rotary_dim), any strides of pages and tokens. interleaved: value 2i is rotated with value 2i + 1, as
+    DeepSeek's models have it, else value i with value i + rotary_dim / 2. The results lie at i and i + rotary_dim / 2
+    either way, as transformers' `apply_rotary_pos_emb_interleave` leaves them.
+    """
+    ours = _triton(latent) if has_store_latent_kernel(q_rope, latent, pages) else None
+    (ours or reference).store_latent(
+        positions, q_rope, q_out, latent, norm_weight, eps, cos_sin_cache, pages, loc, interleaved
+    )

@@ -34,6 +34,36 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     return torch.addcmul(x * cos, torch.roll(x, x.shape[-1] // 2, dims=-1), sin)
 
 
+def store_latent(
+    positions: torch.Tensor,
+    q_rope: torch.Tensor,
+    q_out: torch.Tensor,
+    latent: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    cos_sin_cache: torch.Tensor,
+    pages: torch.Tensor,
+    loc: torch.Tensor,
+    interleaved: bool = True,
+) -> None:
+    """See `sgl_kernel.elementwise.store_latent`."""
+    rank, page_size = norm_weight.shape[0], pages.shape[1]
+    cos, sin = cos_sin_cache.index_select(0, positions).to(latent.dtype)[:, None].chunk(2, dim=-1)
+    rotation = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+    def rotated(x: torch.Tensor) -> torch.Tensor:
+        halves = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1) if interleaved else x
+        return apply_rope(halves, *rotation)
+
+    q_out[..., rank:] = rotated(q_rope)
+    normed = rmsnorm(latent[:, :rank], norm_weight, eps)
+    stored = saturating_cast(torch.cat((normed, rotated(latent[:, None, rank:])[:, 0]), dim=-1), pages.dtype)
+    if pages.dtype.itemsize == 1:
+        # Torch does not index all types of 8 bits.
+        pages, stored = pages.view(torch.uint8), stored.view(torch.uint8)
+    pages[loc // page_size, loc % page_size, 0] = stored
+
+
 def saturating_cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """x in another dtype, or itself in its own. What would become infinity or NaN there, or when it is cast back,
     becomes the largest value instead. NaN stays."""

@@ -162,6 +162,49 @@ def store_kv(
     )
 
 
+def store_latent(
+    positions: torch.Tensor,
+    q_rope: torch.Tensor,
+    q_out: torch.Tensor,
+    latent: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    cos_sin_cache: torch.Tensor,
+    pages: torch.Tensor,
+    loc: torch.Tensor,
+    interleaved: bool,
+) -> None:
+    num_tokens, num_heads, rotary_dim = q_rope.shape
+    rank, half = norm_weight.shape[0], rotary_dim // 2
+    assert latent.shape[1] == pages.shape[3] == q_out.shape[2] == rank + rotary_dim, f"{rank} + {rotary_dim} values"
+    block_d = triton.next_power_of_2(half)
+    rows = max(1, _HEADS_BLOCK // 2 // block_d)
+    launch(
+        _store_latent_kernel,
+        (num_tokens, 1 + triton.cdiv(num_heads, rows)),
+        positions,
+        q_rope,
+        q_out[..., rank:],
+        latent,
+        norm_weight,
+        cos_sin_cache,
+        pages,
+        loc,
+        *(q_rope.stride(0), q_rope.stride(1), q_out.stride(0), q_out.stride(1)),
+        *(latent.stride(0), pages.stride(0), pages.stride(1)),
+        num_heads,
+        rank,
+        half,
+        eps,
+        PAGE_SIZE=pages.shape[1],
+        MOST=None if pages.dtype == latent.dtype else largest_cast(latent.dtype, pages.dtype),
+        INTERLEAVED=interleaved,
+        ROWS=rows,
+        BLOCK_D=block_d,
+        BLOCK_R=triton.next_power_of_2(rank),
+    )
+
+
 def _warps(block: int) -> int:
     """Eight values for each thread, and 16 warps at most."""
     return min(16, max(1, block // 256))
@@ -379,3 +422,69 @@ def _store_kv_kernel(
         x = tl.load(v_ptr + token * v_token_stride + heads[:, None] * v_head_stride + d[None, :], mask=mask)
         v_slot = v_pages_ptr + _place(slot, v_page_stride, v_slot_stride, PAGE_SIZE)
         tl.store(v_slot + inside, _saturated(x, MOST), mask=mask)
+
+
+@triton.jit(do_not_specialize_on_alignment=["positions_ptr", "loc_ptr"])
+def _store_latent_kernel(
+    positions_ptr,
+    q_ptr,
+    q_out_ptr,
+    latent_ptr,
+    weight_ptr,
+    table_ptr,
+    pages_ptr,
+    loc_ptr,
+    q_token_stride,
+    q_head_stride,
+    out_token_stride,
+    out_head_stride,
+    latent_stride,
+    page_stride,
+    slot_stride,
+    num_heads,
+    rank,
+    half,
+    eps,
+    PAGE_SIZE: tl.constexpr,
+    MOST: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Program (t, 0) stores the latent of token t, program (t, 1 + b) rotates ROWS heads of its queries. q_out: where
+    the rotated values of the first head begin."""
+    token = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    d = tl.arange(0, BLOCK_D)
+    d_mask = d < half
+    angle = table_ptr + tl.load(positions_ptr + token) * 2 * half + d
+    cos = tl.load(angle, mask=d_mask, other=0.0)
+    sin = tl.load(angle + half, mask=d_mask, other=0.0)
+    first_d = 2 * d if INTERLEAVED else d
+    second_d = first_d + (1 if INTERLEAVED else half)
+    if block == 0:
+        row = latent_ptr + token * latent_stride
+        slot = pages_ptr + _place(tl.load(loc_ptr + token), page_stride, slot_stride, PAGE_SIZE)
+        # Rounded as without this kernel, so that all pools store the same bytes.
+        dtype = latent_ptr.dtype.element_ty
+        i = tl.arange(0, BLOCK_R)
+        i_mask = i < rank
+        x = tl.load(row + i, mask=i_mask, other=0.0).to(tl.float32)
+        weight = tl.load(weight_ptr + i, mask=i_mask, other=0.0).to(tl.float32)
+        normed = x * tl.rsqrt(tl.sum(x * x, 0) / rank + eps) * weight
+        tl.store(slot + i, _saturated(normed.to(dtype), MOST), mask=i_mask)
+        first = tl.load(row + rank + first_d, mask=d_mask, other=0.0).to(tl.float32)
+        second = tl.load(row + rank + second_d, mask=d_mask, other=0.0).to(tl.float32)
+        of_rotated = slot + rank + d
+        tl.store(of_rotated, _saturated((first * cos - second * sin).to(dtype), MOST), mask=d_mask)
+        tl.store(of_rotated + half, _saturated((second * cos + first * sin).to(dtype), MOST), mask=d_mask)
+    else:
+        heads = (block - 1) * ROWS + tl.arange(0, ROWS)
+        mask = (heads < num_heads)[:, None] & d_mask[None, :]
+        of_head = q_ptr + token * q_token_stride + heads[:, None] * q_head_stride
+        ahead = tl.load(of_head + first_d[None, :], mask=mask, other=0.0).to(tl.float32)
+        behind = tl.load(of_head + second_d[None, :], mask=mask, other=0.0).to(tl.float32)
+        place = q_out_ptr + token * out_token_stride + heads[:, None] * out_head_stride + d[None, :]
+        tl.store(place, ahead * cos[None, :] - behind * sin[None, :], mask=mask)
+        tl.store(place + half, behind * cos[None, :] + ahead * sin[None, :], mask=mask)
