@@ -9,7 +9,8 @@ random permutation of the pool's, in one table. The backends take turns. A turn 
 no cache still holds the KV. Plans are made once, before. Prefill counts the multiplications and additions that causal
 attention needs, decode the bytes of K and V.
 
-At the end windows, capped scores and sinks, by backends that compute them and by torch, beside none of them.
+Then windows, capped scores and sinks, by backends that compute them and by torch, beside none of them. At the end
+latents, one KV head of 512 values and 64 rotated ones: their bytes are read once for K and V.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -80,28 +81,53 @@ MASKS: dict[str, dict[str, Any]] = {
     "window 128": {"window": 128},
     "cap 50": {"softcap": 50.0},
 }
+# Of latents, by 16 and by 128 query heads.
+LATENT_GPU_BATCHES = (
+    Batch(1, 4096, 1),
+    Batch(32, 4096, 1),
+    Batch(1, 32768, 1),
+    Batch(32, 32768, 1),
+    Batch(1, 12288, 48),
+    Batch(1, 0, 2048),
+)
+LATENT_CPU_BATCHES = (Batch(1, 512, 1), Batch(1, 64, 8))
+LATENT_HEADS = (16, 128)
+LATENT_DIM, LATENT_VALUE_DIM = 576, 512
 CPU_BATCHES = (Batch(1, 0, 512), Batch(1, 2048, 256), Batch(8, 1024, 1), Batch(7, 128, 1, Batch(1, 4096, 16)))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of queries and KV. value_dim: of latents, whose values are the first ones of their keys; None for others."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int | None = None
 
 
 class Bench:
     def __init__(
         self,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
+        shape: Shape,
         device: str,
         rounds: int,
         kv_dtype: torch.dtype | None = None,
+        batches: Sequence[Batch] | None = None,
     ) -> None:
-        self.heads, self.kv_heads, self.head_dim, self.device = heads, kv_heads, head_dim, device
+        self.shape, self.device = shape, device
         self._rounds = rounds
         # The CPU's own type: products of bfloat16 matrices may be slow where instructions are missing.
         self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
         self.num_layers = 4
-        batches = GPU_BATCHES if device == "cuda" else CPU_BATCHES
+        batches = batches or (GPU_BATCHES if device == "cuda" else CPU_BATCHES)
         self.num_tokens = max(sum(-(-sum(each) // 64) * 64 for each in batch.lengths) for batch in batches)
-        shape = (2, self.num_layers, self.num_tokens, kv_heads, head_dim)
-        self._memory = torch.empty(shape, dtype=self.dtype, device=device).normal_().to(kv_dtype or self.dtype)
+        num_components = 2 if shape.value_dim is None else 1
+        size = (num_components, self.num_layers, self.num_tokens, shape.kv_heads, shape.head_dim)
+        # In its own dtype from the start: many long requests fill half of a GPU.
+        self._memory = torch.empty(size, dtype=kv_dtype or self.dtype, device=device)
+        for layer in self._memory.unbind(1):
+            layer.copy_(torch.randn(layer.shape, dtype=self.dtype, device=device))
 
     def seconds(self, *works: Callable[[], object]) -> list[float]:
         """Medians of each work, with the operations that it enqueued. The works take turns."""
@@ -128,10 +154,7 @@ class Bench:
 
     def attend(self, ways: list[Attend], batch: Batch, page_size: int, mask: Mapping[str, Any] = {}) -> list[float]:
         """Seconds of one layer, each way."""
-        views = [
-            KVView(*self._memory[:, layer].view(2, -1, page_size, self.kv_heads, self.head_dim))
-            for layer in range(self.num_layers)
-        ]
+        views = [self._view(layer, page_size) for layer in range(self.num_layers)]
         prefixes, q_lens = np.array(batch.lengths, np.int64).T
         kv_lens = prefixes + q_lens
         num_pages = -(-kv_lens // page_size)
@@ -139,8 +162,9 @@ class Bench:
         table = torch.randperm(self.num_tokens // page_size)[: num_pages.sum()].to(self.device, torch.int32)
         on_device = (torch.from_numpy(starts).to(self.device), torch.from_numpy(kv_lens).to(self.device))
         segments = PagedSegments(table, page_size, starts, kv_lens, q_lens.copy(), *on_device)
-        q = torch.randn(q_lens.sum(), self.heads, self.head_dim, dtype=self.dtype, device=self.device)
-        meta = AttentionMetadata(tuple(q_lens.tolist()), self.head_dim**-0.5, **mask)
+        heads, head_dim = self.shape.heads, self.shape.head_dim
+        q = torch.randn(q_lens.sum(), heads, head_dim, dtype=self.dtype, device=self.device)
+        meta = AttentionMetadata(tuple(q_lens.tolist()), head_dim**-0.5, **mask)
 
         def layers(attend: Attend) -> None:
             for view in views:
@@ -150,10 +174,16 @@ class Bench:
 
     def flops(self, batch: Batch) -> float:
         pairs = sum(new * prefix + new * (new + 1) // 2 for prefix, new in batch.lengths)
-        return 4.0 * pairs * self.heads * self.head_dim
+        value_dim = self.shape.value_dim or self.shape.head_dim
+        return 2.0 * pairs * self.shape.heads * (self.shape.head_dim + value_dim)
 
     def kv_bytes(self, batch: Batch) -> int:
-        return 2 * sum(map(sum, batch.lengths)) * self.kv_heads * self.head_dim * self._memory.itemsize
+        per_token = len(self._memory) * self.shape.kv_heads * self.shape.head_dim * self._memory.itemsize
+        return sum(map(sum, batch.lengths)) * per_token
+
+    def _view(self, layer: int, page_size: int) -> KVView:
+        kv = self._memory[:, layer].view(-1, self.num_tokens // page_size, page_size, *self._memory.shape[3:])
+        return KVView(*kv) if self.shape.value_dim is None else KVView(kv[0], kv[0, ..., : self.shape.value_dim])
 
     def _settle(self) -> None:
         if self.device == "cuda":
@@ -174,7 +204,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     kv_dtype = pick_kv_cache_dtype(args.kv_dtype)
-    bench = Bench(args.heads, args.kv_heads, args.head_dim, device, args.rounds, kv_dtype)
+    bench = Bench(Shape(args.heads, args.kv_heads, args.head_dim), device, args.rounds, kv_dtype)
     report = f"attention_{device}" if kv_dtype is None else f"attention_{args.kv_dtype}_{device}"
     usable = [name for name in ATTENTION_BACKENDS if why_not(name, device) is None]
     names = args.backends.split(",") if args.backends else usable
@@ -184,31 +214,53 @@ def main() -> None:
     rows: list[dict[str, object]] = []
     for batch in GPU_BATCHES if device == "cuda" else CPU_BATCHES:
         for page_size in (int(each) for each in args.page_sizes.split(",")):
-            # Measured beside every batch, because the machine may have other work.
-            flops, bandwidth = bench.matrix_flops(), bench.memory_bytes_per_s()
-            # New ones, as they may choose their tiles by their first pages.
-            backends = [make_attention_backend(name, device) for name in names]
-            for name, seconds in zip(names, bench.attend([b.forward for b in backends], batch, page_size)):
-                row: dict[str, object] = {
-                    "backend": name,
-                    "requests": batch.num_reqs,
-                    "prefix": batch.prefix,
-                    "new": batch.num_new,
-                    "beside": batch.beside.name if batch.beside else "",
-                    "page size": page_size,
-                    "ms": seconds * 1e3,
-                    "GFLOP/s": bench.flops(batch) / seconds / 1e9,
-                    "of a matrix product": bench.flops(batch) / seconds / flops,
-                    "GB/s of KV": bench.kv_bytes(batch) / seconds / 1e9,
-                    "of a copy": bench.kv_bytes(batch) / seconds / bandwidth,
-                }
-                rows.append(row)
+            rows += measured(bench, names, batch, page_size)
             write_json(report, vars(args), rows, complete=False)
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU, one thread"
     print_table(f"One layer of attention, {args.heads} heads on {args.kv_heads} of {args.head_dim}, {where}", rows)
     masked = masked_rows(bench, names)
     print_table("With windows and capped scores, pages of 1", masked)
-    write_json(report, vars(args), rows + masked)
+    del bench
+    latents = latent_rows(device, args.rounds, kv_dtype, names)
+    print_table(f"Latents of {LATENT_DIM}, pages of 64 and 1", latents)
+    write_json(report, vars(args), rows + masked + latents)
+
+
+def measured(bench: Bench, names: list[str], batch: Batch, page_size: int) -> list[dict[str, object]]:
+    """Of each backend, beside the least that a layer takes."""
+    # Measured beside every batch, because the machine may have other work.
+    flops, bandwidth = bench.matrix_flops(), bench.memory_bytes_per_s()
+    # New ones, as they may choose their tiles by their first pages.
+    backends = [make_attention_backend(name, bench.device) for name in names]
+    return [
+        {
+            "backend": name,
+            "requests": batch.num_reqs,
+            "prefix": batch.prefix,
+            "new": batch.num_new,
+            "beside": batch.beside.name if batch.beside else "",
+            "page size": page_size,
+            "ms": seconds * 1e3,
+            "GFLOP/s": bench.flops(batch) / seconds / 1e9,
+            "of a matrix product": bench.flops(batch) / seconds / flops,
+            "GB/s of KV": bench.kv_bytes(batch) / seconds / 1e9,
+            "of a copy": bench.kv_bytes(batch) / seconds / bandwidth,
+        }
+        for name, seconds in zip(names, bench.attend([b.forward for b in backends], batch, page_size))
+    ]
+
+
+def latent_rows(device: str, rounds: int, kv_dtype: torch.dtype | None, names: list[str]) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
+    batches = LATENT_GPU_BATCHES if device == "cuda" else LATENT_CPU_BATCHES
+    # FlashInfer's refuses latents.
+    names = [name for name in names if name != "flashinfer"]
+    for heads in LATENT_HEADS:
+        bench = Bench(Shape(heads, 1, LATENT_DIM, LATENT_VALUE_DIM), device, rounds, kv_dtype, batches)
+        for batch in batches:
+            for page_size in (64, 1):
+                rows += [{"heads": heads, **row} for row in measured(bench, names, batch, page_size)]
+    return rows
 
 
 def masked_rows(bench: Bench, names: list[str]) -> list[dict[str, object]]:

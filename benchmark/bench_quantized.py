@@ -16,7 +16,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from bench_attention import Bench
+from bench_attention import Bench, Shape
 from common import print_table, write_json
 
 from sgl_kernel import quantized
@@ -42,7 +42,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    bench = Bench(8, 8, 64, device, args.rounds)
+    bench = Bench(Shape(8, 8, 64), device, args.rounds)
     bandwidth = bench.memory_bytes_per_s()
     rows: list[dict[str, object]] = []
     for outputs, inputs in GPU_SHAPES if device == "cuda" else CPU_SHAPES:
