@@ -13,6 +13,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    DeepseekV3Config,
     Gemma2Config,
     OlmoeConfig,
     PretrainedConfig,
@@ -27,7 +28,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 FLAGS = (
     "--hicache --max-total-tokens 1024 --page-size 16 --hicache-storage-prefetch-policy wait_complete "
-    "--hicache-load-or-recompute off --chunked-prefill-size 100 --model-impl auto --hicache-storage-backend file"
+    "--hicache-load-or-recompute off --chunked-prefill-size 100 --hicache-storage-backend file"
 )
 TEXT = "A cache keeps what was computed once, and the next request finds it there. " * 6
 
@@ -53,6 +54,24 @@ SHAPE = dict(
 )
 
 
+LATENT = dict(
+    head_dim=16,
+    num_key_value_heads=4,
+    q_lora_rank=24,
+    kv_lora_rank=32,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=16,
+    v_head_dim=24,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+    first_k_dense_replace=1,
+    n_group=2,
+    topk_group=1,
+)
+DEEPSEEK = DeepseekV3Config(**SHAPE | LATENT)
+
+
 def made(model: Path, config: PretrainedConfig) -> Any:
     """A model with weights at random, with the embedded model's tokenizer, in a new folder."""
     torch.manual_seed(5)
@@ -73,20 +92,23 @@ def continued(theirs: Any, text: str) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("config", "num_ranks"),
+    ("config", "num_ranks", "model_impl"),
     [
-        (OlmoeConfig(**SHAPE, **EXPERTS), 1),
-        (OlmoeConfig(**SHAPE, **EXPERTS), 2),
-        (Qwen3MoeConfig(**SHAPE, **EXPERTS, moe_intermediate_size=32), 2),
+        (OlmoeConfig(**SHAPE, **EXPERTS), 1, "auto"),
+        (OlmoeConfig(**SHAPE, **EXPERTS), 2, "auto"),
+        (Qwen3MoeConfig(**SHAPE, **EXPERTS, moe_intermediate_size=32), 2, "auto"),
+        (DEEPSEEK, 2, "auto"),
+        (DEEPSEEK, 2, "transformers"),
     ],
-    ids=["transformers", "transformers on two ranks", "native"],
+    ids=["transformers", "transformers on two ranks", "native", "latents", "latents by transformers"],
 )
-def test_a_mixture_of_experts(tmp_path: Path, config: PretrainedConfig, num_ranks: int) -> None:
+def test_a_mixture_of_experts(tmp_path: Path, config: PretrainedConfig, num_ranks: int, model_impl: str) -> None:
     model = tmp_path / "model"
     want = continued(made(model, config), TEXT)
     extra = json.dumps({"path": str(tmp_path / "store"), "prefetch_threshold": 64, "block_tokens": 64})
     for start in (1, 2):
-        flags = [*FLAGS.split(), "--tp-size", str(num_ranks), "--hicache-storage-backend-extra-config", extra]
+        flags = [*FLAGS.split(), "--tp-size", str(num_ranks), "--model-impl", model_impl]
+        flags += ["--hicache-storage-backend-extra-config", extra]
         with Server(*flags, model=str(model)) as server:
             for turn in range(2):
                 reply = generate(server, TEXT)
@@ -99,14 +121,14 @@ def test_a_mixture_of_experts(tmp_path: Path, config: PretrainedConfig, num_rank
                 {"model": str(model), "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4},
             )
             assert chat.status_code == 200 and chat.json()["usage"]["completion_tokens"] <= 4
-            assert server.get("/get_server_info").json()["model_impl"] == "auto"
+            assert server.get("/get_server_info").json()["model_impl"] == model_impl
             server.stop()
 
 
 @pytest.mark.parametrize(
     ("config", "num_ranks"),
-    [(OlmoeConfig(**SHAPE, **EXPERTS), 1), (Gemma2Config(**SHAPE, sliding_window=100), 2)],
-    ids=["moe", "masked, on two ranks"],
+    [(OlmoeConfig(**SHAPE, **EXPERTS), 1), (Gemma2Config(**SHAPE, sliding_window=100), 2), (DEEPSEEK, 2)],
+    ids=["moe", "masked, on two ranks", "latents, on two ranks"],
 )
 def test_a_prompt_longer_than_the_device(tmp_path: Path, config: PretrainedConfig, num_ranks: int) -> None:
     model = tmp_path / "model"

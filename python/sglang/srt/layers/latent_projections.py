@@ -25,10 +25,9 @@ class LatentProjections(nn.Module):
         self._to_latents, self._to_values = _PerHead(to_keys.transpose(1, 2)), _PerHead(to_values)
 
     def queries(self, q: torch.Tensor) -> torch.Tensor:
-        """q: (num_tokens, num_heads, key_dim + rotary_dim), rotated. Returns (num_tokens, num_heads, rank +
-        rotary_dim): the product with a cached latent is that of q with the head's key."""
-        of_latents, rotated = q.split((self.config.key_dim, self.config.rotary_dim), dim=2)
-        return torch.cat((self._to_latents.product(of_latents), rotated), dim=2)
+        """q: (num_tokens, num_heads, key_dim). Returns (num_tokens, num_heads, rank): the product with a latent is
+        that of q with the key that the head makes of it."""
+        return self._to_latents.product(q)
 
     def values(self, attended: torch.Tensor) -> torch.Tensor:
         """attended: (num_tokens, num_heads, rank), sums of latents. Returns (num_tokens, num_heads, value_dim)."""

@@ -22,6 +22,7 @@ from sgl_kernel import elementwise
 from sgl_kernel.elementwise import reference
 from sglang.srt.configs.model_files import yarn_mscale
 from sglang.srt.layers.kv_scale import KVScale
+from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.mem_cache.kv_view import KVView
 
 
@@ -161,4 +162,31 @@ class Rotation:
             return False
         table, scales = self._rotary.table, kv_scale.of_heads
         elementwise.apply_rope_and_store(self._positions, qk, v, table, view.k, view.v, loc, scales)
+        return True
+
+    def store_latents(
+        self,
+        q: torch.Tensor,
+        queries: torch.Tensor,
+        cached: torch.Tensor,
+        norm: RMSNorm,
+        view: KVView,
+        loc: torch.Tensor,
+        is_interleaved: bool,
+    ) -> bool:
+        """As `store`, of latent attention: see `elementwise.store_latent`."""
+        if not elementwise.has_store_latent_kernel(q, cached, view.k):
+            return False
+        elementwise.store_latent(
+            self._positions,
+            q,
+            queries,
+            cached,
+            norm.weight,
+            norm.eps,
+            self._rotary.table,
+            view.k,
+            loc,
+            is_interleaved,
+        )
         return True

@@ -69,19 +69,39 @@ class DeepseekV2AttentionMLA(nn.Module):
         q, cached = self.first_proj(x).split([shard.size for shard in self.first_proj.shards], dim=1)
         if self.q_b_proj is not None:
             q = self.q_b_proj(self.q_a_layernorm(q))
-        of_latents, q_rotary = q.unflatten(1, (self.num_heads, -1)).split(
-            (self.config.key_dim, self.config.rotary_dim), dim=2
-        )
-        latent, k_rotary = cached.split((self.config.rank, self.config.rotary_dim), dim=1)
-        rotary = torch.cat((q_rotary, k_rotary[:, None]), dim=1)
+        q = q.unflatten(1, (self.num_heads, -1))
+        of_latents, to_rotate = q.split((self.config.key_dim, self.config.rotary_dim), dim=2)
+        queries = x.new_empty(len(x), self.num_heads, self.config.cached_dim)
+        self._store(to_rotate, queries, cached, rotation, out_loc, pool)
+        assert self.projections is not None, "the weights are not complete"
+        queries[..., : self.config.rank] = self.projections.queries(of_latents)
+        return queries
+
+    def _store(
+        self,
+        q: torch.Tensor,
+        queries: torch.Tensor,
+        cached: torch.Tensor,
+        rotation: Rotation,
+        out_loc: Slots,
+        pool: KVPool,
+    ) -> None:
+        """q: (num_tokens, num_heads, rotary_dim), to be rotated into the end of queries, (num_tokens, num_heads, rank
+        + rotary_dim). cached: (num_tokens, rank + rotary_dim), before its norm and rotation."""
+        norm, view = self.kv_a_layernorm, pool.view(self.attn.layer_id)
+        if self.attn.kv_scale.of_heads is None and rotation.store_latents(
+            q, queries, cached, norm, view, self.attn.slots_of(out_loc), self.is_interleaved
+        ):
+            return
+        latent, key = cached.split((self.config.rank, self.config.rotary_dim), dim=1)
+        together = torch.cat((q, key[:, None]), dim=1)
         if self.is_interleaved:
             # Pairs of neighbours -> first and second half.
-            rotary = rotary.unflatten(2, (-1, 2)).transpose(2, 3).flatten(2)
-        q_rotary, k_rotary = rotation(rotary).split((self.num_heads, 1), dim=1)
-        latents = torch.cat((self.kv_a_layernorm(latent)[:, None], k_rotary), dim=2)
+            together = together.unflatten(2, (-1, 2)).transpose(2, 3).flatten(2)
+        rotated = rotation(together)
+        queries[..., self.config.rank :] = rotated[:, : self.num_heads]
+        latents = torch.cat((norm(latent)[:, None], rotated[:, self.num_heads :]), dim=2)
         self.attn.store_latents(latents, out_loc, pool)
-        assert self.projections is not None, "the weights are not complete"
-        return self.projections.queries(torch.cat((of_latents, q_rotary), dim=2))
 
     def output(self, attended: torch.Tensor) -> torch.Tensor:
         assert self.projections is not None

@@ -1,7 +1,7 @@
-"""Latents in models of transformers: what their attention makes keys and values of, kept as it is.
+"""Latents in models of transformers, kept as they are.
 
-Owns nothing. The attention of these models calls its `expand_kv` with what a cache of transformers holds, and attends
-to the keys and values that it gives. Here it gives the latents themselves.
+Owns nothing. Attention there calls `expand_kv` with what a cache of transformers holds, and attends to the keys and
+values that it gives. Here it gives the latents themselves.
 """
 
 from __future__ import annotations

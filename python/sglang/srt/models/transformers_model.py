@@ -260,7 +260,9 @@ class TransformersForCausalLM(nn.Module):
         shards = (asked.query, heads.query), (asked.key, heads.kv), (asked.value, heads.kv)
         q, k, v = (heads.of(x[0], shard, 0).transpose(0, 1).to(self.config.dtype).contiguous() for x, shard in shards)
         if self.projections:
-            q = self.projections[layer_id].queries(q)
+            projections = self.projections[layer_id]
+            of_latents, rotated = q.split((projections.config.key_dim, projections.config.rotary_dim), dim=2)
+            q = torch.cat((projections.queries(of_latents), rotated), dim=2)
             attention.store_latents(k, batch.out_loc.unbind(), pool)
         else:
             if v.shape[-1] < head_dim:

@@ -177,7 +177,7 @@ def store_kv(
 
 
 def has_store_latent_kernel(q_rope: torch.Tensor, latent: torch.Tensor, pages: torch.Tensor) -> bool:
-    """Whether one kernel does `store_latent` of these: on a GPU, of 16 bits, with values side by side, into pages of
+    """Whether one kernel does `store_latent`: on a GPU, of 16 bits, with values side by side, into pages of
     the same dtype or of 8 bits."""
     if latent.dtype not in (torch.float16, torch.bfloat16) or q_rope.dtype != latent.dtype:
         return False

@@ -377,19 +377,13 @@ def _tokens_per_page(view: KVView) -> int:
     return page // token
 
 
-def refuse_latents(head_dim: int, value_dim: int) -> None:
-    """Raise ValueError where values are shorter than keys, as those of multi-head latent attention. Start-up asks
-    before any launch."""
-    if value_dim != head_dim:
-        raise ValueError(
-            f"The attention backend flashinfer does not compute latent attention, with values of {value_dim} and "
-            f"keys of {head_dim}: use --attention-backend triton"
-        )
-
-
 def _check(q: torch.Tensor, view: KVView) -> None:
     """Raise for inputs that FlashInfer does not check itself."""
-    refuse_latents(q.shape[2], view.v.shape[3])
+    if view.v.shape[3] != q.shape[2]:
+        raise ValueError(
+            f"FlashInfer is not asked for values of {view.v.shape[3]} beside keys of {q.shape[2]}: use the attention "
+            "backend triton"
+        )
     if q.dtype not in (torch.float16, torch.bfloat16) or view.k.dtype != q.dtype:
         raise ValueError(
             f"FlashInfer computes in float16 or bfloat16, not {q.dtype} on KV of {view.k.dtype}: use the attention "
