@@ -8,15 +8,17 @@
 
 /* Keys whose scores are known before their values are added. */
 #define BLOCK 64
+/* What a task keeps on its thread's stack, which may be one of 2 MiB. The core's second-level cache should hold it. */
+#define TASK_FLOATS (224 << 10)
 
 typedef struct {
     /* q: (rows, num_heads, head_dim), rows q_stride floats apart. out: (rows, num_heads, value_dim), contiguous. lse:
        (rows, num_heads) or NULL. */
     const float *q;
     float *out, *lse;
-    /* k: (pages, page_size, num_kv_heads, head_dim) of float, or where it is narrow of bfloat16, the last two dimensions
-       contiguous; strides in numbers. v: (pages, page_size, num_kv_heads, value_dim) of the same type, maybe a part of
-       k's memory. */
+    /* k: (pages, page_size, num_kv_heads, head_dim) of float, or where it is narrow of bfloat16, the last two
+       dimensions contiguous; strides in numbers. v: (pages, page_size, num_kv_heads, value_dim) of the same type, the
+       last dimension contiguous. It may be a part of k's memory. */
     const void *k, *v;
     int64_t k_page_stride, k_token_stride, v_page_stride, v_token_stride, v_head_stride;
     /* Request i: rows rows[i] .. rows[i] + q_lens[i] of q, its keys are kv_lens[i] tokens from the skips[i]-th token

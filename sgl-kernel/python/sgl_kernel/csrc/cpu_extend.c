@@ -1,20 +1,18 @@
 /* Attention of requests with several queries over paged keys and values in float32 or bfloat16.
 
-   The query heads that share a KV head, of all queries of a request, are the rows of one matrix, query by query. A task
-   is a run of its rows. Blocks of keys and values are copied out of the pages into panels, which the rows are multiplied with while they are
-   in the core's cache. A row's blocks begin at multiples of BLOCK from the request's first key, and its sums run over
-   them in order: its bits depend on its keys alone, neither on the chunk of the prompt it is computed in, nor on the
-   rest of the batch, nor on the frames, nor on the number of threads. Only a value that is not finite reaches queries
-   of its block that do not see it. */
+   The query heads that share a KV head, of all queries of a request, are the rows of one matrix, query by query. A
+   task is a run of its rows. Blocks of keys and values are copied out of the pages into panels, which the rows are
+   multiplied with while they are in the core's cache. A row's blocks begin at multiples of BLOCK from the request's
+   first key, and its sums run over them in order: its bits depend on its keys alone, neither on the chunk of the prompt
+   it is computed in, nor on the rest of the batch, nor on the frames, nor on the number of threads. Only a value that
+   is not finite reaches queries of its block that do not see it. */
 
 #include "cpu_attention.h"
 #include "cpu_tile.h"
 
-/* Rows of a task, unless there are too few tasks for the threads, or rows and blocks are more floats than should stand
-   on a thread's stack, which its second-level cache should hold, too. */
+/* Rows of a task, unless there are too few tasks for the threads, or its memory would be more than TASK_FLOATS. */
 #define TASK_ROWS 384
 #define LEAST_TASK_ROWS 48
-#define TASK_FLOATS (150 << 10)
 
 /* The rows of a task and where they stand. */
 typedef struct {

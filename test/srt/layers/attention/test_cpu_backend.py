@@ -151,6 +151,7 @@ def test_head_shapes(heads, kv_dtype, no_torch):
         check_batch(CpuAttnBackend(), PagedCase(seed, 4, "block_major", torch.float32, reqs, torch.int64, **shape))
 
 
+@pytest.mark.sampled(12)
 @needs_compiler
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("group", [1, 4, 16, 128])
@@ -163,7 +164,7 @@ def test_values_of_another_size_than_keys(sizes, group, kv_dtype, no_torch):
             continue
         shape = {"kv_heads": kv_heads, "group": group, "head_dim": head_dim, "kv_dtype": kv_dtype}
         shape |= {"value_dim": value_dim, "v_in_k": v_in_k}
-        reqs = ((1, 1), (300, 1), (0, 1), (64, 1), (2, 2), (0, 3), (131, 7))
+        reqs = ((1, 1), (300 if group < 128 else 66, 1), (0, 1), (64, 1), (2, 2), (0, 3), (67, 3))
         check_batch(CpuAttnBackend(), PagedCase(1, page_size, layout, torch.float32, reqs, torch.int64, **shape))
         if group == 4:
             case = Case(2, page_size, layout, torch.float32, (1, 20, 1), **shape)
@@ -244,15 +245,19 @@ def test_a_requests_bits_depend_on_its_keys_alone(shape, kv_dtype, no_torch):
             assert torch.equal(alone[0], outs[2][i]), f"seed {seed}: request {i} alone"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @needs_compiler
+@pytest.mark.parametrize(
+    "shape", [{}, {"kv_heads": 1, "group": 17, "value_dim": 16}], ids=["few heads", "many heads"]
+)
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("page_size", [1, 16, 48])
-def test_requests_that_share_pages_get_the_bits_that_they_get_alone(page_size, threads, no_torch):
+def test_requests_that_share_pages_get_the_bits_that_they_get_alone(page_size, threads, shape, no_torch):
     """Their first pages are the same ones, in rows of the table of their own. Some differ in one page in the middle,
     some end inside; there are more than are computed together."""
     lengths = [2000, 2000, 1400, 1999, 700, 256, 40, *[1800] * 20]
-    case = PagedCase(1, page_size, "block_major", torch.float32, tuple((n, 1) for n in lengths), torch.int64)
+    reqs = tuple((n, 1) for n in lengths)
+    case = PagedCase(1, page_size, "block_major", torch.float32, reqs, torch.int64, **shape)
     starts, table = case.segments.starts, case.segments.table.clone()
     own = table.clone()
     for i, length in enumerate(lengths[1:], 1):
