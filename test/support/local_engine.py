@@ -49,18 +49,21 @@ from sglang.srt.mem_cache.link import CopyOptions, HasPages, kernel_links_of
 from sglang.srt.mem_cache.memory_pool import DevicePool, MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.rate_limit import RateLimit
+from sglang.srt.mem_cache.shared_host import LeftToRank0
 from sglang.srt.mem_cache.staged_pages import StagedPages
 from sglang.srt.mem_cache.storage_link import StorageLink, StoreSlot
 from sglang.srt.mem_cache.swap_file import SwapFile
 from sglang.srt.mem_cache.transfer import (
     BACKUP_LINKS,
     CHECK,
+    D2H,
     D2S,
     H2D,
     LOAD_LINKS,
     P2H,
     P2P,
     STORAGE_LINKS,
+    Link,
     StorageAction,
     Tier,
 )
@@ -131,11 +134,11 @@ class LocalEngine:
     to know of the engine. device: "cuda" for a GPU's; None for `device_under_test`. attention_backend: the device's
     own by default. io_backend: as the server's flag; by default SGLANG_TEST_IO_BACKEND, or auto. graph_batch_size,
     graph_prefill_tokens: of the largest decode that is a CUDA graph, and of the largest prefill.
-    clock: seconds, of what the scheduler is told; when_idle is called whenever there is nothing to do but to wait, so
-    that a test with a clock of its own knows when to turn it. evidence: the canary's folder. vocabulary_file: for
-    requests with grammars, see `GrammarCache`. window_tile: as in `with_windows`; None: all is loaded whole.
-    overrides: other fields of SchedulerConfig; nothing is computed instead of loaded unless they say so, as that
-    depends on the clock."""
+    clock: seconds, of what the scheduler is told; when_idle is called whenever there is nothing to do but to wait,
+    so that a test with a clock of its own knows when to turn it. evidence: the canary's folder. vocabulary_file: for
+    requests with grammars, see `GrammarCache`. shared_host: rank 0's, see `shared_host.py`. window_tile: as in
+    `with_windows`; None: all is loaded whole. overrides: other fields of SchedulerConfig; nothing is computed
+    instead of loaded unless they say so, as that depends on the clock."""
 
     def __init__(
         self,
@@ -152,6 +155,7 @@ class LocalEngine:
         group: TensorParallelGroup = SINGLE_RANK,
         open_store: Callable[[MHATokenToKVPoolHost], BlockStore] | None = None,
         host_layout: str = "page_first",
+        shared_host: MHATokenToKVPoolHost | None = None,
         load_bytes_per_s: float | None = None,
         make_pool: Callable[..., DevicePool] = MHATokenToKVPool,
         num_peer_pages: int = 0,
@@ -214,7 +218,7 @@ class LocalEngine:
             **({"has_scratch": True} if graph_batch_size else {}),
             **({"windowed": windowed, "num_windowed_pages": num_windowed} if num_windowed else {}),
         )
-        links: dict[str, FaultyLink] = {}
+        links: dict[str, Link] = {}
         self._streams = [make_stream("compute", where)]
         sources: dict[Tier, HasPages] = {}
         limits = {H2D: RateLimit(load_bytes_per_s)} if load_bytes_per_s else {}
@@ -265,7 +269,7 @@ class LocalEngine:
         self.host_pool: MHATokenToKVPoolHost | None = None
         self.peer_pool: MHATokenToKVPoolHost | ElasticPool | None = self.borrowed.pool if self.borrowed else None
         if num_host_pages:
-            self.host_pool = host = MHATokenToKVPoolHost(pool, num_host_pages, host_layout)
+            self.host_pool = host = shared_host or MHATokenToKVPoolHost(pool, num_host_pages, host_layout)
         if num_peer_pages and self.peer_pool is None:
             self.peer_pool = MHATokenToKVPoolHost(pool, num_peer_pages)
         below = {Tier.PEER: self.peer_pool, Tier.HOST: self.host_pool}
@@ -293,6 +297,9 @@ class LocalEngine:
                 sources[Tier.DISK] = StagedPages(swap.kv_pages, layout, where, half_bytes=3 * layout.page_bytes)
             linked.append((D2S, sources[Tier.DISK], 9))
         for name, other, more in linked:
+            if shared_host is not None and name in (D2H, P2H):
+                links[name] = LeftToRank0(name)
+                continue
             self._streams.append(make_stream(name, where, urgent=name in LOAD_LINKS.values()))
             links[name] = FaultyLink(
                 name,
@@ -306,7 +313,10 @@ class LocalEngine:
                 late_rate=late_rate,
                 options=CopyOptions(io_backend, limits.get(name), windowed=windowed),
             )
-        storage_links: dict[str, StorageLink] = {}
+        storage_links: dict[str, Link] = {}
+        if shared_host is not None:
+            storage_links = {name: LeftToRank0(name) for name in STORAGE_LINKS}
+            open_store = None
         self._slot = StoreSlot(lambda setup: open_store(host)) if open_store is not None else None
         if self.host_pool is not None and self._slot is not None:
             if config.storage is not None:

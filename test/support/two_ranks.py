@@ -13,7 +13,8 @@ from support.thread_group import thread_groups
 
 
 class TwoRanks(LocalEngine):
-    """Rank 0, which steps rank 1 with it. fail_rates: of loads from the host, for each rank."""
+    """Rank 0, which steps rank 1 with it. They share a host pool where they cache the same. fail_rates: of loads from
+    the host, for each rank."""
 
     def __init__(self, config: ModelConfig, fail_rates: tuple[float, float], **options: object) -> None:
         groups = thread_groups(2)
@@ -24,6 +25,7 @@ class TwoRanks(LocalEngine):
             config,
             group=groups[1],
             load_fail_rate=fail_rates[1],
+            shared_host=self.host_pool if config.latent is not None else None,
             **options | {"seed": 91},  # type: ignore[arg-type]
         )
 

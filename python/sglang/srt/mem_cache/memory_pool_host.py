@@ -27,6 +27,8 @@ _RESERVE_BYTES = 2 << 30
 _RESERVE_BYTES_BESIDE_PINNED = 8 << 30
 
 _POPULATING_THREADS = 8
+# Its memory's name in /proc.
+HOST_POOL = "hicache-host-pool"
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +41,8 @@ class MHATokenToKVPoolHost:
     kv_pages: as of `PageMemory`; of K and V, kv is page-first (num_pages, 2, num_layers, page_size, num_kv_heads,
     head_dim), or layer-first (2, num_layers, num_pages, page_size, num_kv_heads, head_dim). shared: the memory
     itself, for another process; it begins at a page of the system, as reads and writes past the page cache and GPUs
-    want it. register: see `pin_memory`; by default CUDA's where the device pool is on a GPU. Raises ValueError for
-    another order.
+    want it; by default it is allocated. register: see `pin_memory`; by default CUDA's where the device pool is on a
+    GPU. Raises ValueError for another order.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class MHATokenToKVPoolHost:
         num_pages: int,
         layout: str = "page_first",
         register: Callable[[int, int], None] | None = None,
+        shared: SharedMemory | None = None,
     ) -> None:
         self.page_layout = device_pool.page_layout
         self.num_pages = num_pages
@@ -56,7 +59,9 @@ class MHATokenToKVPoolHost:
         self.page_bytes = self.page_layout.page_bytes
         self.layout = layout
         # Given to the offload proxy, where there is one, which writes what it fetches into it.
-        self.shared = SharedMemory.allocate(num_pages * self.page_bytes, "hicache-host-pool")
+        size_bytes = num_pages * self.page_bytes
+        self.shared = shared or SharedMemory.allocate(size_bytes, HOST_POOL)
+        assert self.shared.size_bytes == size_bytes, f"{self.shared.size_bytes} bytes of {size_bytes}"
         self._bytes = self.shared.memory
         memory = torch.from_numpy(self._bytes)
         self._memory = PageMemory(self.page_layout, num_pages, memory, layout)

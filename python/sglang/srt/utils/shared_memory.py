@@ -31,9 +31,18 @@ class SharedMemory:
     @classmethod
     def allocate(cls, size_bytes: int, name: str) -> SharedMemory:
         """Untouched memory: zeros, of which none is taken yet. name: what a person sees in /proc."""
-        if not hasattr(os, "memfd_create"):
+        if not has_shared_memory():
             return cls(-1, size_bytes)
         return cls(sealed_memfd(size_bytes, name), size_bytes)
+
+    @classmethod
+    def of_process(cls, pid: int, fd: int, size_bytes: int) -> SharedMemory:
+        """The memory of another process of the same user. fd: its own. Raises OSError."""
+        return cls(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC), size_bytes)
+
+
+def has_shared_memory() -> bool:
+    return hasattr(os, "memfd_create")
 
 
 def sealed_memfd(size_bytes: int, name: str) -> int:

@@ -217,7 +217,9 @@ def compiled(
 
     types = {name: type_of(name) for name in names}
     unmasked = {"window", "cap", "sinks_ptr"}.intersection(names).difference(masked)
-    constants = dict.fromkeys(unmasked) | constants
+    # No latents, and splits that are merged one by one.
+    ordinary = {name: value for name, value in (("ROTARY_DIM", 0), ("SPLITS", 1)) if name in names}
+    constants = dict.fromkeys(unmasked) | ordinary | constants
     return compile_kernel(kernel, types, constants, aligned, num_warps, num_stages, capability)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata, PartialMask
+from sglang.srt.layers.attention.base_attn_backend import WINDOW_TILE, AttentionMetadata, PartialMask
 from sglang.srt.layers.attention.merge_state import merge_state
 from sglang.srt.mem_cache.kv_view import KVSegment, KVView, PagedSegments
 from sglang.srt.mem_cache.page_memory import indexable
@@ -149,6 +149,7 @@ def test_few_requests_fill_a_gpu():
     for group, split in ((16, 64), (32, 64), (64, 128), (128, 128)):
         tiles = Tiles.of_latents(bf16, bf16, group, HOPPER_SHARED_BYTES)
         assert tiles.least_decode_split == split and split % tiles.decode_keys == 0
+        assert max(tiles.decode_keys, tiles.extend.keys) <= WINDOW_TILE
         assert tiles.fewest_queries(Heads(1, group), 132) is None
         q_lens, before = np.array([48]), np.array([12_288])
         splits = split_extends(q_lens, q_lens + before, before, Heads(1, group), tiles.extend, 132)

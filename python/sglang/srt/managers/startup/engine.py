@@ -37,6 +37,7 @@ from sglang.srt.managers.startup.sizes import (
     device_pages,
     graph_batch_size_for,
     most_device_pages,
+    ranks_share_host,
     with_windowed_pool,
     with_windows,
 )
@@ -45,8 +46,9 @@ from sglang.srt.mem_cache.check_link import CheckLink
 from sglang.srt.mem_cache.layer_stream_cache import LayerStreamCache
 from sglang.srt.mem_cache.link import CopyLink, CopyOptions, HasPages
 from sglang.srt.mem_cache.memory_pool import DevicePool, MHATokenToKVPool
-from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.memory_pool_host import HOST_POOL, MHATokenToKVPoolHost
 from sglang.srt.mem_cache.rate_limit import RateLimit
+from sglang.srt.mem_cache.shared_host import LeftToRank0, share_memory
 from sglang.srt.mem_cache.staged_pages import StagedPages
 from sglang.srt.mem_cache.storage_link import StorageLink, StoreSlot
 from sglang.srt.mem_cache.swap_file import SwapFile, SwapFileError
@@ -295,7 +297,7 @@ class EngineBuilder:
     def _open_tiers(self, executor: ModelExecutor) -> Storage:
         """The tiers below the device, and the links to them."""
         args, rank, config = self.args, self.rank, self.config
-        host_pool = MHATokenToKVPoolHost(self.pool, config.num_host_pages, args.hicache_mem_layout)
+        host_pool = self._open_host_pool()
         windowed = [window is not None for window in executor.model.windows] if config.window_reach else []
         if self.pool.scratch_slot is not None:
             backends = {args.hicache_io_backend}
@@ -322,6 +324,9 @@ class EngineBuilder:
             below |= {name: pool.seen_by_stream(is_within=name == P2P) for name in (P2D, D2P, P2H, P2P)}
             self._streamed_from[Tier.PEER], upper[P2P] = pool.seen_by_stream(), pool
         for name, other in below.items():
+            if self._leaves_host and name in (D2H, P2H):
+                self._links[name] = LeftToRank0(name)
+                continue
             stream = make_stream(name, rank.device, rank.notify, urgent=name in LOAD_LINKS.values())
             self._links[name] = CopyLink(
                 name,
@@ -338,6 +343,21 @@ class EngineBuilder:
                 self.pool, folder, rank.group.rank, ThreadStream(CHECK, rank.notify), rank.notify
             )
         return self._open_storage(host_pool)
+
+    @property
+    def _leaves_host(self) -> bool:
+        """Another rank writes to the host and to storage."""
+        return self.rank.group.rank > 0 and ranks_share_host(self.model, self.rank.group)
+
+    def _open_host_pool(self) -> MHATokenToKVPoolHost:
+        pool, num_pages, group = self.pool, self.config.num_host_pages, self.rank.group
+        shared = None
+        if ranks_share_host(self.model, group):
+            try:
+                shared = share_memory(num_pages * pool.page_layout.page_bytes, HOST_POOL, group)
+            except OSError as error:
+                raise StartupError(f"rank {group.rank} cannot open the host pool of rank 0: {error}") from error
+        return MHATokenToKVPoolHost(pool, num_pages, self.args.hicache_mem_layout, shared=shared)
 
     def _open_swap_file(self) -> HasPages:
         path, layout = self.args.layer_stream_disk_path, self.pool.page_layout
@@ -360,11 +380,15 @@ class EngineBuilder:
             rank.group.rank,
             rank.group.size,
             rank.directory,
+            ranks_share_host(self.model, rank.group),
         )
         slot = StoreSlot(opener.open)
         # What storage has not written down by then, the next start finds out by itself, only slower.
         rank.on_exit.callback(slot.detach)
         for name in STORAGE_LINKS:
+            if self._leaves_host:
+                self._links[name] = LeftToRank0(name)
+                continue
             stream = ThreadStream(name, rank.notify)
             self._links[name] = StorageLink(name, slot, stream, rank.notify, self._limits.get(name))
         if args.hicache_storage_backend is not None:
@@ -375,7 +399,8 @@ class EngineBuilder:
                 args.hicache_storage_prefetch_policy,
                 args.hicache_write_policy,
             )
-            slot.store = opener.open(setup.setup)
+            if not self._leaves_host:
+                slot.store = opener.open(setup.setup)
             self.config = replace(self.config, storage=setup)
         return Storage(opener, slot)
 

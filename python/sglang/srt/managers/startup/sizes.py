@@ -33,6 +33,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.byte_sizes import shown_size
 from sglang.srt.utils.child_process import StartupError
 from sglang.srt.utils.device import CPU
+from sglang.srt.utils.shared_memory import has_shared_memory
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +100,11 @@ def build_config(
         # The CPU's "device" is in the same memory.
         is_pinned = device.type != "cpu"
         taken = 0 if is_pinned else num_pages * page_bytes
-        num_host_pages = _host_pages(args, num_pages, page_bytes, group.size, taken, is_pinned)
+        num_owners = group.size
+        if ranks_share_host(model, group):
+            num_owners, taken = 1, taken * group.size
+            logger.info("hicache: %d ranks cache the same latents, and share one host pool", group.size)
+        num_host_pages = _host_pages(args, num_pages, page_bytes, num_owners, taken, is_pinned)
     logger.info(
         "KV cache: %d tokens on the device (%s), page size %d",
         num_pages * args.page_size,
@@ -176,16 +181,22 @@ def kernel_links(
     return found
 
 
+def ranks_share_host(model: ModelConfig, group: TensorParallelGroup) -> bool:
+    """Whether there is one host pool, and one storage tier, for all ranks. See `shared_host.py`."""
+    return model.latent is not None and group.size > 1 and has_shared_memory()
+
+
 def _host_pages(
-    args: ServerArgs, num_device_pages: int, page_bytes: int, num_ranks: int, taken: int, is_pinned: bool
+    args: ServerArgs, num_device_pages: int, page_bytes: int, num_owners: int, taken: int, is_pinned: bool
 ) -> int:
-    """taken: bytes of host memory that the device pool is going to take."""
+    """num_owners: of host pools, which divide the memory. taken: bytes of host memory that device pools are going to
+    take."""
     num_pages, limited = host_pages_that_fit(
         num_device_pages,
         page_bytes,
         args.hicache_ratio,
-        args.hicache_size / num_ranks,
-        free_memory(CPU, num_ranks) - taken,
+        args.hicache_size / num_owners,
+        free_memory(CPU, num_owners) - taken,
         is_pinned,
     )
     if num_pages < 1 and not limited:

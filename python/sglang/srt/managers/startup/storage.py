@@ -119,6 +119,8 @@ class StorageOpener:
     tp_size: int
     # The server's private one, which is removed when it ends.
     directory: Path = Path()
+    # Rank 0 stores what all ranks cache.
+    is_shared: bool = False
 
     def setup(self, backend: str, extra_config: str, prefetch_policy: str, write_policy: str) -> StorageSetup:
         """What the scheduler has to know of a backend. extra_config: JSON, or @ and a file with it. Raises
@@ -189,14 +191,16 @@ class StorageOpener:
 
     def _open_one(self, name: str, config: dict[str, Any], setup: dict[str, Any]) -> BlockStore:
         block_tokens = setup["block_tokens"]
+        rank, size = (0, 1) if self.is_shared else (self.tp_rank, self.tp_size)
+        ranks = f"all {self.tp_size} ranks" if self.is_shared else f"rank {rank} of {size}"
         params = StoreParams(
             config=config,
-            namespace=f"{self._namespace(block_tokens, (name,))} rank {self.tp_rank} of {self.tp_size}",
+            namespace=f"{self._namespace(block_tokens, (name,))} {ranks}",
             pool=self.pool,
             block_tokens=block_tokens,
             model_name=self.model_name,
-            tp_rank=self.tp_rank,
-            tp_size=self.tp_size,
+            tp_rank=rank,
+            tp_size=size,
             is_exclusive=setup["is_exclusive"],
             directory=self.directory / f"rank{self.tp_rank}",
             mac_key=bytes.fromhex(setup["mac_key"]),
