@@ -417,6 +417,12 @@ class Requests:
         self.tokens: list[bytes] = []
         self.seq = 0
 
+    def _spoil(self, frame: int) -> None:
+        """Finite, as kernels read whole tiles, see `WINDOW_TILE`."""
+        for layer, is_windowed in enumerate(self.windowed):
+            for component in self.pool.view(layer).components if is_windowed else ():
+                component[frame] = 1e3
+
     def _sample(self, logits: torch.Tensor, sampling: SamplingBatchInfo) -> torch.Tensor:
         self.logits.append(logits.clone())
         return logits.argmax(-1)
@@ -435,7 +441,7 @@ class Requests:
                 for page in range(max(0, (start + 1 - self.window) // PAGE)):
                     # No query sees it any more.
                     if (frame := self.frame_of.pop(page * SLOTS + slot, None)) is not None:
-                        poison_windowed(self.pool, np.array([frame]))
+                        self._spoil(frame)
                         self.free.append(frame)
                 for page in pages.tolist():
                     self.frame_of[page] = self.free.pop(0)
