@@ -117,16 +117,16 @@ def measure(configs: dict[str, ModelConfig], prefix: int, rounds: int) -> list[d
     for rig in (*rigs.values(), *slow.values()):
         rig.ask(document)
 
-    def known(rig: Rig, number: int, is_evicted: bool = False) -> float:
+    def known(rig: Rig, seed: int, is_evicted: bool = False) -> float:
         if is_evicted:
             rig.evict()
-        return rig.first_token_s(np.concatenate((document, tokens(1000 + number, NEW_TOKENS))))
+        return rig.first_token_s(np.concatenate((document, tokens(seed, NEW_TOKENS))))
 
     cases: dict[str, Callable[[str, int], float]] = {
         f"{prefix} new tokens, first token": lambda name, number: rigs[name].first_token_s(tokens(number, prefix)),
-        "known, on the device, first token": lambda name, number: known(rigs[name], number),
-        "known, on the host, first token": lambda name, number: known(rigs[name], number, True),
-        "known, host at 0.5 GB/s, first token": lambda name, number: known(slow[name], number, True),
+        "known, on the device, first token": lambda name, number: known(rigs[name], 1000 + number),
+        "known, on the host, first token": lambda name, number: known(rigs[name], 3000 + number, True),
+        "known, host at 0.5 GB/s, first token": lambda name, number: known(slow[name], 3000 + number, True),
         "decode step of 1": lambda name, number: rigs[name].decode_step_s(document),
         "decode step of 4, the same document": lambda name, number: rigs[name].decode_step_s(
             *(np.concatenate((document, tokens(2000 + i, 1))) for i in range(4))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import shutil
 import sys
@@ -15,6 +16,7 @@ from safetensors.torch import save, save_file
 
 from sglang.srt.configs import model_config, weights_digest
 from sglang.srt.configs.experts import ExpertsConfig
+from sglang.srt.configs.latent import LatentConfig
 from sglang.srt.configs.model_config import ModelConfig, ModelConfigError
 
 LLAMA = {
@@ -205,6 +207,63 @@ def test_experts(tmp_path):
 def test_what_makes_no_mixture(tmp_path, changes, sentence):
     with pytest.raises(ModelConfigError, match=f"cannot be served: {sentence}"):
         ModelConfig.from_pretrained(write(tmp_path, **QWEN2_MOE | changes))
+
+
+DEEPSEEK = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+}
+DEEPSEEK_V2 = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "topk_method": "group_limited_greedy",
+}
+GLM = {"architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite"}
+
+
+def test_latent_attention(tmp_path):
+    config = ModelConfig.from_pretrained(write(tmp_path, **DEEPSEEK))
+    assert config.latent == LatentConfig(rank=16, rotary_dim=8, key_dim=12, value_dim=10)
+    assert (config.num_kv_heads, config.head_dim, config.rotary_dim) == (1, 24, 8)
+    assert config.attn_scale == 20**-0.5 and config.kv_heads_per_rank(4) == 1
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.5}
+    scaled = ModelConfig.from_pretrained(write(tmp_path, **DEEPSEEK, rope_parameters=rope))
+    assert scaled.attn_scale == pytest.approx(20**-0.5 * (1 + 0.05 * math.log(4)) ** 2)
+    theirs = ModelConfig.from_pretrained(write(tmp_path, **DEEPSEEK), model_impl="transformers")
+    assert (theirs.latent, theirs.num_kv_heads, theirs.head_dim) == (config.latent, 1, 24)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"v_head_dim": None}, "v_head_dim in its config is None"),
+        ({"qk_nope_head_dim": 0}, "qk_nope_head_dim in its config is 0"),
+        ({"n_group": None}, "n_group in its config is None"),
+        ({"n_group": 3}, r"each token has 2 of 3 groups of 8 experts \(topk_group, n_group\)"),
+        ({"topk_group": 5}, "each token has 5 of 4 groups"),
+        ({"topk_group": 1}, r"1 groups \(topk_group\) have too few experts for 3 each token"),
+        ({"first_k_dense_replace": None}, "first_k_dense_replace in its config is None"),
+        (DEEPSEEK_V2 | {"topk_group": None}, "topk_group in its config is None"),
+        (DEEPSEEK_V2 | {"topk_method": "noaux_tc"}, "experts are chosen by 'noaux_tc'"),
+        (GLM | {"mlp_layer_types": ["dense"]}, r"mlp_layer_types in its config has 1 entries \(dense\)"),
+    ],
+)
+def test_what_makes_no_latent_attention_or_groups(tmp_path, changes, sentence):
+    # With None as it is.
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | DEEPSEEK | changes))
+    with pytest.raises(ModelConfigError, match=f"cannot be served: {sentence}"):
+        ModelConfig.from_pretrained(str(tmp_path))
 
 
 def test_the_widths_of_experts_are_divided_over_ranks(tmp_path):

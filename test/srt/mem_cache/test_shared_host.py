@@ -76,9 +76,9 @@ def add_one(pid: int, fd: int) -> None:
 
 
 def test_another_process_writes_to_the_same_memory() -> None:
-    memory = share_memory(SIZE, "test", Group(0, 2))
+    memory = share_memory(SharedMemory.allocate(SIZE, "test"), SIZE, Group(0, 2))
     memory.memory[:] = 7
-    of_rank_1 = share_memory(SIZE, "test", Group(1, 2))
+    of_rank_1 = share_memory(None, SIZE, Group(1, 2))
     assert (of_rank_1.memory == 7).all() and of_rank_1.fd != memory.fd
     process = multiprocessing.get_context("spawn").Process(target=add_one, args=(os.getpid(), memory.fd))
     process.start()
@@ -89,7 +89,7 @@ def test_another_process_writes_to_the_same_memory() -> None:
 def test_memory_that_is_not_there_is_an_error() -> None:
     told[:] = [os.getpid(), 1_000_000]
     with pytest.raises(OSError, match="1000000"):
-        share_memory(SIZE, "test", Group(1, 2))
+        share_memory(None, SIZE, Group(1, 2))
 
 
 def test_a_link_that_is_left_to_rank_0_ends_all_at_once() -> None:

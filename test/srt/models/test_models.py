@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
@@ -141,7 +142,10 @@ MODELS = {
     "deepseek_v2_lite": (
         DeepseekV2Config,
         DeepseekV2ForCausalLM,
-        LATENT | {"q_lora_rank": None, "topk_method": "greedy", "n_group": None, "topk_group": None},
+        LATENT
+        | {"q_lora_rank": None, "topk_method": "greedy", "n_group": None, "topk_group": None, "n_shared_experts": 0}
+        # Not its own: they mean nothing.
+        | {"rope_interleave": False, "mlp_layer_types": ["dense"]},
     ),
     "deepseek_v3": (
         DeepseekV3Config,
@@ -151,7 +155,9 @@ MODELS = {
     "deepseek_v3_dense": (
         DeepseekV3Config,
         DeepseekV3ForCausalLM,
-        LATENT | {"first_k_dense_replace": 3, "rope_interleave": False},
+        LATENT
+        | {"first_k_dense_replace": 3, "rope_interleave": False}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "mscale_all_dim": 1.0, "factor": 4.0}},
     ),
     "glm4_moe_lite": (
         Glm4MoeLiteConfig,
@@ -275,3 +281,12 @@ def test_replay_gives_the_same_bits(pair):
         first = pair.ours.forward([(seqs[0], 20), (seqs[1], 1), (seqs[2], 60)], all_rows=True)
         runs.append(torch.cat((first, pair.ours.forward([(seqs[0], 17), (seqs[2], 30)], all_rows=True))))
     assert torch.equal(*runs)
+
+
+def test_layers_that_predict_further_tokens_are_not_read(tmp_path):
+    """Checkpoints of DeepSeek-V3 hold one behind the last layer."""
+    torch.manual_seed(SEED)
+    DeepseekV3ForCausalLM(DeepseekV3Config(**BASE | LATENT)).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    save_file(load_file(path) | {"model.layers.3.eh_proj.weight": torch.zeros(2, 2)}, path)
+    TinyRunner(ModelConfig.from_pretrained(str(tmp_path)))

@@ -81,7 +81,8 @@ MODELS = {
         decoder_sparse_step=2,
     ),
     "deepseek_v3": DeepseekV3Config(**BASE | LATENT, n_group=2, topk_group=1),
-    "deepseek_v2": DeepseekV2Config(**BASE | LATENT | {"q_lora_rank": None}, n_shared_experts=2),
+    # The shared expert has a bias, which counts once.
+    "deepseek_v2": DeepseekV2Config(**BASE | LATENT | {"q_lora_rank": None}, n_shared_experts=2, mlp_bias=True),
 }
 
 

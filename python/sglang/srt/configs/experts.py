@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sglang.srt.configs.latent import LATENT_FAMILIES
+from sglang.srt.configs.latent import LATENT_FAMILIES, whole_number
 
 # Architectures whose feed-forward layers are mixtures, all or some.
+HAVE_SHARED_EXPERTS = ("Qwen2MoeForCausalLM", *LATENT_FAMILIES)
 MIXTURES = ("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", *LATENT_FAMILIES)
 
 
@@ -96,28 +97,43 @@ def experts_of(architecture: str, hf_config: Any) -> ExpertsConfig | None:
 
 
 def _deepseek_experts(architecture: str, hf_config: Any) -> ExpertsConfig:
-    num_layers, is_v2 = hf_config.num_hidden_layers, architecture == "DeepseekV2ForCausalLM"
+    is_v2 = architecture == "DeepseekV2ForCausalLM"
     has_groups = True
     if is_v2:
         if hf_config.topk_method not in ("greedy", "group_limited_greedy"):
             raise ValueError(f"experts are chosen by {hf_config.topk_method!r} (topk_method)")
         has_groups = hf_config.topk_method == "group_limited_greedy"
-    if (kinds := getattr(hf_config, "mlp_layer_types", None)) is not None:
-        layers = tuple(kind == "sparse" for kind in kinds)
-    else:
-        layers = tuple(layer >= hf_config.first_k_dense_replace for layer in range(num_layers))
+    num_shared = 0 if hf_config.n_shared_experts is None else whole_number(hf_config, "n_shared_experts", 0)
+    width = whole_number(hf_config, "moe_intermediate_size")
     return ExpertsConfig(
-        num_experts=hf_config.n_routed_experts,
-        top_k=hf_config.num_experts_per_tok or 0,
-        intermediate_size=hf_config.moe_intermediate_size,
+        num_experts=whole_number(hf_config, "n_routed_experts"),
+        top_k=whole_number(hf_config, "num_experts_per_tok"),
+        intermediate_size=width,
         # transformers has no other for DeepSeek-V2 either.
         is_normalized=not is_v2 and bool(hf_config.norm_topk_prob),
-        shared_size=hf_config.moe_intermediate_size * (hf_config.n_shared_experts or 0),
-        layers=layers,
+        shared_size=width * num_shared,
+        layers=_deepseek_mixtures(hf_config),
         groups=ExpertGroups(
-            total=hf_config.n_group if has_groups else 1,
-            kept=hf_config.topk_group if has_groups else 1,
+            total=whole_number(hf_config, "n_group") if has_groups else 1,
+            kept=whole_number(hf_config, "topk_group") if has_groups else 1,
             has_correction=not is_v2,
             scale=float(hf_config.routed_scaling_factor),
         ),
     )
+
+
+def _deepseek_mixtures(hf_config: Any) -> tuple[bool, ...]:
+    """Of each layer, whether it is a mixture."""
+    num_layers = hf_config.num_hidden_layers
+    # Other configs may carry the name without a reader.
+    if not hasattr(type(hf_config), "mlp_layer_types"):
+        num_dense = whole_number(hf_config, "first_k_dense_replace", 0)
+        return tuple(layer >= num_dense for layer in range(num_layers))
+    kinds = hf_config.mlp_layer_types
+    if len(kinds) != num_layers or not set(kinds) <= {"dense", "sparse"}:
+        named = ", ".join(sorted(set(map(str, kinds))))
+        raise ValueError(
+            f"mlp_layer_types in its config has {len(kinds)} entries ({named}), but each of {num_layers} layers has "
+            "to be 'dense' or 'sparse'"
+        )
+    return tuple(kind == "sparse" for kind in kinds)

@@ -30,10 +30,18 @@ class LatentConfig:
 
 
 def latent_config(hf_config: Any) -> LatentConfig:
-    """hf_config: of transformers, of a model with latent attention."""
+    """hf_config: of transformers, of a model with latent attention. Raises ValueError."""
     return LatentConfig(
-        rank=hf_config.kv_lora_rank,
-        rotary_dim=hf_config.qk_rope_head_dim,
-        key_dim=hf_config.qk_nope_head_dim,
-        value_dim=hf_config.v_head_dim,
+        rank=whole_number(hf_config, "kv_lora_rank"),
+        rotary_dim=whole_number(hf_config, "qk_rope_head_dim"),
+        key_dim=whole_number(hf_config, "qk_nope_head_dim"),
+        value_dim=whole_number(hf_config, "v_head_dim"),
     )
+
+
+def whole_number(hf_config: Any, name: str, least: int = 1) -> int:
+    """Raises ValueError, which follows "cannot be served:"."""
+    value = getattr(hf_config, name, None)
+    if type(value) is not int or value < least:
+        raise ValueError(f"{name} in its config is {value!r}, but it has to be a whole number of {least} or more")
+    return value

@@ -139,7 +139,11 @@ class ModelConfig:
             found = cls._of_transformers(model_path, local_path, architecture, hf_config, dtype, context_length)
             return replace(found, file_stamps=stamps)
         num_heads = hf_config.num_attention_heads
-        latent = latent_config(hf_config) if architecture in LATENT_FAMILIES else None
+        try:
+            latent = latent_config(hf_config) if architecture in LATENT_FAMILIES else None
+            experts = experts_of(architecture, hf_config)
+        except ValueError as error:
+            raise ModelConfigError(f"{model_path!r} cannot be served: {error}.") from error
         rope_parameters = rope_parameters_of(hf_config)
         context = pick_context_length(context_length, hf_config.max_position_embeddings, rope_parameters)
         config = cls(
@@ -153,7 +157,7 @@ class ModelConfig:
             context_length=context,
             hidden_size=hf_config.hidden_size,
             intermediate_size=hf_config.intermediate_size,
-            experts=_experts(model_path, architecture, hf_config),
+            experts=experts,
             num_layers=hf_config.num_hidden_layers,
             num_heads=num_heads,
             num_kv_heads=1 if latent else getattr(hf_config, "num_key_value_heads", None) or num_heads,
@@ -248,9 +252,12 @@ class ModelConfig:
         if self.latent is None:
             return float(self.head_dim**-0.5)
         scale = float((self.latent.key_dim + self.latent.rotary_dim) ** -0.5)
+        rope = self.rope_parameters
+        mscale = rope.get("mscale_all_dim")
+        if not mscale or rope["rope_type"] == "default":
+            return scale
         # What rotated keys leave to others, which are not rotated.
-        given = self.rope_parameters.get("mscale_all_dim")
-        return scale * yarn_mscale(self.rope_parameters["factor"], given) ** 2 if given else scale
+        return scale * yarn_mscale(rope.get("factor", 1.0), mscale) ** 2
 
     def fingerprint(self, load_format: str = "auto", seed: int = 0) -> str:
         """32 hex digits that name config and weights: equal on every machine that holds the same files, and part
@@ -348,13 +355,6 @@ def _pick_dtype(dtype: str, hf_config: Any) -> torch.dtype:
     if isinstance(stored, torch.dtype) and stored in _DTYPES.values():
         return stored
     raise unsupported_dtype(stored)
-
-
-def _experts(model_path: str, architecture: str, hf_config: Any) -> ExpertsConfig | None:
-    try:
-        return experts_of(architecture, hf_config)
-    except ValueError as error:
-        raise ModelConfigError(f"{model_path!r} cannot be served: {error}.") from error
 
 
 def _head_dim(hf_config: Any) -> int:

@@ -88,7 +88,11 @@ def _reason_against(model_class: Any, config: Any) -> str | None:
 
 def shape_of(model_path: str, config: Any) -> KVShape:
     """Raises ModelConfigError where the config does not tell one shape for all layers."""
-    if (latent := _latent_of(config)) is not None:
+    try:
+        latent = _latent_of(config)
+    except ValueError as error:
+        raise ModelConfigError(f"{model_path!r} cannot be served: {error}.") from error
+    if latent is not None:
         return KVShape(config.num_hidden_layers, config.num_attention_heads, 1, latent.cached_dim, latent)
     try:
         sizes = _sizes(config)

@@ -136,7 +136,8 @@ class GatedLinear(MergedColumnParallelLinear):
 
 
 class RowParallelLinear(Weight):
-    """shard: this rank's part of the inputs. weight: (out_features, shard.size); bias: whole on every rank."""
+    """shard: this rank's part of the inputs. weight: (out_features, shard.size); bias: whole on every rank. is_part:
+    the caller sums over ranks."""
 
     def __init__(
         self,
@@ -146,19 +147,22 @@ class RowParallelLinear(Weight):
         dtype: torch.dtype,
         group: TensorParallelGroup,
         stored_as: MatrixFormat | None = None,
+        is_part: bool = False,
     ) -> None:
         super().__init__(out_features, shard.size, dtype, stored_as)
         self.shard = shard
         self.group = group
+        self.is_part = is_part
         self.bias = _empty(out_features, dtype=dtype) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (num_tokens, shard.size). Returns (num_tokens, out_features), the same on every rank; the caller may
-        overwrite it."""
-        if self.group.size == 1:
-            return self.product(x, self.bias)
+        """x: (num_tokens, shard.size). Returns (num_tokens, out_features), the same on every rank, or its part; the
+        caller may overwrite it."""
+        if self.group.size == 1 or self.is_part:
+            # The bias counts once and not once per rank.
+            return self.product(x, self.bias if self.group.rank == 0 else None)
         out = self.group.all_reduce(self.product(x))
-        # The bias is added after the sum, so that it counts once and not once per rank.
+        # After the sum, for the same reason.
         return out if self.bias is None else out.add_(self.bias)
 
     def weight_targets(self, name: str) -> dict[str, WeightTarget]:

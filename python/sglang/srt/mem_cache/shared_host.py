@@ -44,10 +44,9 @@ class LeftToRank0:
         return ended
 
 
-def share_memory(size_bytes: int, name: str, group: TensorParallelGroup) -> SharedMemory:
-    """Memory of rank 0, the same on all ranks, which call this together. Raises OSError where a rank may not open
-    it."""
-    memory = SharedMemory.allocate(size_bytes, name) if group.rank == 0 else None
+def share_memory(memory: SharedMemory | None, size_bytes: int, group: TensorParallelGroup) -> SharedMemory:
+    """Rank 0's memory, on all ranks, which call this together. memory: at rank 0. Raises OSError where another one
+    may not open it."""
     place = [os.getpid(), memory.fd] if memory is not None else [_MOST, _MOST]
     pid, fd = group.reduce_min(torch.tensor(place)).tolist()
     return memory or SharedMemory.of_process(pid, fd, size_bytes)

@@ -6,6 +6,8 @@ heads' keys and values. Every rank caches all of both, and has some of the heads
 
 from __future__ import annotations
 
+import re
+
 import torch
 from torch import nn
 
@@ -38,7 +40,8 @@ class DeepseekV2AttentionMLA(nn.Module):
         hf, dtype, bias = config.hf_config, config.dtype, config.attention_bias
         heads = group.shard(config.num_heads)
         self.config, self.num_heads = latent, heads.size
-        self.is_interleaved = bool(getattr(hf, "rope_interleave", True))
+        # The config of DeepSeek-V2 has no such field, and may carry the name.
+        self.is_interleaved = bool(hf.rope_interleave) if hasattr(type(hf), "rope_interleave") else True
         q = heads.times(latent.key_dim + latent.rotary_dim)
         cached = Shard(latent.cached_dim, 0, latent.cached_dim)
         self.q_b_proj: MergedColumnParallelLinear | None = None
@@ -139,10 +142,6 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
         super().finish_loading()
 
     def ignores_weight(self, name: str) -> bool:
-        # Layers behind the last one predict further tokens.
-        extra = tuple(f"model.layers.{self.num_layers + i}." for i in range(_num_predictors(self.config)))
-        return name.startswith(extra) or super().ignores_weight(name)
-
-
-def _num_predictors(config: ModelConfig) -> int:
-    return getattr(config.hf_config, "num_nextn_predict_layers", None) or 0
+        # Layers behind the last one predict further tokens. Not all configs tell how many.
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        return (layer is not None and int(layer[1]) >= self.num_layers) or super().ignores_weight(name)

@@ -13,9 +13,10 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from sglang.srt.configs.experts import HAVE_SHARED_EXPERTS
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.quantization import UNUSED
-from sglang.srt.distributed.parallel_state import SINGLE_RANK, Shard, TensorParallelGroup
+from sglang.srt.distributed.parallel_state import Shard, TensorParallelGroup
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.kv_scale import kv_scale_of
 from sglang.srt.layers.layernorm import QKNorm, RMSNorm
@@ -106,13 +107,14 @@ class LlamaAttention(nn.Module):
 
 
 class LlamaMLP(nn.Module):
-    """shard: this rank's part of the width inside. group: the ranks over which the result is summed."""
+    """shard: this rank's part of the width inside. group: the ranks over which the result is summed; is_part: by the
+    caller."""
 
-    def __init__(self, config: ModelConfig, shard: Shard, group: TensorParallelGroup) -> None:
+    def __init__(self, config: ModelConfig, shard: Shard, group: TensorParallelGroup, is_part: bool = False) -> None:
         super().__init__()
         bias, dtype, stored_as = config.mlp_bias, config.dtype, config.weight_format
         self.gate_up_proj = GatedLinear(config.hidden_size, shard, bias, dtype, stored_as)
-        self.down_proj = RowParallelLinear(shard, config.hidden_size, bias, dtype, group, stored_as)
+        self.down_proj = RowParallelLinear(shard, config.hidden_size, bias, dtype, group, stored_as, is_part)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.gate_up_proj(x))
@@ -222,8 +224,7 @@ class LlamaForCausalLM(nn.Module):
             return LlamaMLP(config, group.shard(config.intermediate_size), group)
         shared = None
         if experts.shared_size:
-            # The mixture sums over ranks.
-            shared = LlamaMLP(config, group.shard(experts.shared_size), SINGLE_RANK)
+            shared = LlamaMLP(config, group.shard(experts.shared_size), group, is_part=True)
         names = ExpertNames(*self.expert_names, self.shared_expert_name)
         return Mixture(experts, config.hidden_size, config.dtype, group, names, shared)
 
@@ -341,9 +342,9 @@ class LlamaForCausalLM(nn.Module):
     def ignores_weight(self, name: str) -> bool:
         """Tensors that checkpoints may contain and the model does not need."""
         experts = self.config.experts
-        if experts is not None and not experts.shared_size and f".{self.mlp_name}.shared_expert" in name:
+        if experts is not None and not experts.shared_size and f".{self.mlp_name}.{self.shared_expert_name}" in name:
             # transformers saves one without width, whose result is 0.
-            return self.config.architecture == "Qwen2MoeForCausalLM"
+            return self.config.architecture in HAVE_SHARED_EXPERTS
         return name.endswith(("rotary_emb.inv_freq", *UNUSED)) or (
             name == "lm_head.weight" and self.config.tie_word_embeddings
         )

@@ -76,7 +76,7 @@ class CpuAttnBackend:
         if (
             meta.softcap is not None
             or not takes_heads(q, view.k, view.v)
-            or (is_ordinary and _has_faster(q, len(meta.q_lens)))
+            or (is_ordinary and _has_faster(q, view.v, len(meta.q_lens)))
         ):
             attend = self._torch.forward if is_ordinary else masked_attention
             return attend(q, view, segments, meta)
@@ -101,7 +101,7 @@ class CpuAttnBackend:
         num_q_heads), float32."""
         if mask is not None:
             return masked_partial(q, view, segment, scale, mask)
-        if not takes_heads(q, view.k, view.v) or _has_faster(q, 1):
+        if not takes_heads(q, view.k, view.v) or _has_faster(q, view.v, 1):
             return self._torch.partial(q, view, segment, scale)
         out, lse = torch.empty(*q.shape[:2], view.v.shape[3]), torch.empty(q.shape[:2])
         length = np.array([segment.length])
@@ -113,9 +113,10 @@ class CpuAttnBackend:
         return out, lse
 
 
-def _has_faster(q: torch.Tensor, num_reqs: int) -> bool:
-    """Whether torch is faster: where a request has several queries in bfloat16."""
-    return q.dtype == torch.bfloat16 and len(q) > num_reqs
+def _has_faster(q: torch.Tensor, v: torch.Tensor, num_reqs: int) -> bool:
+    """Whether torch is faster: where a request has several queries in bfloat16. It pads values that are shorter than
+    keys."""
+    return q.dtype == torch.bfloat16 and len(q) > num_reqs and v.shape[3] == q.shape[2]
 
 
 def _plan(

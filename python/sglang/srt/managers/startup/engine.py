@@ -74,10 +74,12 @@ from sglang.srt.peer.lending import LendingConfig
 from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory
 from sglang.srt.peer.memory.lent_memory import LentMemory
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.byte_sizes import shown_size
 from sglang.srt.utils.child_process import StartupError, without_stopping
 from sglang.srt.utils.cuda_stream import make_stream
 from sglang.srt.utils.device import CPU, settle_memory
 from sglang.srt.utils.peer_timing import PeerTiming
+from sglang.srt.utils.shared_memory import SharedMemory
 from sglang.srt.utils.startup_progress import SILENT, StartupProgress
 from sglang.srt.utils.stream import ThreadStream
 
@@ -351,10 +353,18 @@ class EngineBuilder:
 
     def _open_host_pool(self) -> MHATokenToKVPoolHost:
         pool, num_pages, group = self.pool, self.config.num_host_pages, self.rank.group
-        shared = None
+        size_bytes, shared = num_pages * pool.page_layout.page_bytes, None
+        try:
+            if not self._leaves_host:
+                shared = SharedMemory.allocate(size_bytes, HOST_POOL)
+        except OSError as error:
+            raise StartupError(
+                f"{shown_size(size_bytes)} of host memory cannot be allocated ({error}): lower --hicache-size or "
+                "--hicache-ratio"
+            ) from error
         if ranks_share_host(self.model, group):
             try:
-                shared = share_memory(num_pages * pool.page_layout.page_bytes, HOST_POOL, group)
+                shared = share_memory(shared, size_bytes, group)
             except OSError as error:
                 raise StartupError(f"rank {group.rank} cannot open the host pool of rank 0: {error}") from error
         return MHATokenToKVPoolHost(pool, num_pages, self.args.hicache_mem_layout, shared=shared)
