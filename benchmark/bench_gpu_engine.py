@@ -3,7 +3,7 @@
     python benchmark/bench_gpu_engine.py [--device cpu] [--parts prefill,decode,stream,documents] [--budget-s N]
                                          [--variant-s N] [--documents N] [--document-tokens N]
                                          [--piece-tokens N] [--fp8-weights] [--fp8-kv] [--io-backend NAME]
-                                         [--model-impl transformers] [--experts]
+                                         [--model-impl transformers] [--experts | --latents]
 
 *Documents*: questions about documents that are on the host and not on the device, in rounds, as in LooGLE. A round's
 questions come at once and in random order, several to a document. Variants: no hierarchy; copies of pages of 32
@@ -14,7 +14,8 @@ twice as long, layer by layer through a stream cache. On the CPU the embedded mo
 shows that the script runs.
 
 --fp8-weights and --fp8-kv are e4m3, --io-backend is that of *everything*, --model-impl is whose code computes,
---experts takes the shape of Qwen3-30B-A3B, a mixture of experts; each has a report of its own.
+--experts takes the shape of Qwen3-30B-A3B, a mixture of experts, --latents that of DeepSeek-V2-Lite; each has a
+report of its own.
 
 A variant that takes longer than --variant-s for its rounds is cut off. Its whole rounds until then count, and the row
 is marked. A part that fails is a row with its error, and an exit code of 1.
@@ -51,6 +52,7 @@ from sglang.srt.distributed.parallel_state import SINGLE_RANK
 from sglang.srt.layers.weights import QuantizedTarget
 from sglang.srt.managers.schedule_batch import BatchDecision
 from sglang.srt.managers.scheduler_config import LayerStreamConfig
+from sglang.srt.managers.startup.device import page_layout
 from sglang.srt.mem_cache.transfer import Tier
 from sglang.srt.model_executor.executor import StepResult
 from sglang.srt.model_executor.launch import LaunchMode
@@ -113,7 +115,67 @@ QWEN3_30B: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "vocab_size": 151936,
 }
-# Of the mixture of experts on a CPU.
+# The same of deepseek-ai/DeepSeek-V2-Lite.
+DEEPSEEK_LITE: dict[str, Any] = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 100000,
+    "eos_token_id": 100001,
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "model_type": "deepseek_v2",
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 1.0,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "torch_dtype": "bfloat16",
+    "v_head_dim": 128,
+    "vocab_size": 102400,
+}
+# What differs on a CPU.
+TINY_LATENTS: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "kv_lora_rank": 32,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "num_attention_heads": 4,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "torch_dtype": "float32",
+    "v_head_dim": 16,
+    "vocab_size": 2048,
+}
 TINY_EXPERTS: dict[str, Any] = {
     "head_dim": 32,
     "hidden_size": 128,
@@ -127,6 +189,9 @@ TINY_EXPERTS: dict[str, Any] = {
     "torch_dtype": "float32",
     "vocab_size": 2048,
 }
+
+# By what the model has -> its shape, and on a CPU.
+SHAPES = {"": (LLAMA_8B, None), "experts": (QWEN3_30B, TINY_EXPERTS), "latents": (DEEPSEEK_LITE, TINY_LATENTS)}
 
 # As upstream's cache: first come, first served, shared once complete.
 UNSCHEDULED: dict[str, Any] = {
@@ -217,14 +282,16 @@ class Model:
         fp8_weights: bool = False,
         fp8_kv: bool = False,
         model_impl: str = NATIVE,
-        has_experts: bool = False,
+        has: str = "",
     ) -> None:
+        """has: a key of SHAPES."""
         self.device = device
         with tempfile.TemporaryDirectory() as folder:
             path = "embedded"
-            if has_experts or device != "cpu":
-                shape = LLAMA_8B if not has_experts else QWEN3_30B | (TINY_EXPERTS if device == "cpu" else {})
-                Path(folder, "config.json").write_text(json.dumps(shape))
+            shape, tiny = SHAPES[has]
+            if device != "cpu" or tiny is not None:
+                on_cpu = tiny if device == "cpu" and tiny is not None else {}
+                Path(folder, "config.json").write_text(json.dumps(shape | on_cpu))
                 path = folder
             self.config = ModelConfig.from_pretrained(path, model_impl=model_impl)
         if fp8_weights:
@@ -234,13 +301,10 @@ class Model:
         self.model = self._build()
         self.dtype = self.config.dtype
         c = self.config
-        self.token_bytes = 2 * c.num_layers * c.num_kv_heads * c.head_dim * c.kv_dtype.itemsize
+        self.token_bytes = page_layout(c, page_size=1, num_ranks=1).page_bytes
         self._table = c.vocab_size * c.hf_config.hidden_size
         self._experts = experts_of(c.architecture, c.hf_config)
-        if model_impl == NATIVE:
-            num_parameters = sum(math.prod(target.shape) for target in self.model.weight_targets().values())
-        else:
-            num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        num_parameters = self._num_parameters
         tables = 1 if c.hf_config.tie_word_embeddings else 2
         self._body = num_parameters - tables * self._table
         self._weight_itemsize = 1 if fp8_weights else c.dtype.itemsize
@@ -264,7 +328,8 @@ class Model:
         """Multiplications and additions, causal attention and one row of logits."""
         c, experts = self.config, self._experts
         pairs = num_tokens * (num_tokens + 1) / 2
-        attention = 4.0 * c.num_layers * c.num_heads * c.head_dim * pairs
+        value_dim = c.head_dim if c.latent is None else c.latent.rank
+        attention = 2.0 * c.num_layers * c.num_heads * (c.head_dim + value_dim) * pairs
         share = 1.0 if experts is None else experts.top_k / experts.num_experts
         return 2.0 * self._of_experts(share) * num_tokens + attention + 2.0 * self._table
 
@@ -278,8 +343,10 @@ class Model:
             model = get_model_class(self.config)(self.config, self.attention, SINGLE_RANK)
         if self.config.model_impl != NATIVE:
             # It has drawn its weights.
+            self._num_parameters = sum(parameter.numel() for parameter in model.parameters())
             model.inspect_layers(torch.device(self.device))
             return model.eval()
+        self._num_parameters = sum(math.prod(target.shape) for target in model.weight_targets().values())
         torch.manual_seed(0)
         with torch.inference_mode():
             for name, target in sorted(model.weight_targets().items()):
@@ -293,6 +360,8 @@ class Model:
                     target.matrix.quantize(torch.randn(target.matrix.shape, device=self.device) * scale)
                 else:
                     target.tensor.normal_(0.0, scale)
+            if self.config.latent is not None:
+                model.finish_loading()
         return model.eval()
 
 
@@ -669,10 +738,13 @@ def main() -> None:
     parser.add_argument("--fp8-kv", action="store_true")
     parser.add_argument("--io-backend", default="auto")
     parser.add_argument("--model-impl", choices=(NATIVE, TRANSFORMERS), default=NATIVE)
-    parser.add_argument("--experts", action="store_true", help="the shape of Qwen3-30B-A3B, not of Llama-3.1-8B")
+    shape = parser.add_mutually_exclusive_group()
+    shape.add_argument("--experts", action="store_true", help="the shape of Qwen3-30B-A3B, not of Llama-3.1-8B")
+    shape.add_argument("--latents", action="store_true", help="the shape of DeepSeek-V2-Lite")
     args = parser.parse_args()
-    if args.experts and args.fp8_weights:
-        parser.error("experts are not kept in fp8: leave one of --experts and --fp8-weights out")
+    has = "experts" if args.experts else "latents" if args.latents else ""
+    if has and args.fp8_weights:
+        parser.error(f"experts are not kept in fp8: leave one of --{has} and --fp8-weights out")
     deadline = time.monotonic() + args.budget_s
     sizes = Sizes() if args.device == "cuda" else TINY
     sizes = replace(
@@ -685,14 +757,14 @@ def main() -> None:
     settings = {**vars(args), "sizes": vars(sizes)}
     backend = "" if args.io_backend == "auto" else f"_{args.io_backend}"
     kind = f"{'_fp8' * args.fp8_weights}{'_fp8kv' * args.fp8_kv}{'_transformers' * (args.model_impl != NATIVE)}"
-    name = f"gpu_engine{'_experts' * args.experts}{kind}{backend}_{args.device}"
+    name = f"gpu_engine{f'_{has}' if has else ''}{kind}{backend}_{args.device}"
 
     def save(complete: bool = False) -> None:
         device = {"matrix_flops": bench.flops, "copy_bytes_per_s": bench.bytes_per_s}
         write_json(name, settings, rows, complete, device=device)
 
     began = time.monotonic()
-    model = Model(args.device, args.fp8_weights, args.fp8_kv, args.model_impl, args.experts)
+    model = Model(args.device, args.fp8_weights, args.fp8_kv, args.model_impl, has)
     bench = Bench(model, sizes, args.variant_s, deadline, args.io_backend)
     bench.measure_device()
     print(f"model and yardsticks after {time.monotonic() - began:.1f} s", flush=True)
