@@ -192,7 +192,7 @@ class StorageOpener:
     def _open_one(self, name: str, config: dict[str, Any], setup: dict[str, Any]) -> BlockStore:
         block_tokens = setup["block_tokens"]
         rank, size = (0, 1) if self.is_shared else (self.tp_rank, self.tp_size)
-        ranks = f"all {self.tp_size} ranks" if self.is_shared else f"rank {rank} of {size}"
+        ranks = f"all {self.tp_size} ranks" if self.is_shared else f"rank {self.tp_rank} of {self.tp_size}"
         params = StoreParams(
             config=config,
             namespace=f"{self._namespace(block_tokens, (name,))} {ranks}",
