@@ -59,12 +59,13 @@ SHAPE = {
     "eos_token_id": 2,
 }
 EXPERTS = dict(moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2)
+# Powers of two, which kernels of a GPU want.
 LATENT = dict(
-    head_dim=8,
+    head_dim=16,
     q_lora_rank=20,
-    kv_lora_rank=24,
+    kv_lora_rank=32,
     qk_nope_head_dim=10,
-    qk_rope_head_dim=8,
+    qk_rope_head_dim=16,
     v_head_dim=12,
     num_key_value_heads=6,
     n_routed_experts=4,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -290,3 +291,22 @@ def test_layers_that_predict_further_tokens_are_not_read(tmp_path):
     path = tmp_path / "model.safetensors"
     save_file(load_file(path) | {"model.layers.3.eh_proj.weight": torch.zeros(2, 2)}, path)
     TinyRunner(ModelConfig.from_pretrained(str(tmp_path)))
+
+
+def test_latents_in_eight_bits_with_a_scale(tmp_path):
+    """Values are a part of keys, and have their scale, whatever is given for values."""
+    torch.manual_seed(SEED)
+    DeepseekV3ForCausalLM(DeepseekV3Config(**BASE | LATENT)).save_pretrained(tmp_path)
+    config = ModelConfig.from_pretrained(str(tmp_path))
+    tokens = list(range(60))
+    logits = []
+    for scale in (None, 1.0, 0.25):
+        scales = () if scale is None else ((((scale, 7.0),) * 3),)
+        kv_dtype = None if scale is None else torch.float8_e4m3fn
+        runner = TinyRunner(replace(config, kv_cache_dtype=kv_dtype, kv_scales=scales))
+        (seq,) = runner.start([tokens], page_size=4)
+        logits.append(torch.cat([runner.forward([(seq, n)], all_rows=True) for n in (40, 20)]))
+    exact, *rounded = logits
+    for each in rounded:
+        error = ((each - exact).std() / exact.std()).item()
+        assert 0 < error < 0.2, f"seed {SEED}: off by {error} standard deviations"

@@ -11,13 +11,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sglang.srt.configs.latent import LatentConfig
 from sglang.srt.distributed.parallel_state import SINGLE_RANK, TensorParallelGroup
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.managers.engine_core import EngineCore
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, bytes_to_ids, ids_to_bytes
 from sglang.srt.managers.startup import device as device_setup
 from sglang.srt.managers.startup import engine as startup_engine
-from sglang.srt.managers.startup.device import check_device, free_memory, kv_cache_bytes, pick_device, pick_dtype
+from sglang.srt.managers.startup.device import (
+    check_device,
+    free_memory,
+    kv_cache_bytes,
+    pick_device,
+    pick_dtype,
+    with_kv_cache,
+)
 from sglang.srt.managers.startup.engine import RankSetup
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
@@ -221,3 +229,16 @@ def test_a_rank_on_a_gpu(gpus, monkeypatch, tmp_path):
     with emulated_device(1) as device:
         assert run(CUDA, tmp_path / "cuda") == wanted
         assert device.streams, "nothing was done on the device"
+
+
+@pytest.mark.parametrize(
+    ("backend", "rank", "sentence"),
+    [
+        ("flashinfer", 512, "does not read latents yet: use --attention-backend triton"),
+        ("triton", 24, "powers of two, 16 at least, and the model's are 24 and 64: use --device cpu"),
+    ],
+)
+def test_latents_that_no_kernel_reads_are_refused(backend: str, rank: int, sentence: str) -> None:
+    model = SimpleNamespace(latent=LatentConfig(rank, 64, 128, 128))
+    with pytest.raises(StartupError, match=sentence):
+        with_kv_cache(args(), model, backend, CUDA)  # type: ignore[arg-type]

@@ -86,8 +86,15 @@ def pick_dtype(args: ServerArgs, stored: torch.dtype, device: torch.device) -> t
 def with_kv_cache(args: ServerArgs, model: ModelConfig, backend: str, device: torch.device) -> ModelConfig:
     """A config with the data type and the scales of the KV cache. backend: of attention. Raises StartupError where it
     does not read such a cache, or ModelConfigError or ModelLoadError for the scales."""
-    if backend == "flashinfer" and model.latent is not None:
-        raise StartupError("FlashInfer's attention does not read latents yet: use --attention-backend triton")
+    if (latent := model.latent) is not None:
+        if backend == "flashinfer":
+            raise StartupError("FlashInfer's attention does not read latents yet: use --attention-backend triton")
+        sizes = latent.rank, latent.rotary_dim
+        if backend == "triton" and any(size < 16 or size & (size - 1) for size in sizes):
+            raise StartupError(
+                f"Triton's attention reads latents whose kv_lora_rank and qk_rope_head_dim are powers of two, 16 at "
+                f"least, and the model's are {sizes[0]} and {sizes[1]}: use --device cpu"
+            )
     kv_cache_dtype = pick_kv_cache_dtype(args.kv_cache_dtype)
     if kv_cache_dtype is None or kv_cache_dtype == model.dtype:
         checkpoint_kv_scales(model, args.load_format, args.tp_size)  # they are not used: a line in the log
