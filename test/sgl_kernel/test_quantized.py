@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from sgl_kernel import quantized
-from sgl_kernel.quantized import FOUR_BITS, MatrixFormat, QuantizedMatrix
+from sgl_kernel.quantized import E2M1, FOUR_BITS, MatrixFormat, QuantizedMatrix
 from support.triton_runs import compile_kernel, needs_triton, run_interpreted
 
 FP8 = torch.float8_e4m3fn
@@ -22,7 +22,10 @@ FORMATS = [
     MatrixFormat(torch.int8),
     MatrixFormat(torch.int8, 32),
     MatrixFormat(FOUR_BITS, 64),
+    MatrixFormat(E2M1, 32),
 ]
+# What e2m1's numbers mean.
+E2M1_VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
 
 
 def random(seed: int, *shape: int) -> torch.Tensor:
@@ -36,12 +39,16 @@ def matrix_of(format: MatrixFormat, outputs: int, inputs: int, seed: int = 1) ->
     groups = matrix.scales.shape[1]
     scales = torch.rand(outputs, groups, generator=generator) * 0.1
     zeros = torch.randint(16, (outputs, groups), generator=generator)
+    if format.dtype == E2M1:
+        scales = 2.0 ** torch.randint(-7, 2, (outputs, groups), generator=generator)
     if format.dtype == FP8:
         values = random(seed, outputs, inputs).mul_(100).to(FP8)
     else:
-        least, most = (0, 16) if format.dtype == FOUR_BITS else (-128, 128)
+        least, most = (0, 16) if format.is_packed else (-128, 128)
         values = torch.randint(least, most, (outputs, inputs), generator=generator)
     matrix.take(values, scales, zeros)
+    if format.dtype == E2M1:
+        values = torch.tensor(E2M1_VALUES)[values]
     per_input = inputs // groups
     shift = zeros if format.dtype == FOUR_BITS else torch.zeros_like(zeros)
     means = torch.stack(
@@ -61,7 +68,7 @@ def test_what_is_stored_is_what_is_multiplied(format):
     assert quantized.linear(x[:0], matrix).shape == (0, 24)
 
 
-@pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.parametrize("format", FORMATS[:-1], ids=str)
 def test_quantizing_finds_the_nearest(format):
     weight = random(4, 24, 256)
     weight[3] = 0.0
@@ -90,12 +97,14 @@ def test_under_the_interpreter():
 
 @needs_triton
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("values", ["fp8e4nv", "i8", "u8"])
-def test_they_compile_for_sm_90(dtype, values):
+@pytest.mark.parametrize("format", FORMATS[1:], ids=str)
+def test_they_compile_for_sm_90(dtype, format):
     from sgl_kernel.quantized import triton_kernels as kernels
 
-    pointers = {"values_ptr": f"*{values}", "scales_ptr": "*fp32", "zeros_ptr": "*u8"}
-    absent = {} if values == "u8" else {"zeros_ptr": None}
+    values = "u8" if format.is_packed else "fp8e4nv" if format.dtype == FP8 else "i8"
+    scales = "u8" if format.dtype == E2M1 else "fp32"
+    pointers = {"values_ptr": f"*{values}", "scales_ptr": f"*{scales}", "zeros_ptr": "*u8"}
+    absent = {} if format.dtype == FOUR_BITS else {"zeros_ptr": None}
 
     def compiled(kernel, constants, **options):
         types = {
@@ -111,15 +120,16 @@ def test_they_compile_for_sm_90(dtype, values):
     tiles = {kernels._tile(*each, 132, 227 << 10) for each in ((1, 4096), (40, 4096), (40, 6144), (40, 28672))}
     assert len(tiles) == 4
     for tile in tiles:
-        constants = {"bias_ptr": None, "BLOCK_M": tile.rows, "BLOCK_N": tile.outputs, "STEP": 128}
-        constants["ONE_SCALE"] = values != "u8"
+        constants = {"bias_ptr": None, "ROWS": tile.rows, "OUTPUTS": tile.outputs}
+        constants |= kernels.stored_constants(matrix_of(format, 64, 256)[0], 256, 128)
         ptx = compiled(kernels._linear_kernel, constants, num_stages=tile.stages)
         assert "mma" in ptx and "cp.async" in ptx, ptx
         # Values come many with one load. Single bytes are zeros of groups.
         num_bytes = len(re.findall(r"ld\.global[a-z.:0-9]*\.b8", ptx))
         assert num_bytes <= (8 if values == "u8" else 0), ptx
         assert ("e4m3x2" in ptx) == (values == "fp8e4nv")
-    compiled(kernels._dequantize_kernel, {"ROWS": 16, "COLUMNS": 256})
+    constants = kernels.stored_constants(matrix_of(format, 64, 256)[0], 256, 256)
+    compiled(kernels._dequantize_kernel, {"ROWS": 16, "COLUMNS": 256, "FORMAT": constants["FORMAT"]})
 
 
 @pytest.mark.gpu

@@ -5,8 +5,12 @@ the stored values and nothing else. For more rows, where a product computes long
 the matrix is dequantised first. That also defines the result: each value in float32, rounded once to x's data type.
 The kernel rounds less often.
 
-    8 bits    weight = values * scales              values (outputs, inputs): float8_e4m3fn or int8
-    4 bits    weight = (values - zeros) * scales    values (outputs, inputs / 2): uint8, of two the lower bits first
+    8 bits    weight = values * scales                values (outputs, inputs): float8_e4m3fn or int8
+    4 bits    weight = (values - zeros) * scales      values (outputs, inputs / 2): uint8, of two the lower bits first
+    e2m1      weight = values * 2 ** (scales - 127)   values as of 4 bits
+
+e2m1 has a sign, two bits of exponent and one of mantissa. With its scales it is MXFP4: Open
+Compute Project, Microscaling Formats, version 1.0 (2023), sections 5.3.3 and 5.4.1.
 """
 
 from __future__ import annotations
@@ -24,19 +28,32 @@ MOST_ROWS = 256
 # The kernel's step along the inputs is a part of a group.
 LEAST_GROUP = 32
 FOUR_BITS = torch.uint8
+E2M1 = torch.float4_e2m1fn_x2
+# Inputs that share a scale of e2m1.
+E2M1_GROUP = 32
+# What e2m1's numbers from 0 to 7 mean; 8 to 15 are their negatives.
+_E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# Of a power of two in a byte, as float32 has it.
+_EXPONENT_BIAS = 127
 
 
 @dataclass(frozen=True)
 class MatrixFormat:
-    """dtype: of the values; `FOUR_BITS` for two in a byte. group: inputs of an output that share a scale; 0: all."""
+    """dtype: of the values; `FOUR_BITS` and `E2M1` have two in a byte. group: inputs of an output that share a scale;
+    0: all."""
 
     dtype: torch.dtype
     group: int = 0
 
+    @property
+    def is_packed(self) -> bool:
+        return self.dtype in (FOUR_BITS, E2M1)
+
 
 @dataclass(frozen=True)
 class QuantizedMatrix:
-    """values: see above. scales: (outputs, groups) float32. zeros: (outputs, groups) uint8, for 4 bits only."""
+    """values: see above. scales: (outputs, groups) float32, of e2m1 uint8. zeros: (outputs, groups) uint8, for 4 bits
+    that are no e2m1."""
 
     format: MatrixFormat
     values: torch.Tensor
@@ -48,19 +65,19 @@ class QuantizedMatrix:
         """inputs: a multiple of the group, and even for 4 bits."""
         groups = inputs // format.group if format.group else 1
         assert not format.group or groups * format.group == inputs, f"{inputs} inputs in groups of {format.group}"
-        is_packed = format.dtype == FOUR_BITS
+        values = (inputs // 2, torch.uint8) if format.is_packed else (inputs, format.dtype)
         return cls(
             format,
-            torch.empty(outputs, inputs // 2 if is_packed else inputs, dtype=format.dtype),
-            torch.empty(outputs, groups, dtype=torch.float32),
-            torch.empty(outputs, groups, dtype=torch.uint8) if is_packed else None,
+            torch.empty(outputs, values[0], dtype=values[1]),
+            torch.empty(outputs, groups, dtype=torch.uint8 if format.dtype == E2M1 else torch.float32),
+            torch.empty(outputs, groups, dtype=torch.uint8) if format.dtype == FOUR_BITS else None,
         )
 
     @property
     def shape(self) -> tuple[int, int]:
         """Outputs and inputs."""
         outputs, columns = self.values.shape
-        return outputs, 2 * columns if self.format.dtype == FOUR_BITS else columns
+        return outputs, 2 * columns if self.format.is_packed else columns
 
     @property
     def group(self) -> int:
@@ -78,18 +95,23 @@ class QuantizedMatrix:
         return QuantizedMatrix(self.format, values, scales, zeros[0] if zeros else None)
 
     def take(self, values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> None:
-        """values: (outputs, inputs), of 4 bits one in each. scales, zeros: (outputs, groups), or (outputs, 1)."""
-        if self.format.dtype == FOUR_BITS:
+        """values: (outputs, inputs), of 4 bits one in each. scales, zeros: (outputs, groups), or (outputs, 1). Scales
+        of e2m1 are powers of two."""
+        if self.format.is_packed:
             low, high = values.to(torch.uint8).unflatten(1, (-1, 2)).unbind(-1)
             values = low | (high << 4)
         self.values.copy_(values)
+        if self.format.dtype == E2M1:
+            scales = torch.frexp(scales.float()).exponent + (_EXPONENT_BIAS - 1)
         self.scales.copy_(scales)
         if self.zeros is not None:
             assert zeros is not None
             self.zeros.copy_(zeros)
 
     def quantize(self, weight: torch.Tensor) -> None:
-        """weight: (outputs, inputs) of floats. Each group's largest value gets the largest that can be stored."""
+        """weight: (outputs, inputs) of floats. Each group's largest value gets the largest that can be stored. Not
+        for e2m1."""
+        assert self.format.dtype != E2M1, "its scales are powers of two"
         groups = weight.float().unflatten(1, (self.scales.shape[1], -1))
         if self.format.dtype == FOUR_BITS:
             low, high = groups.amin(2).clamp(max=0.0), groups.amax(2).clamp(min=0.0)
@@ -109,13 +131,17 @@ class QuantizedMatrix:
         kernels = _kernels(self.values)
         if kernels is not None and dtype in kernels.DTYPES and self.group % LEAST_GROUP == 0:
             return kernels.dequantized(self, dtype)  # type: ignore[no-any-return]
-        values = self.values
-        if self.zeros is not None:
+        values, scales = self.values, self.scales
+        if self.format.is_packed:
             values = torch.stack((values & 15, values >> 4), dim=2)
-        groups = values.reshape(self.scales.shape[0], self.scales.shape[1], -1).float()
+        if self.format.dtype == E2M1:
+            means = torch.tensor(_E2M1_VALUES, device=values.device)
+            values = torch.cat((means, -means))[values.long()]
+            scales = (scales.int() << 23).view(torch.float32)
+        groups = values.reshape(*self.scales.shape, -1).float()
         if self.zeros is not None:
             groups = groups - self.zeros.unsqueeze(2)
-        return (groups * self.scales.unsqueeze(2)).to(dtype).flatten(1)
+        return (groups * scales.unsqueeze(2)).to(dtype).flatten(1)
 
 
 def linear(x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Products of few rows with matrices of 8 and 4 bits, and dequantising, in Triton.
 
 A decode step's products take as long as their matrices are read: programs are many and narrow, and the next steps'
-values are on their way while one is computed. Sums are in float32. A scale is multiplied onto the sum of its group.
-Which tiles are fastest was worked out, not measured.
+values are on their way while one is computed. Sums are in float32. For few rows a scale is multiplied onto the sum of
+its group. `product` is also for matrices of experts. Which tiles are fastest was worked out, not measured.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ _MANY_STAGES, _STAGES = 8, 4
 _MANY_STAGES_BYTES = 164 << 10
 # Rows and columns that a program dequantises.
 _TILE = (16, 256)
+# Inputs that share a scale where numbers are e2m1.
+_FLOAT4_GROUP = tl.constexpr(32)
 
 
 def linear(x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None) -> torch.Tensor:
@@ -52,10 +54,9 @@ def linear(x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None) 
         outputs,
         inputs,
         matrix.group,
-        BLOCK_M=tile.rows,
-        BLOCK_N=tile.outputs,
-        STEP=_step(matrix),
-        ONE_SCALE=matrix.group == inputs,
+        **stored_constants(matrix, inputs, _STEP),
+        ROWS=tile.rows,
+        OUTPUTS=tile.outputs,
         num_warps=4,
         num_stages=tile.stages,
     )
@@ -105,33 +106,120 @@ def dequantized(matrix: QuantizedMatrix, dtype: torch.dtype) -> torch.Tensor:
         matrix.group,
         ROWS=rows,
         COLUMNS=columns,
+        FORMAT=stored_constants(matrix, inputs, columns)["FORMAT"],
     )
     return out
 
 
-def _step(matrix: QuantizedMatrix) -> int:
-    """The largest power of two that divides a group, and at most `_STEP`."""
-    return min(_STEP, matrix.group & -matrix.group)
+def stored_constants(weights: QuantizedMatrix | torch.Tensor, inputs: int, most: int, many: bool = False) -> dict:
+    """How `product` reads weights. most: inputs of a step at most. many: there are so many rows that each value is
+    scaled once and not each row's sum, which also is how `QuantizedMatrix` defines the result."""
+    if isinstance(weights, torch.Tensor):
+        return {"STEP": most, "FORMAT": "plain", "SCALES": "none", "MAY_END": inputs % most > 0}
+    name = {torch.uint8: "int4", torch.float4_e2m1fn_x2: "e2m1"}.get(weights.format.dtype, "eight_bits")
+    if name == "e2m1":
+        return {"STEP": most, "FORMAT": name, "SCALES": "none", "MAY_END": inputs % most > 0}
+    # The largest power of two that divides a group.
+    step = min(most, weights.group & -weights.group)
+    is_one = weights.group == inputs and name == "eight_bits"
+    scales = "last" if is_one else "first" if many else "of_sums"
+    return {"STEP": step, "FORMAT": name, "SCALES": scales, "MAY_END": False}
 
 
 @triton.jit
 def _values(
-    values_ptr, places, begin, inputs, mask, COLUMNS: tl.constexpr, IS_PACKED: tl.constexpr, MAY_END: tl.constexpr
+    values_ptr,
+    scales_ptr,
+    places,
+    begin,
+    inputs,
+    mask,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    MAY_END: tl.constexpr,
 ):
-    """Stored numbers of COLUMNS inputs from begin on, in float32. places: of outputs, 64 bits, a column. mask: of
-    outputs, a column. MAY_END: some may lie behind the last input, and are 0."""
-    if IS_PACKED:
+    """(ROWS, COLUMNS): stored numbers of COLUMNS inputs from begin on, in float32, or as they are where they are not
+    quantised. Those of e2m1 are multiplied by their scales, of _FLOAT4_GROUP inputs each. places: of outputs, 64
+    bits, a column. mask: of outputs, a column. MAY_END: some may lie behind the last input, and are 0."""
+    if FORMAT == "int4" or FORMAT == "e2m1":
         # Whole bytes, side by side, so that many come with one load.
         half = begin // 2 + tl.arange(0, COLUMNS // 2)[None, :]
+        of_pairs = mask
         if MAY_END:
-            mask = mask & (half < inputs // 2)
-        pairs = tl.load(values_ptr + places * (inputs // 2) + half, mask=mask, other=0)
-        return tl.interleave(pairs & 15, pairs >> 4).to(tl.float32)
+            of_pairs = mask & (half < inputs // 2)
+        pairs = tl.load(values_ptr + places * (inputs // 2) + half, mask=of_pairs, other=0)
+        numbers = tl.interleave(pairs & 15, pairs >> 4)
+        if FORMAT == "int4":
+            return numbers.to(tl.float32)
+        numbers = numbers.to(tl.int16)
+        # Exponent and mantissa, and the sign, in their places in a float16, whose exponent is larger by 14.
+        floats = (((numbers & 7) << 9) | ((numbers & 8) << 12)).to(tl.float16, bitcast=True).to(tl.float32)
+        groups = begin // _FLOAT4_GROUP + tl.arange(0, COLUMNS // _FLOAT4_GROUP)[None, :]
+        of_groups = mask
+        if MAY_END:
+            of_groups = mask & (groups < inputs // _FLOAT4_GROUP)
+        exponents = tl.load(scales_ptr + places * (inputs // _FLOAT4_GROUP) + groups, mask=of_groups, other=0)
+        scales = (exponents.to(tl.int32) << 23).to(tl.float32, bitcast=True) * 16384.0
+        floats = tl.reshape(floats, (ROWS, COLUMNS // _FLOAT4_GROUP, _FLOAT4_GROUP)) * scales[:, :, None]
+        return tl.reshape(floats, (ROWS, COLUMNS))
     else:
         columns = begin + tl.arange(0, COLUMNS)[None, :]
         if MAY_END:
             mask = mask & (columns < inputs)
-        return tl.load(values_ptr + places * inputs + columns, mask=mask, other=0.0).to(tl.float32)
+        found = tl.load(values_ptr + places * inputs + columns, mask=mask, other=0.0)
+        if FORMAT != "plain":
+            found = found.to(tl.float32)
+        return found
+
+
+@triton.jit
+def product(
+    x_rows,
+    some_rows,
+    values_ptr,
+    scales_ptr,
+    zeros_ptr,
+    outputs,
+    some_outputs,
+    inputs,
+    group,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    STEP: tl.constexpr,
+    FORMAT: tl.constexpr,
+    SCALES: tl.constexpr,
+    MAY_END: tl.constexpr,
+):
+    """(OUTPUTS, ROWS) float32: the matrix's part times the rows' transpose, so that a scale belongs to few of a
+    thread's sums, and that few rows fill the tensor cores' tiles. x_rows: pointers to rows, a column. outputs: rows
+    of the matrix, 64 bits. group: a multiple of STEP, or all inputs, but for e2m1. FORMAT: see `format_name`.
+    SCALES: see `scales_of`. MAY_END: the last step has fewer inputs."""
+    total = tl.zeros((OUTPUTS, ROWS), dtype=tl.float32)
+    groups = outputs * (inputs // group)
+    places, mask = outputs[:, None], some_outputs[:, None]
+    for begin in range(0, inputs, STEP):
+        columns = begin + tl.arange(0, STEP)[None, :]
+        x_mask = some_rows[:, None]
+        if MAY_END:
+            x_mask = x_mask & (columns < inputs)
+        x = tl.load(x_rows + columns, mask=x_mask, other=0.0)
+        values = _values(values_ptr, scales_ptr, places, begin, inputs, mask, STEP, OUTPUTS, FORMAT, MAY_END)
+        of_group = groups + begin // group
+        if FORMAT == "int4":
+            values -= tl.load(zeros_ptr + of_group, mask=some_outputs, other=0).to(tl.float32)[:, None]
+        if SCALES == "first":
+            values *= tl.load(scales_ptr + of_group, mask=some_outputs, other=0.0)[:, None]
+        # Whole numbers up to 127, and e4m3, are exact in 16 bits. Only float32 could lose something in it.
+        weight, x = values.to(x.dtype), tl.trans(x)
+        if SCALES == "of_sums":
+            scales = tl.load(scales_ptr + of_group, mask=some_outputs, other=0.0)
+            total += tl.dot(weight, x, input_precision="ieee") * scales[:, None]
+        else:
+            total = tl.dot(weight, x, total, input_precision="ieee")
+    if SCALES == "last":
+        total *= tl.load(scales_ptr + outputs, mask=some_outputs, other=0.0)[:, None]
+    return total
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -147,39 +235,39 @@ def _linear_kernel(
     num_outputs,
     inputs,
     group,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
     STEP: tl.constexpr,
-    ONE_SCALE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    SCALES: tl.constexpr,
+    MAY_END: tl.constexpr,
 ):
-    """Program (m, n): BLOCK_N outputs of BLOCK_M rows. Those of the same outputs run together, so that their part of
-    the matrix is read once. group: a multiple of STEP. ONE_SCALE: it is all inputs."""
-    outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    """Program (m, n): OUTPUTS outputs of ROWS rows. Those of the same outputs run together, so that their part of the
+    matrix is read once."""
+    outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     some_rows, some_outputs = rows < num_rows, outputs < num_outputs
-    x_rows = x_ptr + rows.to(tl.int64)[:, None] * x_stride
-    places = outputs.to(tl.int64)[:, None]
-    groups = outputs.to(tl.int64) * (inputs // group)
-    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for begin in range(0, inputs, STEP):
-        columns = begin + tl.arange(0, STEP)
-        x = tl.load(x_rows + columns[None, :], mask=some_rows[:, None], other=0.0)
-        values = _values(values_ptr, places, begin, inputs, some_outputs[:, None], STEP, zeros_ptr is not None, False)
-        of_group = groups + begin // group
-        if zeros_ptr is not None:
-            values -= tl.load(zeros_ptr + of_group, mask=some_outputs, other=0).to(tl.float32)[:, None]
-        # Whole numbers up to 127, and e4m3, are exact in 16 bits.
-        part = tl.dot(x, tl.trans(values.to(x.dtype)))
-        if ONE_SCALE:
-            total += part
-        else:
-            total += part * tl.load(scales_ptr + of_group, mask=some_outputs, other=0.0)[None, :]
-    if ONE_SCALE:
-        total *= tl.load(scales_ptr + outputs, mask=some_outputs, other=0.0)[None, :]
+    total = product(
+        x_ptr + rows.to(tl.int64)[:, None] * x_stride,
+        some_rows,
+        values_ptr,
+        scales_ptr,
+        zeros_ptr,
+        outputs.to(tl.int64),
+        some_outputs,
+        inputs,
+        group,
+        ROWS,
+        OUTPUTS,
+        STEP,
+        FORMAT,
+        SCALES,
+        MAY_END,
+    )
     if bias_ptr is not None:
-        total += tl.load(bias_ptr + outputs, mask=some_outputs, other=0.0).to(tl.float32)[None, :]
+        total += tl.load(bias_ptr + outputs, mask=some_outputs, other=0.0).to(tl.float32)[:, None]
     out = out_ptr + rows.to(tl.int64)[:, None] * num_outputs + outputs[None, :]
-    tl.store(out, total, mask=some_rows[:, None] & some_outputs[None, :])
+    tl.store(out, tl.trans(total), mask=some_rows[:, None] & some_outputs[None, :])
 
 
 @triton.jit
@@ -193,6 +281,7 @@ def _dequantize_kernel(
     group,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):
     """Program (n, k): COLUMNS inputs of ROWS outputs."""
     outputs = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -201,9 +290,10 @@ def _dequantize_kernel(
     mask = (outputs < num_outputs)[:, None] & (columns < inputs)[None, :]
     some_outputs = (outputs < num_outputs)[:, None]
     begin = tl.program_id(1) * COLUMNS
-    values = _values(values_ptr, places, begin, inputs, some_outputs, COLUMNS, zeros_ptr is not None, True)
-    groups = places * (inputs // group) + (columns // group)[None, :]
-    if zeros_ptr is not None:
-        values -= tl.load(zeros_ptr + groups, mask=mask, other=0).to(tl.float32)
-    values *= tl.load(scales_ptr + groups, mask=mask, other=0.0)
+    values = _values(values_ptr, scales_ptr, places, begin, inputs, some_outputs, COLUMNS, ROWS, FORMAT, True)
+    if FORMAT != "e2m1":
+        groups = places * (inputs // group) + (columns // group)[None, :]
+        if FORMAT == "int4":
+            values -= tl.load(zeros_ptr + groups, mask=mask, other=0).to(tl.float32)
+        values *= tl.load(scales_ptr + groups, mask=mask, other=0.0)
     tl.store(out_ptr + places * inputs + columns[None, :], values, mask=mask)

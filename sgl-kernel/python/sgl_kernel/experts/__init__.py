@@ -1,0 +1,61 @@
+"""Products of rows with matrices of experts, each row with that of its own expert.
+
+`Groups` is the order in which rows of one expert lie side by side. On a GPU, Triton kernels find it and multiply, and
+never wait for the device; elsewhere torch does. `reference` defines the result. Weights are a tensor (num_experts,
+outputs, inputs), or a `QuantizedMatrix` whose outputs are those of all experts, one below the other.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+
+from sgl_kernel.experts import reference
+from sgl_kernel.quantized import QuantizedMatrix
+from sgl_kernel.triton_modules import triton_module
+
+Weights = torch.Tensor | QuantizedMatrix
+
+
+class Groups(NamedTuple):
+    """Of the experts that tokens chose, (num_tokens, top_k). places: (num_tokens * top_k,) int32, indices into the
+    flattened choice in the order of experts, those of one expert in their own order. ends: (num_experts,) int32,
+    where each expert's end in `places`. top_k: experts of a token."""
+
+    places: torch.Tensor
+    ends: torch.Tensor
+    top_k: int
+
+
+def group_by_expert(chosen: torch.Tensor, num_experts: int) -> Groups:
+    """chosen: (num_tokens, top_k) int64, contiguous, at least one token."""
+    places, ends = _module(chosen).group_by_expert(chosen, num_experts)
+    return Groups(places, ends, chosen.shape[1])
+
+
+def product_of_tokens(
+    x: torch.Tensor, weights: Weights, groups: Groups, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x: (num_tokens, inputs). bias: (num_experts, outputs). Returns (num_tokens * top_k, outputs), in the order of
+    experts: each token's row times its experts' matrices."""
+    return _module(x).product_of_tokens(x, weights, groups, bias)  # type: ignore[no-any-return]
+
+
+def product_to_places(
+    x: torch.Tensor, weights: Weights, groups: Groups, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x: (num_tokens * top_k, inputs), in the order of experts. bias: (num_experts, outputs). Returns (num_tokens,
+    top_k, outputs): each row times its expert's matrix, in the order of tokens."""
+    return _module(x).product_to_places(x, weights, groups, bias)  # type: ignore[no-any-return]
+
+
+def weighted_sum(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """outputs: (num_tokens, top_k, hidden_size), contiguous; weights: (num_tokens, top_k) float32. Returns
+    (num_tokens, hidden_size): the sum over a token's experts in float32, rounded once."""
+    return _module(outputs).weighted_sum(outputs, weights)  # type: ignore[no-any-return]
+
+
+def _module(x: torch.Tensor) -> ModuleType:
+    return (triton_module(f"{__name__}.triton_kernels") if x.is_cuda else None) or reference

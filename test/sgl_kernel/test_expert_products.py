@@ -1,0 +1,224 @@
+"""Products with matrices of experts: against one row at a time, and their kernels, under Triton's interpreter, where
+this file runs as a script, and compiled for sm_90."""
+
+from __future__ import annotations
+
+import random
+import re
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from sgl_kernel import experts
+from sgl_kernel.experts import Weights, reference
+from sgl_kernel.quantized import E2M1, FOUR_BITS, MatrixFormat, QuantizedMatrix
+from support.triton_runs import SHARED_BYTES, compile_kernel, needs_triton, run_interpreted
+
+FP8 = torch.float8_e4m3fn
+# None: not quantised.
+FORMATS = (
+    None,
+    MatrixFormat(FP8),
+    MatrixFormat(FP8, 64),
+    MatrixFormat(torch.int8, 32),
+    MatrixFormat(FOUR_BITS, 32),
+    MatrixFormat(E2M1, 32),
+)
+
+
+def drawn(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def weights_of(
+    format: MatrixFormat | None, num_experts: int, outputs: int, inputs: int, seed: int, dtype: torch.dtype
+) -> tuple[Weights, torch.Tensor]:
+    """Random ones, and what they mean, (num_experts, outputs, inputs) in float32."""
+    if format is None:
+        plain = (drawn(seed, num_experts, outputs, inputs) * 0.2).to(dtype)
+        return plain, plain.float()
+    matrix = QuantizedMatrix.empty(format, num_experts * outputs, inputs)
+    if format.dtype == E2M1:
+        generator = torch.Generator().manual_seed(seed)
+        numbers = torch.randint(16, matrix.shape, generator=generator)
+        matrix.take(numbers, 2.0 ** torch.randint(-5, 0, matrix.scales.shape, generator=generator), None)
+    else:
+        matrix.quantize(drawn(seed, *matrix.shape) * 0.2)
+    return matrix, matrix.dequantized(torch.float32).view(num_experts, outputs, inputs)
+
+
+def chosen_of(num_tokens: int, num_experts: int, top_k: int, seed: int) -> torch.Tensor:
+    """Some experts are chosen by no token, one by most."""
+    likely = torch.rand(num_tokens, num_experts, generator=torch.Generator().manual_seed(seed))
+    likely += (torch.arange(num_experts) % 3 == 0).float() + 2.0 * (torch.arange(num_experts) == 3)
+    return likely.topk(top_k).indices
+
+
+def check_groups(module, chosen: torch.Tensor, num_experts: int) -> None:
+    places, ends = module.group_by_expert(chosen, num_experts)
+    flat = chosen.flatten().tolist()
+    assert places.dtype == ends.dtype == torch.int32
+    assert places.tolist() == sorted(range(len(flat)), key=lambda place: flat[place])
+    assert ends.tolist() == [sum(expert <= each for expert in flat) for each in range(num_experts)]
+
+
+def check_products(module, format: MatrixFormat | None, dtype: torch.dtype, seed: int) -> None:
+    """A layer: rows to their experts, on to other matrices of the same experts, back and added up."""
+    rng = random.Random(seed)
+    num_experts = rng.choice((1, 4, 5, 9))
+    top_k, num_tokens = rng.randint(1, min(4, num_experts)), rng.choice((1, 3, 40))
+    inputs, inside = rng.choice((64, 192)), rng.choice((64, 128))
+    # Not all are multiples of a tile's step.
+    inputs += 32 * (format is None or format.dtype == E2M1)
+    outputs = rng.choice((24, 80))
+    where = f"seed {seed}: {num_tokens} tokens, {top_k} of {num_experts}, {inputs} to {inside} to {outputs}, {format}"
+    chosen = chosen_of(num_tokens, num_experts, top_k, seed)
+    first, of_first = weights_of(format, num_experts, inside, inputs, seed, dtype)
+    second, of_second = weights_of(format, num_experts, outputs, inside, seed + 1, dtype)
+    x = drawn(seed + 2, num_tokens, inputs + 16).to(dtype)[:, :inputs]
+    biases = [None, None]
+    if seed % 2:
+        biases = [drawn(seed + 3, num_experts, size).to(dtype) for size in (inside, outputs)]
+    groups = experts.Groups(*module.group_by_expert(chosen, num_experts), top_k)
+
+    in_order = module.product_of_tokens(x, first, groups, biases[0])
+    at_places = torch.empty_like(in_order).index_copy_(0, groups.places.long(), in_order)
+    got = module.product_to_places(in_order, second, groups, biases[1])
+    share = torch.rand(num_tokens, top_k, generator=torch.Generator().manual_seed(seed))
+    total = module.weighted_sum(got, share)
+    assert in_order.dtype == got.dtype == total.dtype == dtype
+    assert got.shape == (num_tokens, top_k, outputs) and total.shape == (num_tokens, outputs)
+
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-3 if dtype == torch.float16 else 2e-2
+    for place, expert in enumerate(chosen.flatten().tolist()):
+        bias = [None if each is None else each[expert].float() for each in biases]
+        want = F.linear(x[place // top_k].float(), of_first[expert], bias[0])
+        assert_near(at_places[place], want, tolerance, where)
+        want = F.linear(at_places[place].float(), of_second[expert], bias[1])
+        assert_near(got.flatten(0, 1)[place], want, tolerance, where)
+    assert_near(total, (got.float() * share[..., None]).sum(1), tolerance, where)
+
+
+def assert_near(got: torch.Tensor, want: torch.Tensor, tolerance: float, where: str) -> None:
+    error, size = (got.float() - want).abs().max().item(), want.abs().max().item()
+    assert error <= tolerance * max(size, 1e-3), f"{where}: off by {error} of {size}"
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_each_row_is_multiplied_by_its_experts_matrix(format, dtype):
+    for seed in range(6):
+        check_products(reference, format, dtype, seed)
+
+
+def test_rows_of_an_expert_lie_side_by_side_in_their_order():
+    for seed, (num_tokens, num_experts, top_k) in enumerate(((1, 1, 1), (5, 8, 3), (70, 40, 6))):
+        check_groups(reference, chosen_of(num_tokens, num_experts, top_k, seed), num_experts)
+
+
+@needs_triton
+def test_under_the_interpreter():
+    assert run_interpreted(__file__, "groups", "products", "long_prompts").count("are right") == 3
+
+
+@needs_triton
+@pytest.mark.parametrize("capability", [90, 89, 80])
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_they_compile(format, capability):
+    """For GPUs with such compute capabilities."""
+    from sgl_kernel.experts import triton_kernels as kernels
+
+    if capability == 80 and format is not None and format.dtype == FP8:
+        return  # computes with no e4m3
+    for dtype in ("bf16", "fp16"):
+        weights, _ = weights_of(format, 2, 64, 256, 0, torch.bfloat16)
+        values = "*" + dtype
+        if format is not None:
+            values = {FP8: "*fp8e4nv", torch.int8: "*i8"}.get(format.dtype, "*u8")
+        pointers = {"values_ptr": values, "scales_ptr": "*u8" if format and format.dtype == E2M1 else "*fp32"}
+        pointers |= {"zeros_ptr": "*u8", "places_ptr": "*i32", "ends_ptr": "*i32"}
+        absent = [("scales_ptr", format is None), ("zeros_ptr", format is None or format.dtype != FOUR_BITS)]
+        types = {
+            name: pointers.get(name, f"*{dtype}" if name.endswith("_ptr") else "i32")
+            for name in kernels._product_kernel.arg_names
+        }
+        for tile in kernels._TILES:
+            constants = {name: None for name, is_absent in absent if is_absent}
+            constants |= {"EXPERTS": 128, "READS_PLACES": True, "ROWS": tile.rows, "OUTPUTS": tile.outputs}
+            constants |= kernels.stored_constants(weights, 256, tile.step, many=tile.rows > 16)
+            aligned = {name for name in types if name not in ("num_experts", "top_k")}
+            compiled = compile_kernel(
+                kernels._product_kernel, types, constants, aligned, tile.warps, tile.stages, capability
+            )
+            ptx = compiled.asm["ptx"]
+            assert ("wgmma" if capability == 90 else "mma.sync") in ptx and "cp.async" in ptx
+            assert compiled.metadata.shared <= SHARED_BYTES[capability]
+            if format is not None and format.dtype != FOUR_BITS:
+                # Values come many with one load.
+                assert len(re.findall(r"ld\.global[a-z.:0-9]*\.b8", ptx)) <= 8, ptx
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_on_a_gpu(format, dtype):
+    for num_tokens, num_experts, top_k in ((1, 128, 8), (33, 40, 4), (700, 9, 3), (3000, 8, 2)):
+        chosen = chosen_of(num_tokens, num_experts, top_k, 1)
+        weights, _ = weights_of(format, num_experts, 384, 512, 2, dtype)
+        x = drawn(3, num_tokens, 512).to(dtype)
+        groups = experts.group_by_expert(chosen.cuda(), num_experts)
+        assert torch.equal(groups.places.cpu(), reference.group_by_expert(chosen, num_experts)[0])
+        at = experts.Groups(*reference.group_by_expert(chosen, num_experts), top_k)
+        on_gpu = weights.cuda() if isinstance(weights, torch.Tensor) else on_cuda(weights)
+        got = experts.product_of_tokens(x.cuda(), on_gpu, groups)
+        assert_near(got.cpu(), reference.product_of_tokens(x, weights, at, None).float(), 2e-2, str(format))
+        back = experts.product_to_places(x[:1].cuda().expand(len(at.places), -1), on_gpu, groups)
+        want = reference.product_to_places(x[:1].expand(len(at.places), -1), weights, at, None)
+        assert_near(back.cpu(), want.float(), 2e-2, str(format))
+
+
+def on_cuda(matrix: QuantizedMatrix) -> QuantizedMatrix:
+    zeros = None if matrix.zeros is None else matrix.zeros.cuda()
+    return QuantizedMatrix(matrix.format, matrix.values.cuda(), matrix.scales.cuda(), zeros)
+
+
+# -- under the interpreter -----------------------------------------------------------------------------------------
+
+
+def groups() -> None:
+    from sgl_kernel.experts import triton_kernels
+
+    for seed, (num_tokens, num_experts, top_k) in enumerate(((1, 1, 1), (1, 40, 8), (70, 40, 6), (700, 3, 2))):
+        check_groups(triton_kernels, chosen_of(num_tokens, num_experts, top_k, seed), num_experts)
+
+
+def products() -> None:
+    from sgl_kernel.experts import triton_kernels
+
+    # It multiplies no matrices of bfloat16.
+    for format in FORMATS:
+        for seed in range(3):
+            check_products(triton_kernels, format, torch.float16, seed)
+    check_products(triton_kernels, None, torch.float32, 4)
+
+
+def long_prompts() -> None:
+    """Tiles with many rows, whose values are scaled one by one."""
+    from sgl_kernel.experts import triton_kernels
+
+    triton_kernels._TILES = triton_kernels._TILES[-1:]
+    for seed, format in enumerate(FORMATS):
+        check_products(triton_kernels, format, torch.float16, seed)
+
+
+def main() -> None:
+    for name in sys.argv[1:]:
+        globals()[name]()
+        print(f"{name} are right")
+
+
+if __name__ == "__main__":
+    main()
