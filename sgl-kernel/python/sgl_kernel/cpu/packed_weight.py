@@ -72,10 +72,13 @@ class PackedGate:
         _pack(gate, self.panels[:, 0], self.is_halved)
         _pack(up, self.panels[:, 1], self.is_halved)
 
-    def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """x: (num_rows, in_features) float32. bias: (2 * out_features,). Returns silu(x @ gate.T + bias) *
-        (x @ up.T + bias), each with its half, (num_rows, out_features)."""
-        return _multiply(x, self.panels, self.is_halved, self.out_features, bias, True)
+    def linear(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, alpha: float = 1.0, limit: float = 0.0
+    ) -> torch.Tensor:
+        """x: (num_rows, in_features) float32. bias: (2 * out_features,). Returns silu(gate) * up, (num_rows,
+        out_features), of gate = x @ gate.T + bias and up = x @ up.T + bias, each with its half. limit: not 0 gives
+        `elementwise.clamped_swish_and_mul` with alpha."""
+        return _multiply(x, self.panels, self.is_halved, self.out_features, bias, True, alpha, limit)
 
 
 class PackedHeads:
@@ -143,6 +146,8 @@ def _multiply(
     out_features: int,
     bias: torch.Tensor | None,
     gated: bool,
+    alpha: float = 1.0,
+    limit: float = 0.0,
 ) -> torch.Tensor:
     if x.stride(1) != 1:
         x = x.contiguous()
@@ -158,6 +163,8 @@ def _multiply(
         out.data_ptr(),
         is_halved,
         gated,
+        alpha,
+        limit,
         torch.get_num_threads(),
     )
     return out

@@ -6,7 +6,8 @@
    lower half of every weight is 0, as of bfloat16, panels may be halved, see cpu_tile.h: the outputs' bits are the same.
 
    A gated layer's weight is two matrices, gate and up: after each panel of the gate's comes the same one of up's. The
-   layer gives silu(gate) * up, and a tile of both is multiplied while it is in the core's cache.
+   layer gives silu(gate) * up, or as gpt-oss has it (up + 1) * gate * sigmoid(alpha * gate), where gate is at most a
+   limit and up between it and its negative. A tile of both is multiplied while it is in the core's cache.
 
    Matrices of one shape, of which each has inputs and outputs of its own, as the heads of attention have, are
    multiplied at once. */
@@ -78,8 +79,8 @@ static void any_tile(int rows, const float *x, int64_t x_stride, const float *pa
 }
 
 static void gated_tile(int rows, const float *x, int64_t x_stride, const float *panels, int halved, int64_t k,
-                       const float *later, const float *gate_bias, const float *up_bias, float *out, int64_t out_stride,
-                       int64_t cols) {
+                       const float *later, const float *gate_bias, const float *up_bias, float alpha, float limit,
+                       float *out, int64_t out_stride, int64_t cols) {
     int64_t words = k * ROW_WORDS(halved);
     float gate[ROWS * PANEL] = {0}, up[ROWS * PANEL] = {0};
     any_tile(rows, x, x_stride, panels, halved, k, later, gate_bias, gate, PANEL, cols);
@@ -87,8 +88,15 @@ static void gated_tile(int rows, const float *x, int64_t x_stride, const float *
     for (int r = 0; r < rows; r++) {
         for (int i = 0; i < PANEL; i += LANES) {
             float *here = gate + r * PANEL + i;
-            vec g = load(here);
-            store(here, g / (splat(1) + exp_of(-g)) * load(up + r * PANEL + i));
+            vec g = load(here), u = load(up + r * PANEL + i);
+            if (limit > 0) {
+                vec most = splat(limit);
+                g = pick(g > most, most, g);
+                u = pick(u > most, most, pick(u < -most, -most, u));
+                store(here, g / (splat(1) + exp_of(splat(-alpha) * g)) * (u + splat(1)));
+            } else {
+                store(here, g / (splat(1) + exp_of(-g)) * u);
+            }
         }
         memcpy(out + r * out_stride, gate + r * PANEL, cols * sizeof *out);
     }
@@ -99,6 +107,7 @@ typedef struct {
     float *out;
     int64_t m, k, x_stride, n, out_stride, group, num_groups;
     int halved, gated, threads;
+    float alpha, limit;
 } linear_args;
 
 /* Rows row .. end_row, tile t of a task, with panel p, of a gated layer with gate's and up's. The first tiles fetch
@@ -113,8 +122,8 @@ static void multiply_tile(const linear_args *a, int64_t row, int64_t end_row, in
     if (t * 16 < row_words && next * PANEL < n)
         later = a->panels + next * panel_words + t * 16;
     if (a->gated)
-        gated_tile(rows, x, a->x_stride, panels, a->halved, a->k, later, bias, bias ? bias + n : NULL, out,
-                   a->out_stride, cols);
+        gated_tile(rows, x, a->x_stride, panels, a->halved, a->k, later, bias, bias ? bias + n : NULL, a->alpha,
+                   a->limit, out, a->out_stride, cols);
     else
         any_tile(rows, x, a->x_stride, panels, a->halved, a->k, later, bias, out, a->out_stride, cols);
 }
@@ -151,10 +160,10 @@ static int64_t cut(linear_args *a, int64_t matrices) {
 }
 
 /* x: (m, k), rows x_stride apart; out: (m, n), contiguous; bias: NULL or (n,), of a gated layer the gate's, then
-   up's. halved, gated: 0 or 1. */
+   up's. halved, gated: 0 or 1. alpha, limit: of a gated layer; a limit of 0 gives silu(gate) * up. */
 void cpu_linear(const float *x, int64_t m, int64_t k, int64_t x_stride, const float *panels, int64_t n,
-                const float *bias, float *out, int halved, int gated, int threads) {
-    linear_args a = {x, panels, bias, out, m, k, x_stride, n, n, 0, 0, halved, gated, threads};
+                const float *bias, float *out, int halved, int gated, float alpha, float limit, int threads) {
+    linear_args a = {x, panels, bias, out, m, k, x_stride, n, n, 0, 0, halved, gated, threads, alpha, limit};
     int64_t tasks = cut(&a, 1);
     cpu_run(multiply, &a, tasks, threads);
 }
@@ -178,7 +187,9 @@ static void multiply_head(const void *arguments, int64_t task) {
    behind those of the other; out: (m, heads, n), contiguous. */
 void cpu_linear_heads(const float *x, int64_t m, int64_t heads, int64_t k, int64_t x_stride, int64_t x_head_stride,
                       const float *panels, int64_t n, float *out, int halved, int threads) {
-    heads_args a = {{x, panels, NULL, out, m, k, x_stride, n, heads * n, 0, 0, halved, 0, threads}, x_head_stride, 0};
+    heads_args a = {{x, panels, NULL, out, m, k, x_stride, n, heads * n, 0, 0, halved, 0, threads, 0, 0},
+                    x_head_stride,
+                    0};
     a.tasks = cut(&a.of_first, heads);
     cpu_run(multiply_head, &a, heads * a.tasks, threads);
 }

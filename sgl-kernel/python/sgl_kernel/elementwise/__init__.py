@@ -26,6 +26,7 @@ from sgl_kernel.triton_modules import triton_module
 __all__ = [
     "apply_rope_and_store",
     "apply_rope_with_cos_sin_cache_inplace",
+    "clamped_swish_and_mul",
     "fused_add_rmsnorm",
     "has_rope_and_store_kernel",
     "has_rope_kernel",
@@ -102,6 +103,12 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     if kernel is not None and x.shape[-1] % (2 * _VECTOR) == 0:
         return kernel(x)
     return (_triton(x) or reference).silu_and_mul(x)
+
+
+def clamped_swish_and_mul(x: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    """gpt-oss's activation. x: (num_tokens, 2 * d), gate and up side by side. Returns (up + 1) * gate *
+    sigmoid(alpha * gate), (num_tokens, d), where gate is at most limit and up between -limit and limit."""
+    return reference.clamped_swish_and_mul(x, alpha, limit)
 
 
 def has_rope_kernel(x: torch.Tensor) -> bool:

@@ -27,6 +27,13 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return F.silu(gate).mul_(up)
 
 
+def clamped_swish_and_mul(x: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    """In float32, rounded once."""
+    gate, up = x.float().chunk(2, dim=-1)
+    gate = gate.clamp(max=limit)
+    return (gate * torch.sigmoid(alpha * gate)).mul_(up.clamp(-limit, limit).add_(1)).to(x.dtype)
+
+
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """x: (num_tokens, num_heads, head_dim). The first half of a head is rotated with its second half. cos, sin:
     (num_tokens, 1, head_dim) in x's dtype, the cosines twice and the sines after their negatives. The sign of the
