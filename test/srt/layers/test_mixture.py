@@ -8,16 +8,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from sglang.srt.configs.experts import ExpertsConfig
+from sglang.srt.configs.experts import ClampedExperts, ExpertsConfig
 from sglang.srt.distributed.parallel_state import SINGLE_RANK, Shard
+from sglang.srt.layers.expert_router import ExpertRouter
 from sglang.srt.layers.mixture import ExpertNames, Experts, Mixture
 
 WAYS = ("_one_by_one", "_in_groups", "_masked")
 HIDDEN, WIDTH = 24, 40
+NAMES = ExpertNames("gate", "up", "down", "shared")
 
 
-def make_experts(num_experts: int, dtype: torch.dtype, seed: int) -> Experts:
-    experts = Experts(num_experts, HIDDEN, Shard(WIDTH, 0, WIDTH), dtype)
+CLAMPED = ClampedExperts(alpha=1.702, limit=0.7)
+
+
+def make_experts(num_experts: int, dtype: torch.dtype, seed: int, clamped: ClampedExperts | None = None) -> Experts:
+    experts = Experts(num_experts, HIDDEN, Shard(WIDTH, 0, WIDTH), dtype, clamped)
     generator = torch.Generator().manual_seed(seed)
     for parameter in experts.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
@@ -37,22 +42,35 @@ def drawn(num_tokens: int, num_experts: int, top_k: int, dtype: torch.dtype, see
 def one_token(experts: Experts, x: torch.Tensor, chosen: list[int], weights: list[float]) -> torch.Tensor:
     total = torch.zeros(HIDDEN, dtype=torch.float64)
     for expert, weight in zip(chosen, weights):
-        gate, up = (experts.gate_up[expert].double() @ x.double()).chunk(2)
-        total += weight * (experts.down[expert].double() @ (F.silu(gate) * up))
+        inside = experts.gate_up[expert].double() @ x.double()
+        if experts.clamped is None:
+            gate, up = inside.chunk(2)
+            total += weight * (experts.down[expert].double() @ (F.silu(gate) * up))
+        else:
+            gate, up = (inside + experts.gate_up_bias[expert]).chunk(2)
+            alpha, limit = experts.clamped.alpha, experts.clamped.limit
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            out = experts.down[expert].double() @ ((up + 1) * gate * torch.sigmoid(alpha * gate))
+            total += weight * (out + experts.down_bias[expert])
     return total
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
+@pytest.mark.parametrize("clamped", [None, CLAMPED], ids=["silu", "clamped"])
 def test_each_way_computes_the_sum_over_a_tokens_experts(
-    way: str, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+    way: str,
+    dtype: torch.dtype,
+    tolerance: float,
+    clamped: ClampedExperts | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("sglang.srt.layers.mixture._MASKED_TOKENS", 5)
     rng = random.Random(4)
     for seed in range(12):
         num_experts = rng.choice((1, 2, 5, 16))
         top_k, num_tokens = rng.randint(1, num_experts), rng.choice((1, 2, 7, 33))
-        experts = make_experts(num_experts, dtype, seed)
+        experts = make_experts(num_experts, dtype, seed, clamped)
         x, chosen, weights = drawn(num_tokens, num_experts, top_k, dtype, seed)
         got = getattr(experts, way)(x, chosen, weights)
         assert got.shape == x.shape and got.dtype == dtype
@@ -61,14 +79,44 @@ def test_each_way_computes_the_sum_over_a_tokens_experts(
         assert error < tolerance, f"seeds 4, {seed}: {num_tokens} tokens, {top_k} of {num_experts}: off by {error}"
 
 
-def test_in_the_kernel_of_a_cpu_a_token_does_not_depend_on_others() -> None:
-    experts = make_experts(6, torch.float32, 1)
+@pytest.mark.parametrize("clamped", [None, CLAMPED], ids=["silu", "clamped"])
+def test_in_the_kernel_of_a_cpu_a_token_does_not_depend_on_others(clamped: ClampedExperts | None) -> None:
+    experts = make_experts(6, torch.float32, 1, clamped)
+    batch = drawn(50, 6, 3, torch.float32, 2)
+    plain = experts(*batch)
     experts.finish_loading()
     assert experts.gate_up is None, "no kernel took the weights"
-    batch = drawn(50, 6, 3, torch.float32, 2)
     together = experts(*batch)
+    assert torch.allclose(together, plain, atol=1e-5)
     for rows in (slice(0, 1), slice(7, 9), slice(20, 50)):
         assert torch.equal(experts(*(each[rows] for each in batch)), together[rows])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_ranks_parts_add_up_with_each_bias_once(way: str) -> None:
+    whole = make_experts(4, torch.float32, 3, CLAMPED)
+    batch = drawn(9, 4, 2, torch.float32, 4)
+    want, total = getattr(whole, way)(*batch), torch.zeros(9, HIDDEN)
+    targets = whole.weight_targets(NAMES)
+    for rank in range(2):
+        part = Experts(4, HIDDEN, Shard(WIDTH, rank * WIDTH // 2, WIDTH // 2), torch.float32, CLAMPED)
+        for name, target in part.weight_targets(NAMES).items():
+            target.fill(targets[name].tensor)
+        total += getattr(part, way)(*batch)
+    assert torch.allclose(total, want, atol=1e-5)
+
+
+def test_a_router_with_a_bias_weighs_a_tokens_experts_alone() -> None:
+    torch.manual_seed(6)
+    router = ExpertRouter(ExpertsConfig(7, 3, WIDTH, True, 0, (True,), clamped=CLAMPED), HIDDEN, torch.float32)
+    for parameter in router.parameters():
+        parameter.normal_()
+    x = torch.randn(11, HIDDEN)
+    weights, chosen = router(x)
+    best, want = (x @ router.gate.weight.T + router.bias).sort(descending=True)
+    assert torch.equal(chosen, want[:, :3])
+    assert torch.allclose(weights, best[:, :3].softmax(-1))
+    assert set(router.weight_targets()) == {"weight", "bias"}
 
 
 def test_a_shared_expert_and_no_tokens() -> None:
@@ -79,8 +127,7 @@ def test_a_shared_expert_and_no_tokens() -> None:
     with torch.inference_mode():
         for is_normalized in (False, True):
             config = ExpertsConfig(5, 2, WIDTH, is_normalized, HIDDEN, (True,))
-            names = ExpertNames("gate", "up", "down", "shared")
-            mixture = Mixture(config, HIDDEN, torch.float32, SINGLE_RANK, names, shared)
+            mixture = Mixture(config, HIDDEN, torch.float32, SINGLE_RANK, NAMES, shared)
             gate, shared_gate = mixture.router.gate, mixture.shared_expert_gate
             for parameter in (*mixture.experts.parameters(), gate.weight, shared_gate.weight):
                 parameter.copy_(torch.randn_like(parameter) * 0.3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,8 @@ from sglang.srt.configs.latent import LATENT_FAMILIES, whole_number
 
 # Architectures whose feed-forward layers are mixtures, all or some.
 HAVE_SHARED_EXPERTS = ("Qwen2MoeForCausalLM", *LATENT_FAMILIES)
-MIXTURES = ("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", *LATENT_FAMILIES)
+GPT_OSS = "GptOssForCausalLM"
+MIXTURES = ("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", GPT_OSS, *LATENT_FAMILIES)
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,17 @@ class ExpertGroups:
     has_correction: bool
     # A factor on the weights of a token's experts.
     scale: float
+
+
+@dataclass(frozen=True)
+class ClampedExperts:
+    """gpt-oss's experts: they and their router have biases, the weights of a token's experts are the softmax over the
+    logits of these alone, and the activation is `elementwise.clamped_swish_and_mul`."""
+
+    # A factor inside the sigmoid.
+    alpha: float
+    # The gate's outputs are at most so large, and up's lie between this and its negative.
+    limit: float
 
 
 @dataclass(frozen=True)
@@ -42,6 +55,8 @@ class ExpertsConfig:
     layers: tuple[bool, ...]
     # None: a token can have any expert.
     groups: ExpertGroups | None = None
+    # None: no biases, and silu(gate) * up.
+    clamped: ClampedExperts | None = None
 
 
 def experts_of(architecture: str, hf_config: Any) -> ExpertsConfig | None:
@@ -59,6 +74,18 @@ def experts_of(architecture: str, hf_config: Any) -> ExpertsConfig | None:
             is_normalized=True,
             shared_size=0,
             layers=(True,) * num_layers,
+        )
+    elif architecture == GPT_OSS:
+        found = ExpertsConfig(
+            num_experts=whole_number(hf_config, "num_local_experts"),
+            top_k=whole_number(hf_config, "num_experts_per_tok"),
+            intermediate_size=whole_number(hf_config, "intermediate_size"),
+            is_normalized=True,
+            shared_size=0,
+            layers=(True,) * num_layers,
+            clamped=ClampedExperts(
+                _above_zero(hf_config, "swiglu_alpha", 1.702), _above_zero(hf_config, "swiglu_limit", 7.0)
+            ),
         )
     else:
         dense, step = hf_config.mlp_only_layers or (), hf_config.decoder_sparse_step
@@ -94,6 +121,13 @@ def experts_of(architecture: str, hf_config: Any) -> ExpertsConfig | None:
         if found.top_k > groups.kept * (found.num_experts // groups.total):
             raise ValueError(f"{groups.kept} groups (topk_group) have too few experts for {found.top_k} each token")
     return found
+
+
+def _above_zero(hf_config: Any, name: str, default: float) -> float:
+    value = getattr(hf_config, name, default)
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise ValueError(f"{name} in its config is {value!r}, but it has to be a number above 0")
+    return float(value)
 
 
 def _deepseek_experts(architecture: str, hf_config: Any) -> ExpertsConfig:

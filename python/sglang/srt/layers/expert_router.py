@@ -2,7 +2,8 @@
 
 The weights are the softmax over all experts: Shazeer et al. 2017, section 2. DeepSeek's models choose among the
 experts of the best groups alone (DeepSeek-V2, 2024, section 2.1.3), and since DeepSeek-V3 (2024, section 2.1.2) by
-the sigmoid of a score with a correction that is learned beside the weights.
+the sigmoid of a score with a correction that is learned beside the weights. gpt-oss's gate has a bias, and its
+weights are the softmax over a token's experts alone.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ class ExpertRouter(nn.Module):
         # The gate of models that have groups is computed in float32.
         self._dtype = dtype if self.groups is None else torch.float32
         self.gate = Weight(config.num_experts, hidden_size, self._dtype)
+        self.bias: nn.Parameter | None = None
+        if config.clamped is not None:
+            self.bias = nn.Parameter(torch.empty(config.num_experts, dtype=dtype), requires_grad=False)
         self.correction: nn.Parameter | None = None
         if self.groups is not None and self.groups.has_correction:
             self.correction = nn.Parameter(torch.empty(config.num_experts, dtype=torch.float32), requires_grad=False)
@@ -34,7 +38,10 @@ class ExpertRouter(nn.Module):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x: (num_tokens, hidden_size). Returns weights, float32, and experts, int64, (num_tokens, top_k) each."""
         config, groups = self.config, self.groups
-        logits = self.gate.product(x.to(self._dtype))
+        logits = self.gate.product(x.to(self._dtype), self.bias)
+        if config.clamped is not None:
+            best, chosen = logits.topk(config.top_k)
+            return best.softmax(-1, torch.float32), chosen
         scores = logits.softmax(-1, torch.float32) if self.correction is None else logits.sigmoid()
         if groups is None:
             weights, chosen = scores.topk(config.top_k)
@@ -62,6 +69,8 @@ class ExpertRouter(nn.Module):
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         targets = {"weight": WeightTarget.whole(self.gate.loaded())}
+        if self.bias is not None:
+            targets["bias"] = WeightTarget.whole(self.bias)
         if self.correction is not None:
             targets["e_score_correction_bias"] = WeightTarget.whole(self.correction)
         return targets

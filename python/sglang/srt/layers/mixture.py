@@ -18,7 +18,7 @@ from torch import nn
 from sgl_kernel import elementwise
 from sgl_kernel.cpu.library import takes
 from sgl_kernel.cpu.packed_weight import PackedGate, PackedWeight
-from sglang.srt.configs.experts import ExpertsConfig
+from sglang.srt.configs.experts import ClampedExperts, ExpertsConfig
 from sglang.srt.distributed.parallel_state import Shard, TensorParallelGroup
 from sglang.srt.layers.expert_router import ExpertRouter
 from sglang.srt.layers.linear import Weight, plain_product
@@ -33,12 +33,14 @@ _ALIGNMENT = 16
 
 
 class ExpertNames(NamedTuple):
-    """In checkpoints: of gate, up and down in an expert, and of the expert that computes every token besides."""
+    """In checkpoints: of gate, up and down in an expert, of the expert that computes every token besides, and of what
+    chooses experts."""
 
     gate: str
     up: str
     down: str
     shared: str
+    router: str = "gate"
 
 
 class FeedForward(Protocol):
@@ -51,18 +53,34 @@ class FeedForward(Protocol):
 
 class Experts(nn.Module):
     """gate_up: (num_experts, 2 * shard.size, hidden_size), the gate's rows above up's. down: (num_experts,
-    hidden_size, shard.size). None once packed. shard: this rank's part of the width inside an expert."""
+    hidden_size, shard.size). None once packed. shard: this rank's part of the width inside an expert. clamped: with
+    biases, (num_experts, 2 * shard.size) and (num_experts, hidden_size). The latter is whole on every rank, and only
+    the first one adds it."""
 
-    def __init__(self, num_experts: int, hidden_size: int, shard: Shard, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        shard: Shard,
+        dtype: torch.dtype,
+        clamped: ClampedExperts | None = None,
+    ) -> None:
         super().__init__()
-        self.num_experts, self.shard = num_experts, shard
+        self.num_experts, self.shard, self.clamped = num_experts, shard, clamped
 
         def empty(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
 
         self.gate_up: nn.Parameter | None = empty(num_experts, 2 * shard.size, hidden_size)
         self.down: nn.Parameter | None = empty(num_experts, hidden_size, shard.size)
+        self.gate_up_bias = None if clamped is None else empty(num_experts, 2 * shard.size)
+        self.down_bias = None if clamped is None else empty(num_experts, hidden_size)
         self._packed: list[tuple[PackedGate, PackedWeight]] = []
+
+    @property
+    def biases(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Those that this rank adds, of gate_up and of down."""
+        return self.gate_up_bias, self.down_bias if self.shard.start == 0 else None
 
     def finish_loading(self) -> None:
         """As of `Weight`."""
@@ -103,29 +121,48 @@ class Experts(nn.Module):
         return total.to(x.dtype)
 
     def _compute(self, expert: int, x: torch.Tensor) -> torch.Tensor:
+        of_gate, of_down = (None if bias is None else bias[expert] for bias in self.biases)
         if self._packed:
             gate, down = self._packed[expert]
-            return down.linear(gate.linear(x))
+            limits = () if self.clamped is None else (self.clamped.alpha, self.clamped.limit)
+            return down.linear(gate.linear(x, of_gate, *limits), of_down)
         gate_up, out = self._loaded()
-        return plain_product(elementwise.silu_and_mul(plain_product(x, gate_up[expert])), out[expert])
+        return plain_product(self._activate(plain_product(x, gate_up[expert], of_gate)), out[expert], of_down)
+
+    def _activate(self, inside: torch.Tensor) -> torch.Tensor:
+        """inside: (rows, 2 * shard.size), gate and up. Returns (rows, shard.size)."""
+        if self.clamped is None:
+            return elementwise.silu_and_mul(inside)
+        return elementwise.clamped_swish_and_mul(inside, self.clamped.alpha, self.clamped.limit)
 
     def _in_groups(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Tokens in the order of their experts, each of which multiplies its own. Waits for nothing."""
         gate_up, down = self._loaded()
+        gate_up_bias, down_bias = self.biases
         experts, places = chosen.flatten().sort(stable=True)
         every = torch.arange(self.num_experts, device=x.device)
         ends = torch.searchsorted(experts, every, right=True, out_int32=True)
         inside = F.grouped_mm(x[places // chosen.shape[1]], gate_up.transpose(1, 2), offs=ends)
-        sorted_outputs = F.grouped_mm(elementwise.silu_and_mul(inside), down.transpose(1, 2), offs=ends)
+        if gate_up_bias is not None:
+            inside += gate_up_bias[experts]
+        sorted_outputs = F.grouped_mm(self._activate(inside), down.transpose(1, 2), offs=ends)
+        if down_bias is not None:
+            sorted_outputs += down_bias[experts]
         outputs = torch.empty_like(sorted_outputs).index_copy_(0, places, sorted_outputs)
         return _weighted_sum(outputs.view(*chosen.shape, -1), weights)
 
     def _masked(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Every expert computes every token. Waits for nothing."""
         gate_up, down = self._loaded()
+        gate_up_bias, down_bias = self.biases
         every = x.expand(self.num_experts, *x.shape)
-        inside = elementwise.silu_and_mul(torch.bmm(every, gate_up.transpose(1, 2)).flatten(0, 1))
-        outputs = torch.bmm(inside.view(self.num_experts, len(x), -1), down.transpose(1, 2))
+        inside = torch.bmm(every, gate_up.transpose(1, 2))
+        if gate_up_bias is not None:
+            inside += gate_up_bias[:, None]
+        activated = self._activate(inside.flatten(0, 1))
+        outputs = torch.bmm(activated.view(self.num_experts, len(x), -1), down.transpose(1, 2))
+        if down_bias is not None:
+            outputs += down_bias[:, None]
         tokens = torch.arange(len(x), device=x.device)
         return _weighted_sum(outputs[chosen, tokens[:, None]], weights)
 
@@ -134,7 +171,7 @@ class Experts(nn.Module):
         return self.gate_up, self.down
 
     def weight_targets(self, names: ExpertNames) -> dict[str, WeightTarget]:
-        """A name like "<expert>.<name>.weight" -> a part of a parameter."""
+        """A name like "<expert>.<name>.weight" or "<expert>.<name>.bias" -> a part of a parameter."""
         (gate_up, down), shard, targets = self._loaded(), self.shard, {}
         for expert in range(self.num_experts):
             for name, rows in zip((names.gate, names.up), gate_up[expert].chunk(2)):
@@ -142,6 +179,10 @@ class Experts(nn.Module):
                 targets[f"{expert}.{name}.weight"] = WeightTarget(rows, shape, 0, shard.start)
             shape = (down.shape[1], shard.full)
             targets[f"{expert}.{names.down}.weight"] = WeightTarget(down[expert], shape, 1, shard.start)
+            if self.gate_up_bias is not None and self.down_bias is not None:
+                for name, rows in zip((names.gate, names.up), self.gate_up_bias[expert].chunk(2)):
+                    targets[f"{expert}.{name}.bias"] = WeightTarget(rows, (shard.full,), 0, shard.start)
+                targets[f"{expert}.{names.down}.bias"] = WeightTarget.whole(self.down_bias[expert])
         return targets
 
 
@@ -162,7 +203,7 @@ class Mixture(nn.Module):
         self.names, self.group = names, group
         self.router = ExpertRouter(config, hidden_size, dtype)
         shard = group.shard(config.intermediate_size)
-        self.experts = Experts(config.num_experts, hidden_size, shard, dtype)
+        self.experts = Experts(config.num_experts, hidden_size, shard, dtype, config.clamped)
         self.shared_expert = shared
         has_gate = shared is not None and config.groups is None
         self.shared_expert_gate = Weight(1, hidden_size, dtype) if has_gate else None
@@ -180,7 +221,7 @@ class Mixture(nn.Module):
         return self.group.all_reduce(out)
 
     def weight_targets(self) -> dict[str, WeightTarget]:
-        parts = {"experts": self.experts.weight_targets(self.names), "gate": self.router.weight_targets()}
+        parts = {"experts": self.experts.weight_targets(self.names), self.names.router: self.router.weight_targets()}
         if self.shared_expert is not None:
             parts[self.names.shared] = self.shared_expert.weight_targets()
         if self.shared_expert_gate is not None:

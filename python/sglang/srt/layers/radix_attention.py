@@ -60,7 +60,7 @@ class StreamedRows(Protocol):
 
 class RadixAttention(nn.Module):
     """window: tokens that a query sees, itself included; None for all. latent_rank: of latents, which are cached in
-    place of keys and values; None where these are."""
+    place of keys and values; None where these are. sinks: see `AttentionMetadata`, of this layer."""
 
     def __init__(
         self,
@@ -76,6 +76,7 @@ class RadixAttention(nn.Module):
         self.kv_scale = kv_scale
         self.window = window
         self.latent_rank = latent_rank
+        self.sinks: torch.Tensor | None = None
 
     def store(self, k: torch.Tensor, v: torch.Tensor, out_loc: Slots, pool: KVPool) -> None:
         """k, v: (num_tokens, num_kv_heads, head_dim), into the layer's slots of out_loc."""
@@ -89,6 +90,10 @@ class RadixAttention(nn.Module):
         """view: of a pool's layer."""
         return view if self.latent_rank is None else view.with_values_in_keys(self.latent_rank)
 
+    def with_sinks(self, attn: AttentionMetadata) -> AttentionMetadata:
+        """A model that transformers computes brings those of attn."""
+        return attn if self.sinks is None else replace(attn, sinks=self.sinks)
+
     def slots_of(self, out_loc: Slots) -> torch.Tensor:
         """(num_tokens,) int64, where this layer's keys and values go."""
         return out_loc[0 if self.window is None else 1]
@@ -96,7 +101,7 @@ class RadixAttention(nn.Module):
     def forward(self, q: torch.Tensor, batch: AttentionBatch, pool: KVPool) -> torch.Tensor:
         """q: (num_tokens, num_q_heads, head_dim), of the batch's own tokens, whose K and V are in the pool. Returns
         (num_tokens, num_q_heads, value_dim); rows of streamed requests are zero."""
-        q, attn = self.kv_scale.scored(q, batch.attn)
+        q, attn = self.kv_scale.scored(q, self.with_sinks(batch.attn))
         window, attend = self.window, self.backend.forward
         segments = batch.segments if window is None else batch.windowed_segments
         if not self.backend.computes_masked:
@@ -135,7 +140,7 @@ class StreamedAttention:
         pool: KVPool,
     ) -> None:
         self._attention = attention
-        q, attn = attention.kv_scale.scored(q, attn)
+        q, attn = attention.kv_scale.scored(q, attention.with_sinks(attn))
         self._attn = replace(attn, window=attention.window)
         self._requests = []
         view = pool.view(attention.layer_id)
