@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save, save_file
 
 from sglang.srt.configs import model_config, weights_digest
-from sglang.srt.configs.experts import ExpertsConfig
+from sglang.srt.configs.experts import ClampedExperts, ExpertsConfig
 from sglang.srt.configs.latent import LatentConfig
 from sglang.srt.configs.model_config import ModelConfig, ModelConfigError
 
@@ -194,6 +194,40 @@ def test_experts(tmp_path):
     # No layer has the dense width.
     config.check_tensor_parallel(2)
     assert ModelConfig.from_pretrained(write(tmp_path)).experts is None
+
+
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "head_dim": 6,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 100,
+}
+
+
+def test_experts_with_biases_and_a_clamped_activation(tmp_path):
+    """The published checkpoints name the limit, and not alpha."""
+    config = ModelConfig.from_pretrained(write(tmp_path, **GPT_OSS))
+    width, clamped = config.hf_config.intermediate_size, ClampedExperts(1.702, 7.0)
+    assert config.experts == ExpertsConfig(4, 2, width, True, 0, (True, True), clamped=clamped)
+    assert config.model_impl == "native" and config.attention_bias and config.windows == (100, None)
+    changes = {"swiglu_limit": 5.0, "layer_types": ["full_attention"] * 2}
+    other = ModelConfig.from_pretrained(write(tmp_path, **GPT_OSS, **changes))
+    assert other.experts.clamped == ClampedExperts(1.702, 5.0) and other.windows == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"swiglu_limit": 0.0}, "swiglu_limit in its config is 0.0, but it has to be a number above 0"),
+        ({"num_experts_per_tok": 5}, "each token has 5 of 4 experts"),
+        ({"num_local_experts": 0}, "num_local_experts in its config is 0"),
+    ],
+)
+def test_what_makes_no_clamped_experts(tmp_path, changes, sentence):
+    with pytest.raises(ModelConfigError, match=f"cannot be served: {sentence}"):
+        ModelConfig.from_pretrained(write(tmp_path, **GPT_OSS | changes))
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ from transformers import (
     DeepseekV3ForCausalLM,
     Glm4MoeLiteConfig,
     Glm4MoeLiteForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -80,6 +82,15 @@ LATENT: dict[str, Any] = dict(
     first_k_dense_replace=1,
     pad_token_id=None,
 )
+GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 64,
+}
 DEEPSEEK_ROPE = {
     "rope_type": "yarn",
     "rope_theta": 500.0,
@@ -132,6 +143,19 @@ MODELS = {
         EXPERTS | {"qkv_bias": False, "norm_topk_prob": True, "mlp_only_layers": [2], "head_dim": 8},
     ),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, EXPERTS | {"norm_topk_prob": True}),
+    # Sinks, biases, windows in layers 0 and 2, and activations far beyond the limit.
+    "gpt_oss": (
+        GptOssConfig,
+        GptOssForCausalLM,
+        dict(num_local_experts=5, num_experts_per_tok=2, sliding_window=16, swiglu_limit=0.9, head_dim=32)
+        | {"rope_parameters": GPT_OSS_ROPE},
+    ),
+    "gpt_oss_one_window": (
+        GptOssConfig,
+        GptOssForCausalLM,
+        dict(num_local_experts=4, num_experts_per_tok=4, sliding_window=11, tie_word_embeddings=True)
+        | {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "num_key_value_heads": 3},
+    ),
     # Experts of the two best of four groups; the first layer is dense.
     "deepseek_v2": (
         DeepseekV2Config,

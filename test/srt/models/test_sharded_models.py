@@ -81,6 +81,8 @@ MODELS = {
         decoder_sparse_step=2,
     ),
     "deepseek_v3": DeepseekV3Config(**BASE | LATENT, n_group=2, topk_group=1),
+    # Biases, and a sink for each head.
+    "gpt_oss": GptOssConfig(**BASE, num_local_experts=3, num_experts_per_tok=2, sliding_window=12),
     # The shared expert has a bias, which counts once.
     "deepseek_v2": DeepseekV2Config(**BASE | LATENT | {"q_lora_rank": None}, n_shared_experts=2, mlp_bias=True),
 }
@@ -105,7 +107,7 @@ OF_TRANSFORMERS = {
     "olmo2": Olmo2Config(**{**BASE, "hidden_size": 72}),
     "phi3": MODELS["phi3_fused"],
     "gpt2": GPT2Config(**{n: x for n, x in BASE.items() if n not in ("num_key_value_heads", "head_dim")}),
-    "gpt_oss": GptOssConfig(**BASE, num_local_experts=3, num_experts_per_tok=2, sliding_window=12),
+    "gpt_oss": MODELS["gpt_oss"],
     "qwen2_moe": MODELS["qwen2_moe"],
     "deepseek_v3": MODELS["deepseek_v3"],
 }

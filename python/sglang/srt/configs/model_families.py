@@ -17,6 +17,7 @@ MODEL_FAMILIES: dict[str, str] = {
     "Qwen2MoeForCausalLM": "sglang.srt.models.qwen2:Qwen2ForCausalLM",
     "Qwen3ForCausalLM": "sglang.srt.models.qwen3:Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM": "sglang.srt.models.qwen3:Qwen3ForCausalLM",
+    "GptOssForCausalLM": "sglang.srt.models.gpt_oss:GptOssForCausalLM",
     "DeepseekV2ForCausalLM": "sglang.srt.models.deepseek_v2:DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM": "sglang.srt.models.deepseek_v2:DeepseekV2ForCausalLM",
     # GLM-4.7-Flash.

@@ -38,6 +38,7 @@ from sglang.srt.model_loader.quantized_weights import (
     plain_names,
     unused_biases,
 )
+from sglang.srt.model_loader.stacked_experts import fill_stacked
 from sglang.srt.models.registry import get_model_class
 from sglang.srt.utils.device import CPU
 from sglang.srt.utils.startup_progress import SILENT, StartupProgress
@@ -198,7 +199,10 @@ def _load_files(model: Any, config: ModelConfig, load_format: str, progress: Sta
                 for name in names:
                     if name not in held:
                         raise _not_held(file, name)
-                    _copy(name, f, plan[name], config_name)
+                    if config.experts is not None and model.stacks_experts(full_names[name]):
+                        fill_stacked(name, f.get_slice(name), plan[name], config.experts.num_experts, config_name)
+                    else:
+                        _copy(name, f, plan[name], config_name)
                     numbers[name] = [each for target in plan[name] for each in target.extremes()]
                     bar.update()
                 refuse_non_finite(numbers, gguf_file or file, config.dtype)

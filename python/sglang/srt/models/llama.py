@@ -187,6 +187,7 @@ class LlamaForCausalLM(nn.Module):
     mlp_name = "mlp"
     expert_names = ("gate_proj", "up_proj", "down_proj")
     shared_expert_name = "shared_expert"
+    router_name = "gate"
 
     def __init__(self, config: ModelConfig, attn_backend: AttentionBackend, group: TensorParallelGroup) -> None:
         super().__init__()
@@ -225,7 +226,7 @@ class LlamaForCausalLM(nn.Module):
         shared = None
         if experts.shared_size:
             shared = LlamaMLP(config, group.shard(experts.shared_size), group, is_part=True)
-        names = ExpertNames(*self.expert_names, self.shared_expert_name)
+        names = ExpertNames(*self.expert_names, self.shared_expert_name, self.router_name)
         return Mixture(experts, config.hidden_size, config.dtype, group, names, shared)
 
     @torch.inference_mode()
@@ -332,12 +333,18 @@ class LlamaForCausalLM(nn.Module):
             path[-1] = self.mlp_name
             gate, up, down = self.expert_names
             if module == "experts":
-                parts = {"gate_up_proj": (gate, up), "down_proj": (down,)}.get(kind, ())
-                experts = range(self.config.experts.num_experts)
-                return tuple(".".join((*path, module, f"{e}.{part}.weight")) for e in experts for part in parts)
+                of, is_bias = kind.removesuffix("_bias"), kind.endswith("_bias")
+                parts = {"gate_up_proj": (gate, up), "down_proj": (down,)}.get(of, ())
+                end, experts = "bias" if is_bias else "weight", range(self.config.experts.num_experts)
+                return tuple(".".join((*path, module, f"{e}.{part}.{end}")) for e in experts for part in parts)
             if module == "gate":
                 return (".".join((*path, module, kind)),)
         return tuple(".".join((*path, part, kind)) for part in FUSED.get(module, ()))
+
+    def stacks_experts(self, name: str) -> bool:
+        """Whether a checkpoint's tensor `name` has experts as model_loader/stacked_experts.py reads them; those of
+        `parts_of_fused` stand one below the other in all others."""
+        return False
 
     def ignores_weight(self, name: str) -> bool:
         """Tensors that checkpoints may contain and the model does not need."""
