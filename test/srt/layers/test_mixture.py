@@ -8,12 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from sgl_kernel.experts import group_by_expert, weighted_sum
+from sgl_kernel.quantized import FOUR_BITS, MatrixFormat
 from sglang.srt.configs.experts import ClampedExperts, ExpertsConfig
 from sglang.srt.distributed.parallel_state import SINGLE_RANK, Shard
 from sglang.srt.layers.expert_router import ExpertRouter
 from sglang.srt.layers.mixture import ExpertNames, Experts, Mixture
 
-WAYS = ("_one_by_one", "_in_groups", "_masked")
+WAYS = ("_one_by_one", "_in_groups", "_in_tiles")
 HIDDEN, WIDTH = 24, 40
 NAMES = ExpertNames("gate", "up", "down", "shared")
 
@@ -55,6 +57,10 @@ def one_token(experts: Experts, x: torch.Tensor, chosen: list[int], weights: lis
     return total
 
 
+def compute(experts: Experts, way: str, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    return weighted_sum(getattr(experts, way)(x, group_by_expert(chosen, experts.num_experts)), weights)
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
 @pytest.mark.parametrize("clamped", [None, CLAMPED], ids=["silu", "clamped"])
@@ -63,16 +69,14 @@ def test_each_way_computes_the_sum_over_a_tokens_experts(
     dtype: torch.dtype,
     tolerance: float,
     clamped: ClampedExperts | None,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("sglang.srt.layers.mixture._MASKED_TOKENS", 5)
     rng = random.Random(4)
     for seed in range(12):
         num_experts = rng.choice((1, 2, 5, 16))
         top_k, num_tokens = rng.randint(1, num_experts), rng.choice((1, 2, 7, 33))
         experts = make_experts(num_experts, dtype, seed, clamped)
         x, chosen, weights = drawn(num_tokens, num_experts, top_k, dtype, seed)
-        got = getattr(experts, way)(x, chosen, weights)
+        got = compute(experts, way, x, chosen, weights)
         assert got.shape == x.shape and got.dtype == dtype
         want = torch.stack([one_token(experts, *each) for each in zip(x, chosen.tolist(), weights.tolist())])
         error = ((got.double() - want).abs().max() / want.abs().max()).item()
@@ -92,17 +96,43 @@ def test_in_the_kernel_of_a_cpu_a_token_does_not_depend_on_others(clamped: Clamp
         assert torch.equal(experts(*(each[rows] for each in batch)), together[rows])
 
 
+@pytest.mark.parametrize("way", ["_one_by_one", "_in_tiles"])
+@pytest.mark.parametrize("format", [MatrixFormat(torch.float8_e4m3fn, 4), MatrixFormat(FOUR_BITS, 4)], ids=str)
+@pytest.mark.parametrize("num_ranks", [1, 2, 5])
+def test_experts_that_stay_quantised_are_what_was_quantised(way: str, format: MatrixFormat, num_ranks: int) -> None:
+    """Each rank's part by itself, through the places of a checkpoint's tensors."""
+    whole, batch = make_experts(6, torch.float32, 7), drawn(9, 6, 3, torch.float32, 8)
+    sources = whole.weight_targets(NAMES)
+    total = torch.zeros(9, HIDDEN)
+    # What the ranks' parts mean, put together.
+    means = {name: torch.empty(target.shape) for name, target in sources.items()}
+    for rank in range(num_ranks):
+        shard = Shard(WIDTH, rank * WIDTH // num_ranks, WIDTH // num_ranks)
+        part = Experts(6, HIDDEN, shard, torch.float32, stored_as=format)
+        assert part.gate_up is None and sum(each.numel() for each in part.parameters()) > 0
+        for name, target in part.weight_targets(NAMES).items():
+            target.fill(sources[name].tensor)
+            assert target.shape == sources[name].shape
+            means[name][target.index()] = target.matrix.dequantized(torch.float32)
+        part.finish_loading()
+        total += compute(part, way, *batch)
+    for name, target in sources.items():
+        assert (means[name] - target.tensor).abs().max() < 0.1, "as it was quantised"
+        target.fill(means[name])
+    assert torch.allclose(total, compute(whole, way, *batch), atol=1e-4)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_the_ranks_parts_add_up_with_each_bias_once(way: str) -> None:
     whole = make_experts(4, torch.float32, 3, CLAMPED)
     batch = drawn(9, 4, 2, torch.float32, 4)
-    want, total = getattr(whole, way)(*batch), torch.zeros(9, HIDDEN)
+    want, total = compute(whole, way, *batch), torch.zeros(9, HIDDEN)
     targets = whole.weight_targets(NAMES)
     for rank in range(2):
         part = Experts(4, HIDDEN, Shard(WIDTH, rank * WIDTH // 2, WIDTH // 2), torch.float32, CLAMPED)
         for name, target in part.weight_targets(NAMES).items():
             target.fill(targets[name].tensor)
-        total += getattr(part, way)(*batch)
+        total += compute(part, way, *batch)
     assert torch.allclose(total, want, atol=1e-5)
 
 

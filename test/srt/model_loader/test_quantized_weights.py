@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_loader import LlamaConfig, LlamaForCausalLM, load, save
-from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from sgl_kernel.quantized import FOUR_BITS, MatrixFormat, QuantizedMatrix
 from sglang.srt.configs.model_config import ModelConfig
@@ -23,7 +23,7 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.layers.weights import QuantizedTarget
 from sglang.srt.model_loader import loader
 from sglang.srt.model_loader.loader import ModelLoadError, load_model, with_weight_format
-from sglang.srt.model_loader.quantized_weights import kept_dtype, pick_weight_format
+from sglang.srt.model_loader.quantized_weights import WeightFormats, kept_dtype, pick_weight_formats
 from support.thread_group import thread_groups
 
 Q = "model.layers.0.self_attn.q_proj"
@@ -378,6 +378,65 @@ def test_what_stays_quantized_means_the_same(checkpoints, size):
             assert torch.allclose(ours.mlp.gate_up_proj(x), their.mlp.gate_up_proj(x), atol=1e-5)
 
 
+LATENT = dict(
+    num_hidden_layers=2,
+    intermediate_size=48,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    q_lora_rank=32,
+    kv_lora_rank=16,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=8,
+    head_dim=8,
+    n_routed_experts=8,
+    n_shared_experts=1,
+    n_group=4,
+    topk_group=2,
+    num_experts_per_tok=3,
+    moe_intermediate_size=32,
+    first_k_dense_replace=1,
+    initializer_range=0.2,
+)
+QWEN = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=16)
+MIXTURES = {
+    "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM, QWEN),
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM, LATENT),
+}
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("way", ["modelopt", "compressed, int8 by group", "gptq", "awq"])
+@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("size", [1, 2])
+def test_mixtures_that_stay_quantized_compute_the_same(tmp_path, way, family, size):
+    *classes, changes = MIXTURES[family]
+    paths = quantized_and_plain(tmp_path, way, *classes, **SHAPE | changes)
+    config, plain_config = (ModelConfig.from_pretrained(str(path)) for path in paths)
+    stored = config.quantization
+    format = MatrixFormat(kept_dtype(stored), stored.block[1] if stored.block else 0)
+    config = replace(config, weight_format=format, expert_format=format)
+    x, results = torch.randn(7, 32), []
+    for group in thread_groups(size):
+        kept, plain = (
+            load_model(each, "auto", TorchNativeAttnBackend(), group=group) for each in (config, plain_config)
+        )
+        theirs, num_experts = all_weights(plain), 0
+        for name, target in kept.weight_targets().items():
+            if isinstance(target, QuantizedTarget):
+                num_experts += ".experts." in name
+                assert torch.equal(target.matrix.dequantized(torch.float32), theirs[name]), name
+            else:
+                assert ".experts." not in name and torch.equal(target.tensor, theirs[name]), name
+        assert num_experts == sum(".experts." in name for name in theirs) > 0
+        for model in (kept, plain):
+            model.finish_loading()
+        results.append((kept, plain))
+    if size == 1:
+        for ours, their in zip(results[0][0].layers, results[0][1].layers, strict=True):
+            assert torch.allclose(ours.mlp(x), their.mlp(x), atol=1e-4)
+
+
 def test_what_is_not_quantized_is_when_its_layer_stays_so(tmp_path):
     """Made-up weights, for example."""
     config = replace(ModelConfig.from_pretrained(str(quantized(tmp_path))), weight_format=MatrixFormat(torch.int8))
@@ -426,7 +485,53 @@ def test_a_gpu_keeps_what_its_kernels_read(tmp_path, caplog, monkeypatch, config
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     model = replace(ModelConfig.from_pretrained(str(tmp_path)), dtype=changes.get("dtype", torch.bfloat16))
     device = torch.device(changes.get("device", "cuda"))
-    assert pick_weight_format(model, changes.get("names", ()), changes.get("ranks", 1), device) == format
+    found = pick_weight_formats(model, changes.get("names", ()), changes.get("ranks", 1), device)
+    assert found == WeightFormats(format)
+    assert reason in caplog.text
+
+
+EXPERT, SHARED = "model.layers.1.mlp.experts.3.down_proj", "model.layers.1.mlp.shared_experts.up_proj"
+KEPT_FP8 = MatrixFormat(FP8, 32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "names", "ranks", "formats", "reason"),
+    [
+        ({}, [], 1, WeightFormats(KEPT_FP8, KEPT_FP8), "weights of experts are kept in 8 bits"),
+        ({}, [f"{Q}.weight"], 1, WeightFormats(None, KEPT_FP8), f"decoder layers are kept in bfloat16: {Q}"),
+        ({}, [f"{SHARED}.weight"], 1, WeightFormats(None, KEPT_FP8), f"{SHARED}.weight is not quantized"),
+        ({}, [f"{EXPERT}.weight"], 1, WeightFormats(KEPT_FP8, None), f"{EXPERT}.weight is not quantized"),
+        ({}, ["model.layers.0.mlp.experts.down_proj"], 1, WeightFormats(KEPT_FP8, None), "is not quantized"),
+        ({}, [f"{EXPERT}.weight", f"{EXPERT}.weight_scale_inv"], 1, WeightFormats(KEPT_FP8, KEPT_FP8), "8 bits"),
+        # Layers that predict further tokens, a router, and what is dequantised anyway.
+        (
+            {},
+            ["model.layers.2.eh_proj.weight", "model.layers.1.mlp.gate.weight", f"{Q[:-6]}kv_b_proj.weight"],
+            1,
+            WeightFormats(KEPT_FP8, KEPT_FP8),
+            "8 bits",
+        ),
+        # Each of a rank's inputs counts.
+        ({"moe_intermediate_size": 96}, [], 2, WeightFormats(None, None), "48 inputs do not divide"),
+        ({"moe_intermediate_size": 96, "n_shared_experts": 2}, [], 2, WeightFormats(KEPT_FP8, None), "48 inputs"),
+        ({"q_lora_rank": 40}, [], 1, WeightFormats(None, KEPT_FP8), "40 inputs do not divide"),
+        ({"v_head_dim": 12}, [], 1, WeightFormats(None, KEPT_FP8), "48 inputs do not divide"),
+        ({"intermediate_size": 72}, [], 1, WeightFormats(None, KEPT_FP8), "72 inputs do not divide"),
+        ({"intermediate_size": 72, "first_k_dense_replace": 0}, [], 1, WeightFormats(KEPT_FP8, KEPT_FP8), "8 bits"),
+    ],
+)  # fmt: skip
+def test_experts_and_the_other_layers_may_be_kept_otherwise(
+    tmp_path, caplog, monkeypatch, changes, names, ranks, formats, reason
+):
+    caplog.set_level("INFO")
+    shape = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "v_head_dim": 16}
+    config = DeepseekV3Config(**LATENT | shape | changes)
+    config.architectures = ["DeepseekV3ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    set_quantization(tmp_path, BLOCKS)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    model = replace(ModelConfig.from_pretrained(str(tmp_path)), dtype=torch.bfloat16)
+    assert pick_weight_formats(model, names, ranks, torch.device("cuda")) == formats
     assert reason in caplog.text
 
 

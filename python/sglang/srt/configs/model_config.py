@@ -112,6 +112,8 @@ class ModelConfig:
     quantization: WeightQuantization | None = None
     # How decoder layers keep their matrices in memory; None in dtype. See `with_weight_format`.
     weight_format: MatrixFormat | None = None
+    # The same for experts, but not for the one that computes every token.
+    expert_format: MatrixFormat | None = None
     # Of the files of config and weights, before any of them was read; none for a config that is no file's.
     file_stamps: tuple[FileStamp, ...] = ()
 
@@ -304,8 +306,10 @@ class ModelConfig:
         if self.kv_dtype != self.dtype:
             digest.update(f"computed in {self.dtype}, scales {self.kv_scales}".encode())
         # A checkpoint that is quantised means the same numbers wherever it is dequantised.
-        if self.weight_format is not None and (self.quantization is None or load_format == "dummy"):
-            digest.update(f"weights in {self.weight_format.dtype}".encode())
+        if self.quantization is None or load_format == "dummy":
+            for of, format in (("weights", self.weight_format), ("experts", self.expert_format)):
+                if format is not None:
+                    digest.update(f"{of} in {format.dtype}".encode())
         if load_format == "dummy":
             digest.update(f"dummy {seed}".encode())
         else:

@@ -8,26 +8,27 @@ times its weight. `ExpertRouter` chooses.
 from __future__ import annotations
 
 from functools import cache
-from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sgl_kernel import elementwise
+from sgl_kernel import elementwise, experts
 from sgl_kernel.cpu.library import takes
 from sgl_kernel.cpu.packed_weight import PackedGate, PackedWeight
+from sgl_kernel.experts import Groups
+from sgl_kernel.quantized import MatrixFormat, QuantizedMatrix
 from sglang.srt.configs.experts import ClampedExperts, ExpertsConfig
 from sglang.srt.distributed.parallel_state import Shard, TensorParallelGroup
 from sglang.srt.layers.expert_router import ExpertRouter
 from sglang.srt.layers.linear import Weight, plain_product
-from sglang.srt.layers.weights import WeightTarget
+from sglang.srt.layers.weights import QuantizedTarget, WeightTarget
 
-# Where no kernel multiplies groups, each expert computes so many tokens at a time, whether it is theirs or not.
-_MASKED_TOKENS = 256
-# torch multiplies groups by a kernel on GPUs with such compute capabilities (Hopper, B200 and B300), rows in pieces
-# of so many bytes. Elsewhere it copies the groups' sizes to the host first, and waits.
+# If experts have more rows in the mean, torch's kernel for groups computes those of bfloat16. It has one on GPUs with
+# such compute capabilities (Hopper, B200 and B300), for rows in pieces of so many bytes. Elsewhere it copies the
+# groups' sizes to the host first, and waits.
+_MEAN_FOR_LIBRARY = 64
 _HAVE_GROUPS = (9, 10)
 _ALIGNMENT = 16
 
@@ -53,9 +54,9 @@ class FeedForward(Protocol):
 
 class Experts(nn.Module):
     """gate_up: (num_experts, 2 * shard.size, hidden_size), the gate's rows above up's. down: (num_experts,
-    hidden_size, shard.size). None once packed. shard: this rank's part of the width inside an expert. clamped: with
-    biases, (num_experts, 2 * shard.size) and (num_experts, hidden_size). The latter is whole on every rank, and only
-    the first one adds it."""
+    hidden_size, shard.size). None once packed, and if they are quantised. shard: this rank's part of the width inside
+    an expert. clamped: with biases, (num_experts, 2 * shard.size) and (num_experts, hidden_size). The latter is whole
+    on every rank, and only the first one adds it. stored_as: of quantised ones."""
 
     def __init__(
         self,
@@ -64,6 +65,7 @@ class Experts(nn.Module):
         shard: Shard,
         dtype: torch.dtype,
         clamped: ClampedExperts | None = None,
+        stored_as: MatrixFormat | None = None,
     ) -> None:
         super().__init__()
         self.num_experts, self.shard, self.clamped = num_experts, shard, clamped
@@ -71,8 +73,18 @@ class Experts(nn.Module):
         def empty(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
 
-        self.gate_up: nn.Parameter | None = empty(num_experts, 2 * shard.size, hidden_size)
-        self.down: nn.Parameter | None = empty(num_experts, hidden_size, shard.size)
+        sizes = {"gate_up": (2 * shard.size, hidden_size), "down": (hidden_size, shard.size)}
+        self.gate_up: nn.Parameter | None = None
+        self.down: nn.Parameter | None = None
+        # All experts' outputs one below the other.
+        self.quantized: dict[str, QuantizedMatrix] = {}
+        for name, (outputs, inputs) in sizes.items():
+            if stored_as is None:
+                setattr(self, name, empty(num_experts, outputs, inputs))
+                continue
+            matrix = self.quantized[name] = QuantizedMatrix.empty(stored_as, num_experts * outputs, inputs)
+            for kind, tensor in matrix.tensors.items():
+                self.register_parameter(f"{name}_{kind}", nn.Parameter(tensor, requires_grad=False))
         self.gate_up_bias = None if clamped is None else empty(num_experts, 2 * shard.size)
         self.down_bias = None if clamped is None else empty(num_experts, hidden_size)
         self._packed: list[tuple[PackedGate, PackedWeight]] = []
@@ -85,40 +97,31 @@ class Experts(nn.Module):
     def finish_loading(self) -> None:
         """As of `Weight`."""
         gate_up, down = self._loaded()
-        if takes(gate_up):
+        if isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor) and takes(gate_up):
             self.gate_up = self.down = None
             self._packed = [(PackedGate(gate), PackedWeight(out)) for gate, out in zip(gate_up, down)]
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """x: (num_tokens, hidden_size). chosen: (num_tokens, top_k) int64, experts; weights: the same shape, float32.
-        Returns (num_tokens, hidden_size), this rank's part of the sum over a token's experts."""
+        Returns (num_tokens, hidden_size), this rank's part of the sum over a token's experts. Does not wait for a
+        GPU."""
         if not len(x):
             return torch.empty_like(x)
+        groups = experts.group_by_expert(chosen, self.num_experts)
         if x.is_cpu:
-            return self._one_by_one(x, chosen, weights)
-        if _multiplies_groups(*self._loaded()):
-            return self._in_groups(x, chosen, weights)
-        return torch.cat(
-            [self._masked(*each) for each in zip(*(t.split(_MASKED_TOKENS) for t in (x, chosen, weights)))]
-        )
+            outputs = self._one_by_one(x, groups)
+        elif len(groups.places) > _MEAN_FOR_LIBRARY * self.num_experts and _multiplies_groups(*self._loaded()):
+            outputs = self._in_groups(x, groups)
+        else:
+            outputs = self._in_tiles(x, groups)
+        return experts.weighted_sum(outputs, weights)
 
-    def _one_by_one(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    # Each of the three returns (num_tokens, top_k, hidden_size).
+
+    def _one_by_one(self, x: torch.Tensor, groups: Groups) -> torch.Tensor:
         """Waits for what was chosen. With packed weights a token's result does not depend on the others."""
-        top_k = chosen.shape[1]
-        places = chosen.flatten().argsort(stable=True)
-        inputs = x[places // top_k]
-        ends = chosen.flatten().bincount(minlength=self.num_experts).cumsum(0).tolist()
-        parts = [
-            self._compute(expert, inputs[begin:end])
-            for expert, (begin, end) in enumerate(pairwise((0, *ends)))
-            if end > begin
-        ]
-        outputs = torch.empty_like(inputs).index_copy_(0, places, torch.cat(parts))
-        outputs = outputs.view(*chosen.shape, -1)
-        total = outputs[:, 0].float() * weights[:, :1]
-        for place in range(1, top_k):
-            total.addcmul_(outputs[:, place].float(), weights[:, place : place + 1])
-        return total.to(x.dtype)
+        in_order = experts.each_expert(x[groups.places // groups.top_k], groups, self._compute)
+        return torch.empty_like(in_order).index_copy_(0, groups.places.long(), in_order).unflatten(0, (len(x), -1))
 
     def _compute(self, expert: int, x: torch.Tensor) -> torch.Tensor:
         of_gate, of_down = (None if bias is None else bias[expert] for bias in self.biases)
@@ -126,8 +129,8 @@ class Experts(nn.Module):
             gate, down = self._packed[expert]
             limits = () if self.clamped is None else (self.clamped.alpha, self.clamped.limit)
             return down.linear(gate.linear(x, of_gate, *limits), of_down)
-        gate_up, out = self._loaded()
-        return plain_product(self._activate(plain_product(x, gate_up[expert], of_gate)), out[expert], of_down)
+        gate_up, out = (experts.weight_of(each, expert, self.num_experts, x.dtype) for each in self._loaded())
+        return plain_product(self._activate(plain_product(x, gate_up, of_gate)), out, of_down)
 
     def _activate(self, inside: torch.Tensor) -> torch.Tensor:
         """inside: (rows, 2 * shard.size), gate and up. Returns (rows, shard.size)."""
@@ -135,55 +138,65 @@ class Experts(nn.Module):
             return elementwise.silu_and_mul(inside)
         return elementwise.clamped_swish_and_mul(inside, self.clamped.alpha, self.clamped.limit)
 
-    def _in_groups(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Tokens in the order of their experts, each of which multiplies its own. Waits for nothing."""
+    def _in_tiles(self, x: torch.Tensor, groups: Groups) -> torch.Tensor:
+        """By our own kernel, which reads quantised weights too."""
         gate_up, down = self._loaded()
-        gate_up_bias, down_bias = self.biases
-        experts, places = chosen.flatten().sort(stable=True)
-        every = torch.arange(self.num_experts, device=x.device)
-        ends = torch.searchsorted(experts, every, right=True, out_int32=True)
-        inside = F.grouped_mm(x[places // chosen.shape[1]], gate_up.transpose(1, 2), offs=ends)
-        if gate_up_bias is not None:
-            inside += gate_up_bias[experts]
-        sorted_outputs = F.grouped_mm(self._activate(inside), down.transpose(1, 2), offs=ends)
-        if down_bias is not None:
-            sorted_outputs += down_bias[experts]
-        outputs = torch.empty_like(sorted_outputs).index_copy_(0, places, sorted_outputs)
-        return _weighted_sum(outputs.view(*chosen.shape, -1), weights)
+        of_gate_up, of_down = self.biases
+        inside = self._activate(experts.product_of_tokens(x, gate_up, groups, of_gate_up))
+        return experts.product_to_places(inside, down, groups, of_down)
 
-    def _masked(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Every expert computes every token. Waits for nothing."""
+    def _in_groups(self, x: torch.Tensor, groups: Groups) -> torch.Tensor:
+        """By torch's kernel for groups."""
         gate_up, down = self._loaded()
-        gate_up_bias, down_bias = self.biases
-        every = x.expand(self.num_experts, *x.shape)
-        inside = torch.bmm(every, gate_up.transpose(1, 2))
-        if gate_up_bias is not None:
-            inside += gate_up_bias[:, None]
-        activated = self._activate(inside.flatten(0, 1))
-        outputs = torch.bmm(activated.view(self.num_experts, len(x), -1), down.transpose(1, 2))
-        if down_bias is not None:
-            outputs += down_bias[:, None]
-        tokens = torch.arange(len(x), device=x.device)
-        return _weighted_sum(outputs[chosen, tokens[:, None]], weights)
+        assert isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor)
+        of_gate_up, of_down = self.biases
+        places = groups.places.long()
+        # Each row's expert.
+        experts_of_rows = None
+        if of_gate_up is not None:
+            experts_of_rows = torch.searchsorted(groups.ends, torch.arange(len(places), device=x.device), right=True)
+        inside = F.grouped_mm(x[places // groups.top_k], gate_up.transpose(1, 2), offs=groups.ends)
+        if of_gate_up is not None:
+            inside += of_gate_up[experts_of_rows]
+        in_order = F.grouped_mm(self._activate(inside), down.transpose(1, 2), offs=groups.ends)
+        if of_down is not None:
+            in_order += of_down[experts_of_rows]
+        return torch.empty_like(in_order).index_copy_(0, places, in_order).unflatten(0, (len(x), -1))
 
-    def _loaded(self) -> tuple[torch.Tensor, torch.Tensor]:
-        assert self.gate_up is not None and self.down is not None, "packed weights are not read as they were"
-        return self.gate_up, self.down
+    def _loaded(self) -> tuple[experts.Weights, experts.Weights]:
+        gate_up, down = self.quantized.get("gate_up", self.gate_up), self.quantized.get("down", self.down)
+        assert gate_up is not None and down is not None, "packed weights are not read as they were"
+        return gate_up, down
 
     def weight_targets(self, names: ExpertNames) -> dict[str, WeightTarget]:
         """A name like "<expert>.<name>.weight" or "<expert>.<name>.bias" -> a part of a parameter."""
         (gate_up, down), shard, targets = self._loaded(), self.shard, {}
+        hidden_size = down.shape[0] // self.num_experts if isinstance(down, QuantizedMatrix) else down.shape[1]
         for expert in range(self.num_experts):
-            for name, rows in zip((names.gate, names.up), gate_up[expert].chunk(2)):
-                shape = (shard.full, rows.shape[1])
-                targets[f"{expert}.{name}.weight"] = WeightTarget(rows, shape, 0, shard.start)
-            shape = (down.shape[1], shard.full)
-            targets[f"{expert}.{names.down}.weight"] = WeightTarget(down[expert], shape, 1, shard.start)
+            # The first of the gate, and of up.
+            for name, begin in ((names.gate, 0), (names.up, shard.size)):
+                rows = _rows(gate_up, expert * 2 * shard.size + begin, shard.size)
+                targets[f"{expert}.{name}.weight"] = _target(rows, (shard.full, hidden_size), 0, shard.start)
+            rows = _rows(down, expert * hidden_size, hidden_size)
+            targets[f"{expert}.{names.down}.weight"] = _target(rows, (hidden_size, shard.full), 1, shard.start)
             if self.gate_up_bias is not None and self.down_bias is not None:
-                for name, rows in zip((names.gate, names.up), self.gate_up_bias[expert].chunk(2)):
-                    targets[f"{expert}.{name}.bias"] = WeightTarget(rows, (shard.full,), 0, shard.start)
+                for name, bias in zip((names.gate, names.up), self.gate_up_bias[expert].chunk(2)):
+                    targets[f"{expert}.{name}.bias"] = WeightTarget(bias, (shard.full,), 0, shard.start)
                 targets[f"{expert}.{names.down}.bias"] = WeightTarget.whole(self.down_bias[expert])
         return targets
+
+
+def _rows(weights: experts.Weights, begin: int, size: int) -> experts.Weights:
+    """Of all experts' outputs one below the other."""
+    if isinstance(weights, QuantizedMatrix):
+        return weights.outputs(begin, size)
+    return weights.flatten(0, 1)[begin : begin + size]
+
+
+def _target(rows: experts.Weights, shape: tuple[int, int], dim: int, start: int) -> WeightTarget:
+    if isinstance(rows, QuantizedMatrix):
+        return QuantizedTarget.of(rows, shape, dim, start)
+    return WeightTarget(rows, shape, dim, start)
 
 
 class Mixture(nn.Module):
@@ -198,12 +211,13 @@ class Mixture(nn.Module):
         group: TensorParallelGroup,
         names: ExpertNames,
         shared: FeedForward | None,
+        stored_as: MatrixFormat | None = None,
     ) -> None:
         super().__init__()
         self.names, self.group = names, group
         self.router = ExpertRouter(config, hidden_size, dtype)
         shard = group.shard(config.intermediate_size)
-        self.experts = Experts(config.num_experts, hidden_size, shard, dtype, config.clamped)
+        self.experts = Experts(config.num_experts, hidden_size, shard, dtype, config.clamped, stored_as)
         self.shared_expert = shared
         has_gate = shared is not None and config.groups is None
         self.shared_expert_gate = Weight(1, hidden_size, dtype) if has_gate else None
@@ -229,10 +243,11 @@ class Mixture(nn.Module):
         return {f"{part}.{name}": target for part, targets in parts.items() for name, target in targets.items()}
 
 
-def _multiplies_groups(*weights: torch.Tensor) -> bool:
+def _multiplies_groups(*weights: experts.Weights) -> bool:
     """Whether torch has a kernel for them that takes the groups from the device."""
     return all(
-        weight.dtype == torch.bfloat16
+        isinstance(weight, torch.Tensor)
+        and weight.dtype == torch.bfloat16
         and weight.stride(1) * weight.element_size() % _ALIGNMENT == 0
         and _has_groups(weight.device)
         for weight in weights
@@ -242,8 +257,3 @@ def _multiplies_groups(*weights: torch.Tensor) -> bool:
 @cache
 def _has_groups(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in _HAVE_GROUPS
-
-
-def _weighted_sum(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """outputs: (num_tokens, top_k, hidden_size). Returns (num_tokens, hidden_size)."""
-    return torch.bmm(weights.to(outputs.dtype)[:, None], outputs)[:, 0]

@@ -33,8 +33,8 @@ from sglang.srt.model_loader.gguf_weights import GGUFWeights
 from sglang.srt.model_loader.non_finite import refuse_non_finite
 from sglang.srt.model_loader.quantized_weights import (
     QuantizedWeights,
-    format_asked,
-    pick_weight_format,
+    formats_asked,
+    pick_weight_formats,
     plain_names,
     unused_biases,
 )
@@ -107,13 +107,15 @@ def with_weight_format(
             raise ModelConfigError(f"--quantization {asked} is not for a GGUF file, whose weights are dequantised.")
         return config
     if stored is None:
-        return (
-            config if asked is None else replace(config, weight_format=format_asked(config, asked, num_ranks, device))
-        )
-    if asked not in (None, stored.method):
+        if asked is None:
+            return config
+        formats = formats_asked(config, asked, num_ranks, device)
+    elif asked not in (None, stored.method):
         raise ModelConfigError(f"--quantization {asked}: the checkpoint has {stored.method}; leave the flag out.")
-    names = () if load_format == "dummy" else _weight_files(config.local_path, load_format)
-    return replace(config, weight_format=pick_weight_format(config, names, num_ranks, device))
+    else:
+        names = () if load_format == "dummy" else _weight_files(config.local_path, load_format)
+        formats = pick_weight_formats(config, names, num_ranks, device)
+    return replace(config, weight_format=formats.layers, expert_format=formats.experts)
 
 
 def checkpoint_kv_scales(config: ModelConfig, load_format: str, num_ranks: int) -> KVScales:

@@ -1,6 +1,6 @@
 """`QuantizedWeights`: the matrices of a quantised checkpoint, dequantised when they are read, or as they are stored.
 
-Owns the decision which of both, `pick_weight_format`, and what is quantised when it is read. Names are those of the
+Owns the decision which of both, `pick_weight_formats`, and what is quantised when it is read. Names are those of the
 same checkpoint without quantization: `x.weight` stands for `x.weight` with `x.weight_scale` (or `_scale_inv`), or for
 what packed_weights.py reads. A part of a matrix costs the time and memory of that part alone. Scales of activations
 are not used: activations keep the model's data type.
@@ -11,9 +11,10 @@ are not used: activations keep the model's data type.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,23 +30,37 @@ from sglang.srt.utils.device import has_e4m3
 logger = logging.getLogger(__name__)
 
 _SCALES = (".weight_scale", ".weight_scale_inv")
+# Of the names of matrices. The last is one whose products are with parts of it.
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
+_EXPERTS = ".experts."
+_ALWAYS_DEQUANTIZED = ".kv_b_proj.weight"
 
 
-def pick_weight_format(
+class WeightFormats(NamedTuple):
+    """How matrices are kept: those of attention and dense layers, and those of experts. None: in the model's type."""
+
+    layers: MatrixFormat | None = None
+    experts: MatrixFormat | None = None
+
+
+def pick_weight_formats(
     config: ModelConfig, names: Iterable[str], num_ranks: int, device: torch.device
-) -> MatrixFormat | None:
-    """How decoder layers keep their matrices: as the checkpoint has them, on a GPU that computes with it. None for
-    the model's data type: where no kernel reads them, or where some are not quantised. names: of the checkpoint's
-    tensors; none for made-up weights. Logs what it picks."""
+) -> WeightFormats:
+    """As a quantised checkpoint has them, on a GPU that computes with it. None where no kernel reads them, or where
+    some are not quantised. names: of the checkpoint's tensors; none for made-up weights. Logs what it picks."""
     stored = config.quantization
     assert stored is not None, "asked of a quantised checkpoint"
-    group = 0 if stored.block is None else stored.block[1]
-    reason = _reason_to_dequantize(config, stored, frozenset(names), num_ranks, device)
-    if reason is not None:
-        logger.info("quantized weights are kept in %s: %s", str(config.dtype).removeprefix("torch."), reason)
-        return None
-    logger.info("weights of decoder layers are kept in %d bits", stored.bits)
-    return MatrixFormat(kept_dtype(stored), group)
+    format = MatrixFormat(kept_dtype(stored), 0 if stored.block is None else stored.block[1])
+    found: list[MatrixFormat | None] = []
+    for part in _parts(config, num_ranks):
+        reason = _reason_to_dequantize(config, stored, part, frozenset(names), device)
+        if reason is None:
+            logger.info("weights of %s are kept in %d bits", part.name, stored.bits)
+        else:
+            dtype = str(config.dtype).removeprefix("torch.")
+            logger.info("quantized weights of %s are kept in %s: %s", part.name, dtype, reason)
+        found.append(format if reason is None else None)
+    return WeightFormats(*found)
 
 
 def kept_dtype(stored: WeightQuantization) -> torch.dtype:
@@ -53,36 +68,75 @@ def kept_dtype(stored: WeightQuantization) -> torch.dtype:
     return FOUR_BITS if stored.bits == 4 else torch.int8 if stored.is_int else torch.float8_e4m3fn
 
 
-def format_asked(config: ModelConfig, asked: str, num_ranks: int, device: torch.device) -> MatrixFormat:
-    """How decoder layers keep the matrices of a checkpoint that is not quantised: e4m3, with a scale for each output
-    of a rank's part. asked: as of --quantization. Raises ModelConfigError if that cannot be."""
+def formats_asked(config: ModelConfig, asked: str, num_ranks: int, device: torch.device) -> WeightFormats:
+    """Of a checkpoint that is not quantised: e4m3, with a scale for each output of a rank's part. asked: as of
+    --quantization. Raises ModelConfigError if that cannot be."""
     if asked != "fp8":
         raise ModelConfigError(
             f"--quantization {asked}: the checkpoint is not quantized; leave the flag out, or use fp8."
         )
     if config.model_impl != NATIVE:
         raise ModelConfigError("--quantization fp8 is for models with a native implementation; leave it out.")
-    reason = _reason_to_dequantize(config, WeightQuantization(), frozenset(), num_ranks, device)
-    if reason is not None:
-        raise ModelConfigError(f"--quantization fp8 cannot be used here: {reason}; leave it out.")
-    logger.info("weights of decoder layers are quantized to fp8")
-    return MatrixFormat(torch.float8_e4m3fn)
+    parts = _parts(config, num_ranks)
+    for part in parts:
+        reason = _reason_to_dequantize(config, WeightQuantization(), part, frozenset(), device)
+        if reason is not None:
+            raise ModelConfigError(f"--quantization fp8 cannot be used here: {reason}; leave it out.")
+        logger.info("weights of %s are quantized to fp8", part.name)
+    return WeightFormats(*(MatrixFormat(torch.float8_e4m3fn) for _ in parts))
+
+
+class _Part(NamedTuple):
+    """Matrices that are kept alike. inputs: of a rank's, all sizes that occur. has: tells by name whether a
+    checkpoint's tensor is one of the matrices, not quantised or with scales beside it."""
+
+    name: str
+    inputs: tuple[int, ...]
+    has: Callable[[str], bool]
+
+
+def _parts(config: ModelConfig, num_ranks: int) -> tuple[_Part, ...]:
+    """As the fields of `WeightFormats`; the second one is only of mixtures."""
+    latent, experts = config.latent, config.experts
+    value_dim = config.head_dim if latent is None else latent.value_dim
+    inputs = [config.hidden_size, config.num_heads * value_dim // num_ranks]
+    if latent is not None and config.hf_config.q_lora_rank is not None:
+        inputs.append(config.hf_config.q_lora_rank)
+    if experts is None or not all(experts.layers):
+        inputs.append(config.intermediate_size // num_ranks)
+    if experts is not None and experts.shared_size:
+        inputs.append(experts.shared_size // num_ranks)
+
+    def is_computed(name: str) -> bool:
+        # Layers behind the last one predict further tokens.
+        layer = _LAYER.search(name)
+        return layer is not None and int(layer[1]) < config.num_layers
+
+    def is_of_layers(name: str) -> bool:
+        is_matrix = name.endswith("_proj.weight") and not name.endswith(_ALWAYS_DEQUANTIZED)
+        return is_matrix and _EXPERTS not in name and is_computed(name)
+
+    def is_of_experts(name: str) -> bool:
+        return _EXPERTS in name and name.endswith(("_proj", ".weight")) and is_computed(name)
+
+    layers = _Part("decoder layers", tuple(inputs), is_of_layers)
+    if experts is None:
+        return (layers,)
+    return layers, _Part("experts", (config.hidden_size, experts.intermediate_size // num_ranks), is_of_experts)
 
 
 def _reason_to_dequantize(
     config: ModelConfig,
     stored: WeightQuantization,
+    part: _Part,
     names: frozenset[str],
-    num_ranks: int,
     device: torch.device,
 ) -> str | None:
     if device.type != "cuda":
         return "on a CPU there is no faster kernel"
-    if config.experts is not None:
-        return "no kernel reads experts that are quantized"
     if config.dtype not in (torch.bfloat16, torch.float16):
         return "kernels are for bfloat16 and float16"
-    if not (stored.is_int or has_e4m3(device)):
+    if kept_dtype(stored) == torch.float8_e4m3fn and not has_e4m3(device):
         return "this GPU does not compute with e4m3"
     if stored.bits == 4 and stored.block is None:
         return "the kernel is for groups of inputs"
@@ -91,14 +145,12 @@ def _reason_to_dequantize(
     if stored.has_order:
         return "the inputs of a group are no neighbours"
     group = LEAST_GROUP if stored.block is None else stored.block[1]
-    heads = config.num_heads * config.head_dim
-    for inputs in (config.hidden_size, heads // num_ranks, config.intermediate_size // num_ranks):
+    for inputs in part.inputs:
         if inputs % group or group % LEAST_GROUP:
             return f"{inputs} inputs do not divide into groups of {group}"
-    for name in names:
-        if name.endswith("_proj.weight") and not any(
-            name.removesuffix(".weight") + suffix in names for suffix in _SCALES
-        ):
+    for name in sorted(names):
+        stem = name.removesuffix(".weight")
+        if part.has(name) and not any(stem + suffix in names for suffix in _SCALES):
             return f"{name} is not quantized"
     return None
 

@@ -38,6 +38,7 @@ class DeepseekV2AttentionMLA(nn.Module):
         latent = config.latent
         assert latent is not None
         hf, dtype, bias = config.hf_config, config.dtype, config.attention_bias
+        stored_as = config.weight_format
         heads = group.shard(config.num_heads)
         self.config, self.num_heads = latent, heads.size
         # The config of DeepSeek-V2 has no such field, and may carry the name.
@@ -48,17 +49,20 @@ class DeepseekV2AttentionMLA(nn.Module):
         if hf.q_lora_rank is None:
             # Beside the projection of queries, which has no bias.
             assert not bias, "ModelConfig refuses it"
-            self.first_proj = MergedColumnParallelLinear(config.hidden_size, (q, cached), False, dtype)
+            self.first_proj = MergedColumnParallelLinear(config.hidden_size, (q, cached), False, dtype, stored_as)
         else:
             compressed = Shard(hf.q_lora_rank, 0, hf.q_lora_rank)
-            self.first_proj = MergedColumnParallelLinear(config.hidden_size, (compressed, cached), bias, dtype)
+            first = (compressed, cached)
+            self.first_proj = MergedColumnParallelLinear(config.hidden_size, first, bias, dtype, stored_as)
             self.q_a_layernorm = RMSNorm(hf.q_lora_rank, _EPS, dtype)
-            self.q_b_proj = MergedColumnParallelLinear(hf.q_lora_rank, (q,), False, dtype)
+            self.q_b_proj = MergedColumnParallelLinear(hf.q_lora_rank, (q,), False, dtype, stored_as)
         self.kv_a_layernorm = RMSNorm(latent.rank, _EPS, dtype)
+        # Dequantised: products are with parts of it and with their transposes.
         self.kv_b_proj = MergedColumnParallelLinear(
             latent.rank, (heads.times(latent.key_dim + latent.value_dim),), False, dtype
         )
-        self.o_proj = RowParallelLinear(heads.times(latent.value_dim), config.hidden_size, bias, dtype, group)
+        values = heads.times(latent.value_dim)
+        self.o_proj = RowParallelLinear(values, config.hidden_size, bias, dtype, group, stored_as)
         kv_scale = kv_scale_of(config.kv_scales, group.rank, layer_id, 1, has_latents=True)
         self.attn = RadixAttention(layer_id, backend, kv_scale, config.windows[layer_id], latent.rank)
         # In place of kv_b_proj, once that is loaded.

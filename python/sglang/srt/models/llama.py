@@ -227,7 +227,7 @@ class LlamaForCausalLM(nn.Module):
         if experts.shared_size:
             shared = LlamaMLP(config, group.shard(experts.shared_size), group, is_part=True)
         names = ExpertNames(*self.expert_names, self.shared_expert_name, self.router_name)
-        return Mixture(experts, config.hidden_size, config.dtype, group, names, shared)
+        return Mixture(experts, config.hidden_size, config.dtype, group, names, shared, config.expert_format)
 
     @torch.inference_mode()
     def embed(self, batch: ForwardBatch) -> DecoderState:

@@ -13,8 +13,20 @@ from typing import NamedTuple
 import torch
 
 from sgl_kernel.experts import reference
+from sgl_kernel.experts.reference import each_expert, weight_of
 from sgl_kernel.quantized import QuantizedMatrix
 from sgl_kernel.triton_modules import triton_module
+
+__all__ = [
+    "Groups",
+    "Weights",
+    "each_expert",
+    "group_by_expert",
+    "product_of_tokens",
+    "product_to_places",
+    "weight_of",
+    "weighted_sum",
+]
 
 Weights = torch.Tensor | QuantizedMatrix
 
@@ -30,8 +42,8 @@ class Groups(NamedTuple):
 
 
 def group_by_expert(chosen: torch.Tensor, num_experts: int) -> Groups:
-    """chosen: (num_tokens, top_k) int64, contiguous, at least one token."""
-    places, ends = _module(chosen).group_by_expert(chosen, num_experts)
+    """chosen: (num_tokens, top_k) int64, at least one token."""
+    places, ends = _module(chosen).group_by_expert(chosen.contiguous(), num_experts)
     return Groups(places, ends, chosen.shape[1])
 
 

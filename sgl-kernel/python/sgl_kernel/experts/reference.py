@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -36,18 +37,23 @@ def weighted_sum(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return total.to(outputs.dtype)
 
 
+def each_expert(
+    x: torch.Tensor, groups: Groups, compute: Callable[[int, torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """x: (num_rows, inputs), in the order of experts. compute(expert, rows): for each that has rows. Returns all
+    results, one below the other."""
+    ends = pairwise((0, *groups.ends.tolist()))
+    return torch.cat([compute(expert, x[begin:end]) for expert, (begin, end) in enumerate(ends) if end > begin])
+
+
 def _product(x: torch.Tensor, weights: Weights, groups: Groups, bias: torch.Tensor | None) -> torch.Tensor:
     """x: (num_rows, inputs), in the order of experts."""
-    parts = [
-        F.linear(
-            x[begin:end],
-            weight_of(weights, expert, len(groups.ends), x.dtype),
-            None if bias is None else bias[expert],
-        )
-        for expert, (begin, end) in enumerate(pairwise((0, *groups.ends.tolist())))
-        if end > begin
-    ]
-    return torch.cat(parts)
+
+    def compute(expert: int, rows: torch.Tensor) -> torch.Tensor:
+        weight = weight_of(weights, expert, len(groups.ends), x.dtype)
+        return F.linear(rows, weight, None if bias is None else bias[expert])
+
+    return each_expert(x, groups, compute)
 
 
 def weight_of(weights: Weights, expert: int, num_experts: int, dtype: torch.dtype) -> torch.Tensor:
