@@ -18,9 +18,16 @@ from typing import Any, Literal
 from safetensors import SafetensorError, safe_open
 
 from sglang.srt.configs.embedded_model import ensure_embedded_model
+from sglang.srt.configs.experts import GPT_OSS
 from sglang.srt.configs.gguf_model import GGUF_TENSORS, NO_TOKENIZER, GGUFError, ensure_gguf_model
 from sglang.srt.configs.model_families import MODEL_FAMILIES, TRANSFORMERS, pick_model_impl
-from sglang.srt.configs.quantization import QuantizationError, WeightQuantization, read_quantization
+from sglang.srt.configs.quantization import (
+    MXFP4_GROUP,
+    Packing,
+    QuantizationError,
+    WeightQuantization,
+    read_quantization,
+)
 from sglang.srt.configs.smollm2_model import SMOLLM2, FetchError, ensure_smollm2
 
 # What --model-path names the built-in model by.
@@ -289,7 +296,25 @@ def quantization_of(model_path: str, raw: Mapping[str, Any], impl: str) -> Weigh
             f"{model_path!r} is quantized, which a model that transformers computes must not be; use unquantized "
             "weights."
         )
+    if found is not None and found.packing == Packing.MXFP4:
+        _check_mxfp4(model_path, raw)
     return found
+
+
+def _check_mxfp4(model_path: str, raw: Mapping[str, Any]) -> None:
+    architecture = pick_architecture(model_path, dict(raw))
+    if architecture != GPT_OSS:
+        raise ModelConfigError(
+            f"{model_path!r} cannot be served: it is quantized as 'mxfp4', which is read of {GPT_OSS} and not of "
+            f"{architecture}; use unquantized weights."
+        )
+    for name in ("hidden_size", "intermediate_size"):
+        size = raw.get(name)
+        if isinstance(size, int) and size % MXFP4_GROUP:
+            raise ModelConfigError(
+                f"{model_path!r} cannot be served: {name} in its config is {size}, and mxfp4 needs a multiple of "
+                f"{MXFP4_GROUP}."
+            )
 
 
 def check_activation(activation: object) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-READABLE = "fp8, compressed-tensors of 8 bits or packed, modelopt with FP8, awq, gptq, or a GGUF file"
+READABLE = "fp8, compressed-tensors of 8 bits or packed, modelopt with FP8, awq, gptq, mxfp4, or a GGUF file"
 # What checkpoints have beside their weights, and nothing here computes with: activations keep the model's data type.
 # Those of K and V are read apart, see kv_cache_dtype.py.
 UNUSED = tuple(
@@ -21,14 +21,18 @@ UNUSED = tuple(
 
 # The size of a group that is all inputs.
 WHOLE = -1
+# Inputs that share a scale, of mxfp4.
+MXFP4_GROUP = 32
 
 
 class Packing(StrEnum):
-    """Several numbers in an int32: whose way. See model_loader/packed_weights.py."""
+    """Several numbers in an int32, or two in a byte: whose way. See model_loader/packed_weights.py, and
+    mxfp4_weights.py for the last one, which only experts have."""
 
     AWQ = "awq"
     GPTQ = "gptq"
     COMPRESSED = "compressed-tensors"
+    MXFP4 = "mxfp4"
 
 
 class QuantizationError(ValueError):
@@ -71,6 +75,7 @@ def read_quantization(config: object) -> WeightQuantization | None:
         "modelopt": _modelopt,
         "awq": _awq,
         "gptq": _gptq,
+        "mxfp4": lambda config: WeightQuantization(bits=4, block=(1, MXFP4_GROUP), packing=Packing.MXFP4),
     }
     if not isinstance(method, str) or method not in readers:
         raise QuantizationError(f"it is quantized as {method!r}, which is not supported; use {READABLE}")

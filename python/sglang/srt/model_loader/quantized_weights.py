@@ -2,8 +2,8 @@
 
 Owns the decision which of both, `pick_weight_formats`, and what is quantised when it is read. Names are those of the
 same checkpoint without quantization: `x.weight` stands for `x.weight` with `x.weight_scale` (or `_scale_inv`), or for
-what packed_weights.py reads. A part of a matrix costs the time and memory of that part alone. Scales of activations
-are not used: activations keep the model's data type.
+what packed_weights.py reads, and `x_proj` for what mxfp4_weights.py reads. A part of a matrix costs the time and
+memory of that part alone. Scales of activations are not used: activations keep the model's data type.
 
     fp8, int8    weight = values * scale        values (outputs, inputs)
 """
@@ -22,7 +22,8 @@ from sgl_kernel.quantized import FOUR_BITS, LEAST_GROUP, MatrixFormat
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.model_families import NATIVE
 from sglang.srt.configs.model_files import ModelConfigError
-from sglang.srt.configs.quantization import UNUSED, WeightQuantization
+from sglang.srt.configs.quantization import UNUSED, Packing, WeightQuantization
+from sglang.srt.model_loader.mxfp4_weights import BLOCKS, SCALES, Mxfp4Tensor
 from sglang.srt.model_loader.non_finite import check_scales
 from sglang.srt.model_loader.packed_weights import PARTS, PackedTensor, Readable, bounds, stem_of
 from sglang.srt.utils.device import has_e4m3
@@ -159,10 +160,17 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
     """The names without quantization -> those of the tensors that hold the values."""
     held = {}
     for name in names:
-        if not name.endswith((*_SCALES, *UNUSED, *PARTS)):
+        if name.endswith(BLOCKS):
+            held[_name_of_blocks(name)] = name
+        elif not name.endswith((*_SCALES, *UNUSED, *PARTS, SCALES)):
             stem = stem_of(name)
             held[name if stem is None else f"{stem}.weight"] = name
     return held
+
+
+def _name_of_blocks(name: str) -> str:
+    """Without quantization."""
+    return name.removesuffix(BLOCKS) + "_proj"
 
 
 def unused_biases(
@@ -205,9 +213,12 @@ class QuantizedWeights:
         held = self._held[name]
         values = self._file.get_slice(held)
         stem = name.removesuffix(".weight")
-        if stem_of(held) is not None:
-            if self._quantization.packing is None:
+        packing, has_blocks = self._quantization.packing, held.endswith(BLOCKS)
+        if has_blocks or stem_of(held) is not None:
+            if packing is None or has_blocks != (packing == Packing.MXFP4):
                 raise ModelConfigError(f"{held!r} holds packed numbers, of which config.json tells nothing.")
+            if has_blocks:
+                return Mxfp4Tensor(held, values, self._needed(held.removesuffix(BLOCKS) + SCALES, held))
             return PackedTensor(held, values, self._quantization, self._part)
         scale_name = next((stem + suffix for suffix in _SCALES if stem + suffix in self._files), None)
         if name.endswith(".weight") and scale_name is not None:

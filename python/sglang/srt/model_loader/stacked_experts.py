@@ -33,8 +33,9 @@ def fill_stacked(
         raise ModelConfigError(f"{name!r} has the shape {shape}, but {config_name} asks for {wanted}.")
     for expert in range(num_experts):
         matrix = source.expert(expert) if hasattr(source, "expert") else StackedExpert(source, expert)
-        for place in range(per_expert):
-            targets[expert * per_expert + place].fill(_every(matrix, place, per_expert))
+        own = targets[expert * per_expert :][:per_expert]
+        for target, of_target in zip(own, alternating(matrix, per_expert), strict=True):
+            target.fill(of_target)
 
 
 class StackedExpert:
@@ -42,34 +43,50 @@ class StackedExpert:
 
     def __init__(self, stacked: Readable, expert: int) -> None:
         self._stacked, self._expert = stacked, expert
-        # The last part that was read: gate and up alternate in it.
-        self._last: tuple[list[tuple[int, int]], torch.Tensor] | None = None
 
     def get_shape(self) -> list[int]:
         return self._stacked.get_shape()[:0:-1]
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        found = bounds(index, self.get_shape())
-        if self._last is None or self._last[0] != found:
-            columns = (slice(*each) for each in reversed(found))
-            part = self._stacked[(slice(self._expert, self._expert + 1), *columns)][0]
-            self._last = found, part.t()
+        part = (slice(*each) for each in reversed(bounds(index, self.get_shape())))
+        return self._stacked[(slice(self._expert, self._expert + 1), *part)][0].t()
+
+
+def alternating(matrix: Any, number: int) -> list[Any]:
+    """So many matrices whose outputs alternate in one. matrix: as a slice of an open file, and a `QuantizedSource` if
+    they are to be such."""
+    if number == 1:
+        return [matrix]
+    kind = _QuantizedEveryOther if isinstance(matrix, QuantizedSource) else _EveryOther
+    read = _LastRead(matrix)
+    return [kind(matrix, read, place, number) for place in range(number)]
+
+
+class _LastRead:
+    """Keeps what was read last of a matrix: each part is asked for once by gate and once by up."""
+
+    def __init__(self, matrix: Any) -> None:
+        self._matrix = matrix
+        self._last: tuple[tuple[slice, ...], torch.Tensor] | None = None
+
+    def __call__(self, index: tuple[slice, ...]) -> torch.Tensor:
+        if self._last is None or self._last[0] != index:
+            self._last = index, self._matrix[index]
         return self._last[1]
 
 
 class _EveryOther:
     """Of the outputs of a matrix, those of a place among `step` that alternate."""
 
-    def __init__(self, matrix: Any, place: int, step: int) -> None:
-        self._matrix, self._place, self._step = matrix, place, step
+    def __init__(self, matrix: Any, read: _LastRead, place: int, step: int) -> None:
+        self._matrix, self._read, self._place, self._step = matrix, read, place, step
 
     def get_shape(self) -> list[int]:
         outputs, *inputs = self._matrix.get_shape()
         return [outputs // self._step, *inputs]
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        found: torch.Tensor = self._matrix[self._wider(index)]
-        return found[self._place :: self._step]
+        return self._read(self._wider(index))[self._place :: self._step]
 
     def _wider(self, index: Any) -> tuple[slice, ...]:
         (begin, end), *inputs = bounds(index, self.get_shape())
@@ -82,10 +99,3 @@ class _QuantizedEveryOther(_EveryOther):
         values, scales, zeros = self._matrix.parts(self._wider(index), group)
         which = slice(self._place, None, self._step)
         return values[which], scales[which], None if zeros is None else zeros[which]
-
-
-def _every(matrix: Any, place: int, step: int) -> Any:
-    if step == 1:
-        return matrix
-    kind = _QuantizedEveryOther if isinstance(matrix, QuantizedSource) else _EveryOther
-    return kind(matrix, place, step)
