@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,15 +14,19 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from sgl_kernel.quantized import E2M1, E2M1_VALUES, MatrixFormat
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.model_families import TRANSFORMERS
 from sglang.srt.configs.model_files import ModelConfigError
 from sglang.srt.configs.quantization import Packing, WeightQuantization
-from sglang.srt.distributed.parallel_state import SINGLE_RANK
+from sglang.srt.distributed.parallel_state import SINGLE_RANK, Shard
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.mixture import ExpertNames, Experts
+from sglang.srt.layers.weights import QuantizedTarget
 from sglang.srt.model_loader.loader import ModelLoadError, load_model
-from sglang.srt.model_loader.mxfp4_weights import E2M1, Mxfp4Matrix, Mxfp4Tensor
-from sglang.srt.model_loader.stacked_experts import StackedExpert, alternating
+from sglang.srt.model_loader.mxfp4_weights import Mxfp4Matrix, Mxfp4Tensor
+from sglang.srt.model_loader.quantized_weights import WeightFormats, pick_weight_formats
+from sglang.srt.model_loader.stacked_experts import StackedExpert, alternating, fill_stacked
 from support.thread_group import thread_groups
 from support.tiny_runner import TinyRunner
 
@@ -110,6 +115,51 @@ def test_what_is_loaded_is_what_the_numbers_mean(checkpoints, size):
             assert torch.equal(stored[name].tensor, target.tensor), name
 
 
+KEPT = MatrixFormat(E2M1, 32)
+
+
+def test_experts_that_keep_their_bits_compute_the_same(checkpoints):
+    config = replace(ModelConfig.from_pretrained(str(checkpoints[0])), expert_format=KEPT)
+    kept = load_model(config, "auto", TorchNativeAttnBackend())
+    plain = load(checkpoints[1])
+    theirs, num_kept = plain.weight_targets(), 0
+    for name, target in kept.weight_targets().items():
+        if isinstance(target, QuantizedTarget):
+            num_kept += 1
+            assert torch.equal(target.matrix.dequantized(torch.float32), theirs[name].tensor), name
+        else:
+            assert torch.equal(target.tensor, theirs[name].tensor), name
+    assert num_kept == 2 * 3 * 3, "gate, up and down of each layer's experts"
+    for model in (kept, plain):
+        model.finish_loading()
+    x = torch.randn(9, 64)
+    for ours, their in zip(kept.layers, plain.layers, strict=True):
+        assert torch.allclose(ours.mlp(x), their.mlp(x), atol=1e-4)
+
+
+def test_a_ranks_part_of_experts_that_keep_their_bits():
+    torch.manual_seed(5)
+    blocks, scales = drawn(2, 32, 96)
+    names, part = ExpertNames("gate", "up", "down", ""), Shard(96, 32, 64)
+    experts = Experts(2, 32, part, torch.float32, stored_as=KEPT)
+    targets = [target for name, target in experts.weight_targets(names).items() if "down" in name]
+    fill_stacked("down_proj", Mxfp4Tensor("down_proj_blocks", Slices(blocks), scales), targets, 2, "config.json")
+    whole = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).transpose(1, 2)
+    for expert, target in enumerate(targets):
+        assert torch.equal(target.matrix.dequantized(torch.float32), whole[expert][:, 32:])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ranks", "experts"),
+    [(torch.bfloat16, 1, KEPT), (torch.bfloat16, 2, None), (torch.float16, 1, None), (torch.float32, 1, None)],
+)
+def test_a_gpu_keeps_the_bits_of_experts_alone(checkpoints, dtype, ranks, experts):
+    config = replace(ModelConfig.from_pretrained(str(checkpoints[0])), dtype=dtype)
+    # Of made-up weights all are such.
+    for names in ((), ("model.layers.0.self_attn.q_proj.weight", f"{EXPERTS}.down_proj_blocks")):
+        assert pick_weight_formats(config, names, ranks, torch.device("cuda")) == WeightFormats(None, experts)
+
+
 def test_logits_are_those_of_transformers(checkpoints):
     theirs = AutoModelForCausalLM.from_pretrained(checkpoints[1])
     tokens = list(range(3, 40))
@@ -152,7 +202,7 @@ def test_parts_are_codes_and_scales():
     assert torch.equal(tensor[1:, 7:60, 2:5], whole[1:, 7:60, 2:5])
     expert = tensor.expert(1)
     assert isinstance(expert, Mxfp4Matrix) and torch.equal(expert[2:5, 33:95], whole[1].t()[2:5, 33:95])
-    numbers = torch.tensor([*E2M1, *(-each for each in E2M1)])
+    numbers = torch.tensor([*E2M1_VALUES, *(-each for each in E2M1_VALUES)])
     for place, matrix in enumerate(alternating(expert, 2)):
         index = slice(1, 3), slice(32, 96)
         values, factors, zeros = matrix.parts(index, 32)
@@ -196,8 +246,10 @@ def of_both(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors
 )  # fmt: skip
 def test_what_does_not_fit_is_named(tmp_path, change, message):
     save(tmp_path, GptOssConfig(**SHAPE), change)
-    with pytest.raises(ModelLoadError, match=message):
-        load(tmp_path)
+    config = ModelConfig.from_pretrained(str(tmp_path))
+    for each in (config, replace(config, expert_format=KEPT)):
+        with pytest.raises(ModelLoadError, match=message):
+            load_model(each, "auto", TorchNativeAttnBackend())
 
 
 def test_blocks_of_which_the_config_tells_nothing(tmp_path):

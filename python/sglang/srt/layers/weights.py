@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from sgl_kernel.quantized import QuantizedMatrix
+from sgl_kernel.quantized import E2M1, E2M1_NAN, QuantizedMatrix
 
 
 @runtime_checkable
@@ -94,6 +94,8 @@ class QuantizedTarget(WeightTarget):
             self.matrix.quantize(source[index].to(self.matrix.scales.device))
 
     def extremes(self) -> list[torch.Tensor]:
+        if self.matrix.format.dtype == E2M1:
+            return [torch.where(self.matrix.scales.amax() == E2M1_NAN, torch.nan, 0.0)]
         found, values = extremes(self.matrix.scales), self.matrix.values
         if values.dtype == torch.float8_e4m3fn and values.numel():
             # NaN has the bytes 0x7f and 0xff, each the largest in one of two readings.

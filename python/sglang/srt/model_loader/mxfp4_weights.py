@@ -16,15 +16,15 @@ from typing import Any
 
 import torch
 
+from sgl_kernel.quantized import E2M1_VALUES
 from sglang.srt.configs.model_files import ModelConfigError
 from sglang.srt.configs.quantization import MXFP4_GROUP
 from sglang.srt.model_loader.packed_weights import Readable, bounds
 
 BLOCKS, SCALES = "_proj_blocks", "_proj_scales"
 _BYTES = MXFP4_GROUP // 2
-# The number of each code; the upper 8 codes are the negatives.
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_NUMBERS = torch.tensor((*E2M1, *(-each for each in E2M1)))
+# The number of each code.
+_NUMBERS = torch.tensor((*E2M1_VALUES, *(-each for each in E2M1_VALUES)))
 # Both numbers of each byte, the first one first.
 _PAIRS = torch.stack((_NUMBERS.repeat(16), _NUMBERS.repeat_interleave(16)), dim=1)
 _POWERS = torch.tensor((*(2.0 ** (byte - 127) for byte in range(255)), math.nan))
@@ -73,7 +73,7 @@ class Mxfp4Matrix:
         return [outputs, groups * MXFP4_GROUP]
 
     def parts(self, index: Any, group: int) -> tuple[torch.Tensor, torch.Tensor, None]:
-        """See `QuantizedSource`. Values are codes from 0 to 15, uint8, of `E2M1` and its negatives."""
+        """See `QuantizedSource`. Values are codes from 0 to 15, uint8, of `E2M1_VALUES` and their negatives."""
         outputs, inputs = bounds(index, self.get_shape())
         assert group == MXFP4_GROUP and not inputs[0] % group and not inputs[1] % group
         packed, scales = self._read(outputs, inputs)

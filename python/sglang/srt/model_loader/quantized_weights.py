@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sgl_kernel.quantized import FOUR_BITS, LEAST_GROUP, MatrixFormat
+from sgl_kernel.quantized import E2M1, FOUR_BITS, LEAST_GROUP, MatrixFormat
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.model_families import NATIVE
 from sglang.srt.configs.model_files import ModelConfigError
@@ -66,6 +66,8 @@ def pick_weight_formats(
 
 def kept_dtype(stored: WeightQuantization) -> torch.dtype:
     """Of a `MatrixFormat`."""
+    if stored.packing == Packing.MXFP4:
+        return E2M1
     return FOUR_BITS if stored.bits == 4 else torch.int8 if stored.is_int else torch.float8_e4m3fn
 
 
@@ -94,6 +96,7 @@ class _Part(NamedTuple):
     name: str
     inputs: tuple[int, ...]
     has: Callable[[str], bool]
+    is_experts: bool = False
 
 
 def _parts(config: ModelConfig, num_ranks: int) -> tuple[_Part, ...]:
@@ -123,7 +126,8 @@ def _parts(config: ModelConfig, num_ranks: int) -> tuple[_Part, ...]:
     layers = _Part("decoder layers", tuple(inputs), is_of_layers)
     if experts is None:
         return (layers,)
-    return layers, _Part("experts", (config.hidden_size, experts.intermediate_size // num_ranks), is_of_experts)
+    inputs_of_experts = (config.hidden_size, experts.intermediate_size // num_ranks)
+    return layers, _Part("experts", inputs_of_experts, is_of_experts, is_experts=True)
 
 
 def _reason_to_dequantize(
@@ -137,6 +141,10 @@ def _reason_to_dequantize(
         return "on a CPU there is no faster kernel"
     if config.dtype not in (torch.bfloat16, torch.float16):
         return "kernels are for bfloat16 and float16"
+    if stored.packing == Packing.MXFP4 and not part.is_experts:
+        return "mxfp4 is of experts"
+    if stored.packing == Packing.MXFP4 and config.dtype == torch.float16:
+        return "float16 does not hold all scales of mxfp4"
     if kept_dtype(stored) == torch.float8_e4m3fn and not has_e4m3(device):
         return "this GPU does not compute with e4m3"
     if stored.bits == 4 and stored.block is None:

@@ -29,12 +29,10 @@ MOST_ROWS = 256
 LEAST_GROUP = 32
 FOUR_BITS = torch.uint8
 E2M1 = torch.float4_e2m1fn_x2
-# Inputs that share a scale of e2m1.
-E2M1_GROUP = 32
 # What e2m1's numbers from 0 to 7 mean; 8 to 15 are their negatives.
-_E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# Of a power of two in a byte, as float32 has it.
-_EXPONENT_BIAS = 127
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# Of a power of two in a byte, and the byte that is NaN.
+_EXPONENT_BIAS, E2M1_NAN = 127, 255
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,8 @@ class QuantizedMatrix:
             values = low | (high << 4)
         self.values.copy_(values)
         if self.format.dtype == E2M1:
-            scales = torch.frexp(scales.float()).exponent + (_EXPONENT_BIAS - 1)
+            exponents = torch.frexp(scales.float()).exponent + (_EXPONENT_BIAS - 1)
+            scales = exponents.masked_fill_(~scales.isfinite(), E2M1_NAN)
         self.scales.copy_(scales)
         if self.zeros is not None:
             assert zeros is not None
@@ -135,7 +134,7 @@ class QuantizedMatrix:
         if self.format.is_packed:
             values = torch.stack((values & 15, values >> 4), dim=2)
         if self.format.dtype == E2M1:
-            means = torch.tensor(_E2M1_VALUES, device=values.device)
+            means = torch.tensor(E2M1_VALUES, device=values.device)
             values = torch.cat((means, -means))[values.long()]
             scales = (scales.int() << 23).view(torch.float32)
         groups = values.reshape(*self.scales.shape, -1).float()
