@@ -295,7 +295,8 @@ class Model:
                 path = folder
             self.config = ModelConfig.from_pretrained(path, model_impl=model_impl)
         if fp8_weights:
-            self.config = replace(self.config, weight_format=MatrixFormat(torch.float8_e4m3fn))
+            fp8 = MatrixFormat(torch.float8_e4m3fn)
+            self.config = replace(self.config, weight_format=fp8, expert_format=fp8)
         if fp8_kv:
             self.config = replace(self.config, kv_cache_dtype=torch.float8_e4m3fn)
         self.model = self._build()
@@ -743,8 +744,6 @@ def main() -> None:
     shape.add_argument("--latents", action="store_true", help="the shape of DeepSeek-V2-Lite")
     args = parser.parse_args()
     has = "experts" if args.experts else "latents" if args.latents else ""
-    if has and args.fp8_weights:
-        parser.error(f"experts are not kept in fp8: leave one of --{has} and --fp8-weights out")
     deadline = time.monotonic() + args.budget_s
     sizes = Sizes() if args.device == "cuda" else TINY
     sizes = replace(

@@ -56,7 +56,7 @@ def main() -> None:
             x = torch.randn(num_rows, inputs, dtype=bench.dtype, device=device)
             works: list[Callable[[], object]] = [partial(_each, partial(F.linear, x), plain)]
             works += [partial(_each, partial(quantized.linear, x), of) for of in matrices.values()]
-            graphs: list[Callable[[], object]] = [_captured(work) for work in works] if device == "cuda" else works
+            graphs: list[Callable[[], object]] = [captured(work) for work in works] if device == "cuda" else works
             seconds = [each / num_copies for each in bench.seconds(*graphs)]
             del graphs
             for name, of_one, size in zip((str(bench.dtype)[6:], *FORMATS), seconds, sizes, strict=True):
@@ -83,7 +83,7 @@ def _quantized(weight: torch.Tensor, format: MatrixFormat) -> QuantizedMatrix:
     return matrix
 
 
-def _captured(work: Callable[[], object]) -> Callable[[], object]:
+def captured(work: Callable[[], object]) -> Callable[[], object]:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -26,6 +26,7 @@ SMALLEST = {
     "disk": "--rounds 1 --tokens 4096",
     "elastic": "--quick",
     "end_to_end": "--rounds 1",
+    "experts": "--tokens 1,16 --rounds 1",
     "frames": "--quick",
     "gpu_engine": "--device cpu",
     "gpu_kernels": "--device cpu",

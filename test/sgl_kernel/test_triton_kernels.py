@@ -63,7 +63,9 @@ def test_they_compile_for_sm_90(dtype: str):
         ptx = compiled(kernels._rmsnorm_kernel, {"BLOCK": 4096, **residual}, 16)
         assert "rsqrt" in ptx and "st.global.v4.b32" in ptx, ptx
     assert "rsqrt" in compiled(kernels._qk_rmsnorm_kernel, {"ROWS": 16, "BLOCK_D": 128})
-    assert "ex2" in compiled(kernels._silu_and_mul_kernel, {"BLOCK": 1024})
+    for limit in (None, 7.0):
+        ptx = compiled(kernels._activation_kernel, {"ALPHA": 1.702, "LIMIT": limit, "BLOCK": 1024})
+        assert "ex2" in ptx and ("min" in ptx) == (limit is not None), ptx
     assert "st.global" in compiled(kernels._rope_kernel, {"ROWS": 16, "BLOCK_D": 64})
     # Of a power of two, a slot's page takes no division.
     alone = {"ROWS": 8, "BLOCK_D": 128, "PAGE_SIZE": 16, "MOST": None}
@@ -150,6 +152,8 @@ def activations() -> None:
         for width in (8, 1500):
             x = 4 * numbers(7, 3, 2 * width, dtype=dtype)
             near(triton_kernels.silu_and_mul(x), reference.silu_and_mul(x.clone()))
+            clamped = triton_kernels.clamped_swish_and_mul(x, 1.702, 2.0)
+            near(clamped, reference.clamped_swish_and_mul(x, 1.702, 2.0))
 
 
 def rotations() -> None:

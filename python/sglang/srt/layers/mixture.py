@@ -234,6 +234,11 @@ class Mixture(nn.Module):
                 out = out.addcmul_(self.shared_expert_gate.product(x).sigmoid(), shared)
         return self.group.all_reduce(out)
 
+    def tokens_of_kernels(self) -> list[int]:
+        """From so many tokens on, other kernels multiply."""
+        share = self.router.config.top_k / self.experts.num_experts
+        return sorted({int(mean / share) + 1 for mean in (*experts.row_limits(), _MEAN_FOR_LIBRARY)})
+
     def weight_targets(self) -> dict[str, WeightTarget]:
         parts = {"experts": self.experts.weight_targets(self.names), self.names.router: self.router.weight_targets()}
         if self.shared_expert is not None:

@@ -23,6 +23,7 @@ from sgl_kernel.kvcacheio import (
 from sgl_kernel.quantized import MOST_ROWS
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionMetadata
 from sglang.srt.layers.linear import Weight
+from sglang.srt.layers.mixture import Mixture
 from sglang.srt.mem_cache.hybrid_pages import HybridPages, runs_alike
 from sglang.srt.mem_cache.kv_view import KVSegment, PagedSegments
 from sglang.srt.mem_cache.link import LAYERS_AT_ONCE, index_device, layer_groups
@@ -81,9 +82,13 @@ def warm_up_kernels(
     with torch.inference_mode():
         inner = model.model if isinstance(model, PrefillGraphs) else model
         modules = inner.modules() if isinstance(inner, nn.Module) else ()
+        modules = tuple(modules)
         is_quantized = any(isinstance(each, Weight) and each.quantized is not None for each in modules)
         for reqs in (*_BATCHES, *(_BATCHES_OF_QUANTIZED if is_quantized else ())):
             compute(reqs)
+        mixture = next((each for each in modules if isinstance(each, Mixture)), None)
+        for num_tokens in () if mixture is None else mixture.tokens_of_kernels():
+            compute(((num_tokens, num_tokens),))
         q_lens = [1, 4]
         if attention is not None and (long := attention.long_extend_len) is not None:
             # One request is so long that its keys are divided, too.

@@ -108,7 +108,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 def clamped_swish_and_mul(x: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
     """gpt-oss's activation. x: (num_tokens, 2 * d), gate and up side by side. Returns (up + 1) * gate *
     sigmoid(alpha * gate), (num_tokens, d), where gate is at most limit and up between -limit and limit."""
-    return reference.clamped_swish_and_mul(x, alpha, limit)
+    return (_triton(x) or reference).clamped_swish_and_mul(x, alpha, limit)
 
 
 def has_rope_kernel(x: torch.Tensor) -> bool:

@@ -72,10 +72,18 @@ def qk_rmsnorm(qk: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tens
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    return _activate(x, 1.0, None)
+
+
+def clamped_swish_and_mul(x: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    return _activate(x, alpha, limit)
+
+
+def _activate(x: torch.Tensor, alpha: float, limit: float | None) -> torch.Tensor:
     num_tokens, d = x.shape[0], x.shape[1] // 2
     out = torch.empty((num_tokens, d), dtype=x.dtype, device=x.device)
     grid = (num_tokens, triton.cdiv(d, _ACTIVATION_BLOCK))
-    launch(_silu_and_mul_kernel, grid, x, out, x.stride(0), d, BLOCK=_ACTIVATION_BLOCK)
+    launch(_activation_kernel, grid, x, out, x.stride(0), d, ALPHA=alpha, LIMIT=limit, BLOCK=_ACTIVATION_BLOCK)
     return out
 
 
@@ -260,13 +268,17 @@ def _qk_rmsnorm_kernel(
 
 
 @triton.jit
-def _silu_and_mul_kernel(x_ptr, out_ptr, x_stride, d, BLOCK: tl.constexpr):
+def _activation_kernel(x_ptr, out_ptr, x_stride, d, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr):
+    """LIMIT: see `clamped_swish_and_mul`; None for `silu_and_mul`."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = i < d
     gate = tl.load(x_ptr + row * x_stride + i, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * x_stride + d + i, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * d + i, gate / (1.0 + tl.exp(-gate)) * up, mask=mask)
+    if LIMIT is not None:
+        gate = tl.minimum(gate, LIMIT)
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT) + 1.0
+    tl.store(out_ptr + row * d + i, gate / (1.0 + tl.exp(-ALPHA * gate)) * up, mask=mask)
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions_ptr"])

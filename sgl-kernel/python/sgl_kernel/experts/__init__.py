@@ -24,11 +24,13 @@ __all__ = [
     "group_by_expert",
     "product_of_tokens",
     "product_to_places",
+    "row_limits",
     "weight_of",
     "weighted_sum",
 ]
 
 Weights = torch.Tensor | QuantizedMatrix
+_KERNELS = f"{__name__}.triton_kernels"
 
 
 class Groups(NamedTuple):
@@ -69,5 +71,11 @@ def weighted_sum(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return _module(outputs).weighted_sum(outputs, weights)  # type: ignore[no-any-return]
 
 
+def row_limits() -> tuple[int, ...]:
+    """Rows of an expert, in the mean, above which other kernels of a GPU multiply; from small to large."""
+    module = triton_module(_KERNELS)
+    return () if module is None else module.row_limits()
+
+
 def _module(x: torch.Tensor) -> ModuleType:
-    return (triton_module(f"{__name__}.triton_kernels") if x.is_cuda else None) or reference
+    return (triton_module(_KERNELS) if x.is_cuda else None) or reference

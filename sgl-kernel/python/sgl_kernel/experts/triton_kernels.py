@@ -70,6 +70,10 @@ _TILES = (Tile(16, 64, 128, 4, 4), Tile(64, 64, 64, 4, 4), Tile(128, 128, 64, 8,
 _TILE_OF_FLOAT32 = Tile(16, 64, 32, 4, 2)
 
 
+def row_limits() -> tuple[int, ...]:
+    return tuple(tile.rows for tile in _TILES[:-1])
+
+
 def tile_for(num_rows: int, num_experts: int, dtype: torch.dtype) -> Tile:
     """For as many rows as an expert has in the mean: a tile that is half empty costs less than one more, which reads
     the matrix again."""
