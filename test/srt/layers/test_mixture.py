@@ -174,9 +174,10 @@ def test_a_shared_expert_and_no_tokens() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_gpu_computes_what_the_cpu_does(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("clamped", [None, CLAMPED], ids=["silu", "clamped"])
+def test_a_gpu_computes_what_the_cpu_does(dtype: torch.dtype, clamped: ClampedExperts | None) -> None:
     """Also as a CUDA graph, which is replayed with other tokens and other choices."""
-    experts = make_experts(16, dtype, 5)
+    experts = make_experts(16, dtype, 5, clamped)
     batches = [drawn(num_tokens, 16, 4, dtype, num_tokens) for num_tokens in (1, 300, 40)]
     want = [experts(*batch) for batch in batches]
     experts.cuda()

@@ -21,6 +21,7 @@ from transformers import (
     Gemma2Config,
     GemmaConfig,
     GPT2Config,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     OlmoeConfig,
@@ -124,6 +125,10 @@ MODELS = {
     "qwen3": Qwen3Config(**SHAPE, tie_word_embeddings=True),
     "qwen3_moe": Qwen3MoeConfig(**SHAPE, **EXPERTS),
     "deepseek_v3": DeepseekV3Config(**SHAPE | LATENT),
+    # Sinks, and windows in its first and its last layer.
+    "gpt_oss": GptOssConfig(
+        **SHAPE | {"initializer_range": 0.15}, num_local_experts=4, num_experts_per_tok=2, sliding_window=24
+    ),
     # Computed by transformers, with our attention; the last has windows.
     "gpt2": GPT2Config(
         **{name: value for name, value in SHAPE.items() if name not in ("head_dim", "num_key_value_heads")}
@@ -149,7 +154,7 @@ not_emulated = pytest.mark.skipif(
     scope="module",
     params=[
         *("llama", "qwen3", "deepseek_v3"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral", "qwen2", "qwen3_moe")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral", "qwen2", "qwen3_moe", "gpt_oss")),
         *(pytest.param(name, marks=(pytest.mark.slow, not_emulated)) for name in OF_TRANSFORMERS),
     ],
 )

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DeepseekV2Config, GemmaConfig, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, DeepseekV2Config, GemmaConfig, GptOssConfig, LlamaConfig, Qwen3Config
 
 from sglang.srt.configs.kv_cache_dtype import pick_kv_cache_dtype
 from sglang.srt.configs.model_config import ModelConfig
@@ -61,6 +61,8 @@ FAMILIES = {
     "gemma": GemmaConfig(**SHAPE),
     # Latents in the cache.
     "deepseek": DeepseekV2Config(**SHAPE | LATENT),
+    # Sinks, and experts with biases. No windows: a load would leave out what these hide.
+    "gpt_oss": GptOssConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
 }
 SETUP = StorageSetup(
     backend="file",
@@ -144,6 +146,8 @@ CASES = [
     ("deepseek", "float32", 16, 2, "layer_first", 512),
     ("deepseek", "bfloat16", 64, 1, "page_first", 512),
     ("deepseek", "float32, fp8_e4m3", 16, 1, "page_first", 48),
+    ("gpt_oss", "float32", 16, 1, "page_first", 48),
+    ("gpt_oss", "float32", 16, 2, "layer_first", 512),
     ("llama", "float32, fp8_e4m3", 16, 1, "page_first", 512),
     ("gemma", "float32, fp8_e5m2", 1, 1, "layer_first", 48),
     ("qwen3", "bfloat16, fp8_e4m3", 64, 2, "page_first", 512),

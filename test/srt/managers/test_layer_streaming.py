@@ -31,7 +31,9 @@ from support.two_ranks import TwoRanks
 CHUNK = 16
 
 
-@pytest.fixture(scope="module", params=["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module", params=["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "gpt_oss"))]
+)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model(MODELS[request.param], str(tmp_path_factory.mktemp(request.param)))
 

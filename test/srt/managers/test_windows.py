@@ -412,7 +412,7 @@ def of_the_mixed_layers() -> Qwen2Config:
     "name",
     [
         "qwen2",
-        pytest.param("mistral", marks=pytest.mark.slow),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral", "gpt_oss")),
         pytest.param("gemma2", marks=(pytest.mark.slow, not_emulated)),
     ],
 )

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import Qwen2Config
+from transformers import GptOssConfig, PretrainedConfig, Qwen2Config
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -361,16 +361,21 @@ SLOT_PAGES = CONTEXT // PAGE
 NUM_PAGES = SLOTS * SLOT_PAGES
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a model whose second layer has a window."""
-    path = tmp_path_factory.mktemp("model")
-    config = Qwen2Config(
-        **dict(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4),
-        **dict(num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.3),
-        **dict(use_sliding_window=True, sliding_window=9, max_window_layers=1),
-    )
-    config.architectures = ["Qwen2ForCausalLM"]
+SHAPE = dict(
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    sliding_window=9,
+)
+
+
+def write(path: Path, config: PretrainedConfig, architecture: str) -> Path:
+    """A model with weights that are made up."""
+    config.architectures = [architecture]
     config.save_pretrained(path)
     model = load_model(ModelConfig.from_pretrained(str(path), dtype="float32"), "dummy", CpuAttnBackend(), 1)
     weights = {
@@ -379,6 +384,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     save_file(weights, path / "model.safetensors")
     return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a model whose second layer has a window."""
+    config = Qwen2Config(**SHAPE, use_sliding_window=True, max_window_layers=1)
+    return write(tmp_path_factory.mktemp("model"), config, "Qwen2ForCausalLM")
 
 
 class Requests:
@@ -483,8 +495,16 @@ class Requests:
 
 
 @pytest.mark.parametrize("backend", [CpuAttnBackend, TorchNativeAttnBackend])
-def test_a_model_computes_the_same_with_one_pool_and_two(folder: Path, backend: type[AttentionBackend]):
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_a_model_computes_the_same_with_one_pool_and_two(
+    folder: Path, tmp_path: Path, backend: type[AttentionBackend], has_sinks: bool
+):
+    """With sinks, the first layer is the one with a window."""
+    if has_sinks:
+        theirs = GptOssConfig(**SHAPE, head_dim=16, num_local_experts=3, num_experts_per_tok=2)
+        folder = write(tmp_path, theirs, "GptOssForCausalLM")
     config = ModelConfig.from_pretrained(str(folder), dtype="float32")
+    assert config.windows == ((9, None) if has_sinks else (None, 9))
     (tokens, logits), (same_tokens, same_logits) = (
         Requests(config, backend(), CPU, is_hybrid).run() for is_hybrid in (False, True)
     )

@@ -23,7 +23,7 @@ from sglang.srt.distributed.parallel_state import SINGLE_RANK, Shard
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.mixture import ExpertNames, Experts
 from sglang.srt.layers.weights import QuantizedTarget
-from sglang.srt.model_loader.loader import ModelLoadError, load_model
+from sglang.srt.model_loader.loader import ModelLoadError, load_model, with_weight_format
 from sglang.srt.model_loader.mxfp4_weights import Mxfp4Matrix, Mxfp4Tensor
 from sglang.srt.model_loader.quantized_weights import WeightFormats, pick_weight_formats
 from sglang.srt.model_loader.stacked_experts import StackedExpert, alternating, fill_stacked
@@ -171,9 +171,16 @@ def test_logits_are_those_of_transformers(checkpoints):
     assert ((got - want).abs().max() / want.std()).item() < 5e-5
 
 
-def test_it_is_not_quantised_for_transformers(checkpoints):
-    config = ModelConfig.from_pretrained(str(checkpoints[0])).quantization
-    assert config == WeightQuantization(bits=4, block=(1, 32), packing=Packing.MXFP4) and config.method == "mxfp4"
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_experts_are_dequantised_on_any_device(checkpoints, device):
+    config = ModelConfig.from_pretrained(str(checkpoints[0]))
+    stored = config.quantization
+    assert stored == WeightQuantization(bits=4, block=(1, 32), packing=Packing.MXFP4) and stored.method == "mxfp4"
+    assert with_weight_format(config, "auto", 1, torch.device(device)) == config
+    assert config.fingerprint() != ModelConfig.from_pretrained(str(checkpoints[1])).fingerprint()
+
+
+def test_what_transformers_computes_may_not_be_quantised(checkpoints):
     with pytest.raises(ModelConfigError, match="is quantized, which a model that transformers computes must not be"):
         ModelConfig.from_pretrained(str(checkpoints[0]), model_impl=TRANSFORMERS)
 

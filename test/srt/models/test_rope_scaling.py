@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 from transformers import (
+    GptOssConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -21,7 +22,8 @@ from transformers import (
 )
 
 from sglang.srt.configs.model_config import ModelConfig, ModelConfigError
-from sglang.srt.layers.rotary_embedding import rope_frequencies
+from sglang.srt.configs.model_files import rope_parameters_of
+from sglang.srt.layers.rotary_embedding import RotaryEmbedding, rope_frequencies
 from support.tiny_runner import TinyRunner
 
 ORIGINAL, EXTENDED, HEAD_DIM, VOCAB = 32, 256, 12, 97
@@ -147,6 +149,24 @@ def test_frequencies_at_real_sizes(scaling, head_dim, theta, original):
     frequencies, factor = rope_frequencies(head_dim, original, ours)
     torch.testing.assert_close(frequencies, theirs.inv_freq, rtol=1e-5, atol=0)
     assert factor == pytest.approx(theirs.attention_scaling)
+
+
+def test_cosines_of_gpt_oss_are_transformers():
+    """At its real sizes, where the ramp's ends are no whole dimensions (truncate is false)."""
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
+
+    config = GptOssConfig()
+    assert config.rope_parameters["truncate"] is False
+    positions = torch.arange(0, config.max_position_embeddings, 63)
+    theirs = GptOssRotaryEmbedding(config)(torch.zeros(1), positions[None])
+    parameters = rope_parameters_of(config)
+    ours = RotaryEmbedding(config.head_dim, config.max_position_embeddings, parameters, torch.float32)
+    found = ours.table.index_select(0, positions).chunk(2, dim=1)
+    for mine, wanted in zip(found, theirs, strict=True):
+        assert torch.equal(mine, wanted[0])
+    whole = {**parameters, "truncate": True}
+    frequencies = [rope_frequencies(config.head_dim, 1, each)[0] for each in (parameters, whole)]
+    assert not torch.equal(*frequencies)
 
 
 def test_how_far_a_context_may_reach(tmp_path):

@@ -30,8 +30,8 @@ class ExpertGroups:
 
 @dataclass(frozen=True)
 class ClampedExperts:
-    """gpt-oss's experts: they and their router have biases, the weights of a token's experts are the softmax over the
-    logits of these alone, and the activation is `elementwise.clamped_swish_and_mul`."""
+    """gpt-oss's experts. They and their router have biases. The weights of a token's experts are the softmax over
+    their logits, without the other experts'. The activation is `elementwise.clamped_swish_and_mul`."""
 
     # A factor inside the sigmoid.
     alpha: float
