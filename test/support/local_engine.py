@@ -49,14 +49,13 @@ from sglang.srt.mem_cache.link import CopyOptions, HasPages, kernel_links_of
 from sglang.srt.mem_cache.memory_pool import DevicePool, MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.rate_limit import RateLimit
-from sglang.srt.mem_cache.shared_host import LeftToRank0
+from sglang.srt.mem_cache.shared_host import LEADERS_LINKS, LeftToLeader
 from sglang.srt.mem_cache.staged_pages import StagedPages
 from sglang.srt.mem_cache.storage_link import StorageLink, StoreSlot
 from sglang.srt.mem_cache.swap_file import SwapFile
 from sglang.srt.mem_cache.transfer import (
     BACKUP_LINKS,
     CHECK,
-    D2H,
     D2S,
     H2D,
     LOAD_LINKS,
@@ -136,7 +135,7 @@ class LocalEngine:
     graph_prefill_tokens: of the largest decode that is a CUDA graph, and of the largest prefill.
     clock: seconds, of what the scheduler is told; when_idle is called whenever there is nothing to do but to wait,
     so that a test with a clock of its own knows when to turn it. evidence: the canary's folder. vocabulary_file: for
-    requests with grammars, see `GrammarCache`. shared_host: rank 0's, see `shared_host.py`. window_tile: as in
+    requests with grammars, see `GrammarCache`. shared_host: its leader's, see `shared_host.py`. window_tile: as in
     `with_windows`; None: all is loaded whole. overrides: other fields of SchedulerConfig; nothing is computed
     instead of loaded unless they say so, as that depends on the clock."""
 
@@ -297,8 +296,8 @@ class LocalEngine:
                 sources[Tier.DISK] = StagedPages(swap.kv_pages, layout, where, half_bytes=3 * layout.page_bytes)
             linked.append((D2S, sources[Tier.DISK], 9))
         for name, other, more in linked:
-            if shared_host is not None and name in (D2H, P2H):
-                links[name] = LeftToRank0(name)
+            if shared_host is not None and name in LEADERS_LINKS:
+                links[name] = LeftToLeader(name)
                 continue
             self._streams.append(make_stream(name, where, urgent=name in LOAD_LINKS.values()))
             links[name] = FaultyLink(
@@ -315,7 +314,7 @@ class LocalEngine:
             )
         storage_links: dict[str, Link] = {}
         if shared_host is not None:
-            storage_links = {name: LeftToRank0(name) for name in STORAGE_LINKS}
+            storage_links = {name: LeftToLeader(name) for name in STORAGE_LINKS}
             open_store = None
         self._slot = StoreSlot(lambda setup: open_store(host)) if open_store is not None else None
         if self.host_pool is not None and self._slot is not None:

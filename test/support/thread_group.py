@@ -39,6 +39,9 @@ class ThreadGroup(TensorParallelGroup):
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         return x.copy_(self.meeting.exchange(self.rank, x)[0])
 
+    def reduce_min(self, values: torch.Tensor) -> torch.Tensor:
+        return values.copy_(torch.stack(self.meeting.exchange(self.rank, values)).amin(0))
+
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat(self.meeting.exchange(self.rank, x), dim=-1)
 

@@ -4,10 +4,12 @@ together. A token counts as equal if its logit is within MARGIN of the best: sum
 from __future__ import annotations
 
 import concurrent.futures
+import json
 import os
 import shutil
 import signal
 import time
+from collections import Counter
 
 import numpy as np
 import psutil
@@ -18,6 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 import sglang
 from sglang.srt.configs.embedded_model import ensure_embedded_model
 from sglang.srt.entrypoints.engine import EngineDeadError
+from sglang.srt.mem_cache.memory_pool_host import HOST_POOL
 from support.server_fixture import Server, wait_until
 
 pytestmark = pytest.mark.e2e
@@ -44,6 +47,11 @@ OPTIONS = {
     "max_total_tokens": 240,
     "chunked_prefill_size": 33,
 }
+STORED = (
+    "--tp-size 2 --hicache --hicache-ratio 8 --max-total-tokens 240 --chunked-prefill-size 33 --page-size 4 "
+    "--hicache-write-policy write_through --hicache-load-or-recompute off --dtype float32 "
+    "--hicache-storage-backend file --hicache-storage-prefetch-policy wait_complete"
+)
 MODELS = {
     "llama": LlamaConfig(
         **SHAPE, num_attention_heads=6, num_key_value_heads=2, head_dim=14, attention_bias=True, mlp_bias=True
@@ -242,6 +250,34 @@ def test_a_kv_head_on_both_ranks_until_rank_1_is_killed(references):
     finally:
         engine.shutdown()
     left.check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_impl", ["auto", "transformers"])
+def test_ranks_with_the_same_head_have_one_host_pool_and_one_disk(references, tmp_path, model_impl):
+    """Started twice: the second one finds the prompts on the disk, which both ranks read from the same memory."""
+    reference = references["qwen2"]
+    extra = json.dumps({"path": str(tmp_path), "prefetch_threshold": 16, "block_tokens": 16})
+    flags = [*STORED.split(), "--hicache-storage-backend-extra-config", extra, "--model-impl", model_impl]
+    for start in (1, 2):
+        with Server(*flags, model=reference.path) as server:
+            hits = Counter[str]()
+            for _ in range(2):
+                for prompt in prompts(4, [90, 60, 80, 100]):
+                    body = {"input_ids": prompt, "sampling_params": greedy(8)}
+                    reply = server.post("/generate", body).json()
+                    reference.check(prompt, reply["output_ids"])
+                    details = reply["meta_info"]["cached_tokens_details"]
+                    hits.update({tier: details[tier] for tier in ("host", "disk")})
+            assert hits["host"] > 100 and (hits["disk"] > 200) == (start == 2), (start, hits)
+            maps = [m for child in server.children for m in child.memory_maps(grouped=False)]
+            pools = [m for m in maps if HOST_POOL in m.path]
+            # Each rank's view of it counts in proportion.
+            assert len(pools) == 2 and len({m.size for m in pools}) == 1
+            assert sum(m.pss for m in pools) <= max(m.rss for m in pools) <= pools[0].size
+            server.stop()
+        folders = [path for path in tmp_path.iterdir() if path.is_dir()]
+        assert len(folders) == 1, folders
 
 
 @pytest.mark.slow

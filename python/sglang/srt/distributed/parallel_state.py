@@ -7,6 +7,7 @@ still takes part, with values that are never read. All ranks end a collective wi
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -35,6 +36,34 @@ class Shard:
 
 
 @dataclass(frozen=True)
+class Replicas:
+    """Which ranks cache the same: they form a group, with one host pool and one storage tier. The first rank of a
+    group, its leader, writes there. leaders: of each rank, its leader."""
+
+    rank: int
+    leaders: tuple[int, ...]
+
+    @property
+    def leader(self) -> int:
+        """Of this rank's group."""
+        return self.leaders[self.rank]
+
+    @property
+    def is_follower(self) -> bool:
+        """Another rank writes what this rank reads."""
+        return self.leader != self.rank
+
+    @property
+    def num_groups(self) -> int:
+        return len(set(self.leaders))
+
+    @property
+    def index(self) -> int:
+        """Of this rank's group, in the order of leaders."""
+        return sorted(set(self.leaders)).index(self.leader)
+
+
+@dataclass(frozen=True)
 class TensorParallelGroup:
     """rank of size. model: the process group of the forward pass, on the compute stream; control: the scheduler's,
     on its thread. Both None for a single rank, where every operation is the identity."""
@@ -50,9 +79,18 @@ class TensorParallelGroup:
         return Shard(full, self.rank * size, size)
 
     def shard_kv_heads(self, num_kv_heads: int) -> Shard:
-        """This rank's KV heads. A head is never divided: if there are fewer heads than ranks, neighbouring ranks keep
-        the same one."""
-        return Shard(num_kv_heads, self.rank * num_kv_heads // self.size, max(1, num_kv_heads // self.size))
+        """This rank's KV heads, see `kv_heads_of_ranks`."""
+        return self.kv_heads_of_ranks(num_kv_heads)[self.rank]
+
+    def kv_heads_of_ranks(self, num_kv_heads: int) -> list[Shard]:
+        """The KV heads of each rank. A head is never divided: if there are fewer heads than ranks, neighbouring ranks
+        keep the same one."""
+        size = max(1, num_kv_heads // self.size)
+        return [Shard(num_kv_heads, rank * num_kv_heads // self.size, size) for rank in range(self.size)]
+
+    def replicas(self, cached: Sequence[object]) -> Replicas:
+        """cached: of each rank, what the bytes in its cache depend on, beside what all ranks have in common."""
+        return Replicas(self.rank, tuple(cached.index(each) for each in cached))
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, in place."""

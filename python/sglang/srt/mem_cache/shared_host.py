@@ -1,8 +1,9 @@
-"""One host pool for all ranks, of models whose ranks cache the same.
+"""One host pool for ranks that cache the same (`Replicas`).
 
-With latent attention every rank caches all latents. The ranks share rank 0's host pool, and it alone writes there and
-to storage. Ranks decide alike, so they have the same pages in the same frames. An operation has ended once it has on
-all ranks (`rank_sync.py`): on the others it has at once.
+With fewer KV heads than ranks, neighbouring ranks keep the same one. With latent attention every rank caches all
+latents. Such ranks share the host pool of their leader, and it alone writes there and to storage. Ranks decide alike,
+so they have the same pages in the same frames. An operation has ended once it has on all ranks (`rank_sync.py`): on
+the followers it has at once.
 """
 
 from __future__ import annotations
@@ -11,16 +12,28 @@ import os
 
 import torch
 
-from sglang.srt.distributed.parallel_state import TensorParallelGroup
-from sglang.srt.mem_cache.transfer import GateError, LayerGate, OpResult, StorageOp, Ticket, TransferOp
+from sglang.srt.distributed.parallel_state import Replicas, TensorParallelGroup
+from sglang.srt.mem_cache.transfer import (
+    D2H,
+    P2H,
+    STORAGE_LINKS,
+    GateError,
+    LayerGate,
+    OpResult,
+    StorageOp,
+    Ticket,
+    TransferOp,
+)
 from sglang.srt.utils.shared_memory import SharedMemory
 
-# Above all that rank 0 can count: ranks agree on the least.
+# What writes to the host or to storage, or asks storage.
+LEADERS_LINKS = (D2H, P2H, *STORAGE_LINKS)
+# Above all that a leader can count: ranks agree on the least.
 _MOST = 1 << 62
 
 
-class LeftToRank0:
-    """A link of another rank than 0, whose operations rank 0 carries out."""
+class LeftToLeader:
+    """A link of a follower, whose operations its leader carries out. name: of `LEADERS_LINKS`."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -44,9 +57,14 @@ class LeftToRank0:
         return ended
 
 
-def share_memory(memory: SharedMemory | None, size_bytes: int, group: TensorParallelGroup) -> SharedMemory:
-    """Rank 0's memory, on all ranks, which call this together. memory: at rank 0. Raises OSError where another one
-    may not open it."""
-    place = [os.getpid(), memory.fd] if memory is not None else [_MOST, _MOST]
-    pid, fd = group.reduce_min(torch.tensor(place)).tolist()
+def share_memory(
+    memory: SharedMemory | None, size_bytes: int, group: TensorParallelGroup, replicas: Replicas
+) -> SharedMemory:
+    """The leader's memory, at its followers too. All ranks of all groups call this together. memory: a leader's; None
+    at followers. Raises OSError at a follower that may not open it."""
+    # Of each rank, its process and the memory's file descriptor in there.
+    places = torch.full((group.size, 2), _MOST)
+    if memory is not None:
+        places[group.rank] = torch.tensor([os.getpid(), memory.fd])
+    pid, fd = group.reduce_min(places)[replicas.leader].tolist()
     return memory or SharedMemory.of_process(pid, fd, size_bytes)

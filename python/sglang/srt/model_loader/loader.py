@@ -128,7 +128,7 @@ def checkpoint_kv_scales(config: ModelConfig, load_format: str, num_ranks: int) 
         if any(map(is_kv_scale, stored)):
             logger.info("the checkpoint's KV scales are not used: they are for --kv-cache-dtype fp8_e4m3")
         return ()
-    shards = [TensorParallelGroup(rank, num_ranks).shard_kv_heads(config.num_kv_heads) for rank in range(num_ranks)]
+    shards = TensorParallelGroup(size=num_ranks).kv_heads_of_ranks(config.num_kv_heads)
     heads_of_ranks = [slice(shard.start, shard.start + shard.size) for shard in shards]
     scales = stored_kv_scales(stored, _Reader(stored), config.num_layers, config.num_kv_heads, heads_of_ranks)
     if scales:

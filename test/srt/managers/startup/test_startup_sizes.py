@@ -12,9 +12,11 @@ import torch
 
 from sgl_kernel.kvcacheio import pick
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.distributed.parallel_state import SINGLE_RANK
+from sglang.srt.distributed.parallel_state import SINGLE_RANK, TensorParallelGroup
+from sglang.srt.managers.startup import sizes
 from sglang.srt.managers.startup.device import page_layout
 from sglang.srt.managers.startup.sizes import build_config, graph_batch_size_for, kernel_links
+from sglang.srt.mem_cache.memory_pool_host import _RESERVE_BYTES
 from sglang.srt.mem_cache.transfer import H2D, P2D
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.child_process import StartupError
@@ -51,6 +53,44 @@ def test_a_host_pool_without_room_for_a_page_is_refused(tmp_path: Path, flag: st
     )
     with pytest.raises(StartupError, match=f"--{flag.replace('_', '-')} {value:g} has no room for a page"):
         build_config(args, model, SINGLE_RANK)
+
+
+class Alike(TensorParallelGroup):
+    """All ranks found the same."""
+
+    def reduce_min(self, values: torch.Tensor) -> torch.Tensor:
+        return values
+
+
+@pytest.mark.parametrize(("num_kv_heads", "num_pools"), [(4, 4), (2, 2), (1, 1)])
+def test_ranks_that_cache_the_same_count_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_kv_heads: int, num_pools: int
+) -> None:
+    """What limits host memory is divided by the number of pools, and four ranks' device pools are in it too."""
+    model, free = tiny_llama(tmp_path, num_key_value_heads=num_kv_heads), 20 << 30
+    page_bytes = page_layout(model, 16, 4).page_bytes
+    monkeypatch.setattr(sizes, "free_memory", lambda device, num_ranks: free // num_ranks)
+
+    def build(**options: float) -> int:
+        """Pages of each host pool."""
+        args = ServerArgs(
+            model_path="embedded",
+            enable_hierarchical_cache=True,
+            page_size=16,
+            max_total_tokens=16384,
+            **options,  # type: ignore[arg-type]
+        )
+        found = {build_config(args, model, Alike(rank, 4)).num_host_pages for rank in range(4)}
+        assert len(found) == 1
+        return found.pop()
+
+    assert build(hicache_ratio=3.0) == 3 * 1024
+    assert build(hicache_size=0.1) == int(1e8 / num_pools) // page_bytes
+    reserve = _RESERVE_BYTES
+    taken = 4 * 1024 * page_bytes
+    assert build(hicache_size=50.0) == max(0, (free - taken) // num_pools - reserve) // page_bytes
+    monkeypatch.setattr(sizes, "has_shared_memory", lambda: False)
+    assert build(hicache_size=0.1) == int(1e8 / 4) // page_bytes
 
 
 def test_buffers_that_leave_the_device_nothing_are_refused(tmp_path: Path) -> None:

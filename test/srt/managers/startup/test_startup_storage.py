@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,9 +14,11 @@ import pytest
 import torch
 
 from sglang.srt.configs.model_files import ModelConfigError
+from sglang.srt.distributed.parallel_state import Replicas
+from sglang.srt.managers.startup import storage
 from sglang.srt.managers.startup.storage import StorageOpener, parse_extra_config
 from sglang.srt.managers.storage_setup import StorageSetup
-from sglang.srt.mem_cache.block_store import StoreError
+from sglang.srt.mem_cache.block_store import BlockStore, StoreError
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.page_layout import PageLayout
@@ -309,3 +311,40 @@ def test_two_backends_that_are_refused(backend: str, extra: dict[str, Any], says
 )
 def test_a_lossy_codec_is_known_as_such(codec: Any, lossy: bool) -> None:
     assert two({"codec": codec}, "remote").is_lossy == lossy
+
+
+def test_a_group_of_ranks_stores_under_the_name_of_its_leader(tmp_path: Path) -> None:
+    """It finds what that rank stored when it was in no group, and nothing of a model that is split otherwise."""
+    config = json.dumps({"path": str(tmp_path), "block_tokens": 16})
+
+    def opened(rank: int, leaders: tuple[int, ...], is_shared: bool = True) -> BlockStore:
+        size = len(leaders)
+        found = replace(real_opener(rank, size), replicas=Replicas(rank, leaders) if is_shared else None)
+        return found.open(found.setup("file", config, "timeout", "write_through").setup)
+
+    alone = [(0, (0,)), *((rank, (0, 1)) for rank in (0, 1)), *((rank, (0, 1, 2, 3)) for rank in range(4))]
+    names = {place: bytes([i]) * 16 for i, place in enumerate((rank, len(leaders)) for rank, leaders in alone)}
+    for rank, leaders in alone:
+        store = opened(rank, leaders, is_shared=False)
+        assert store.set([names[rank, len(leaders)]], np.arange(1, dtype=np.int32)) == 1
+        store.close()
+    for rank, leaders in (*alone, (0, (0, 0)), (0, (0, 0, 2, 2)), (2, (0, 0, 2, 2)), (0, (0, 0, 0, 0))):
+        store = opened(rank, leaders)
+        found = [place for place, key in names.items() if store.exists([key])]
+        assert found == [(rank, len(leaders))]
+        store.close()
+    with pytest.raises(AssertionError, match="rank 2 opens the store of rank 3"):
+        opened(3, (0, 0, 2, 2))
+
+
+@pytest.mark.parametrize("backend", ["file", "remote", "bluefield", "dynamic"])
+def test_groups_of_ranks_share_what_a_backend_is_given(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many ranks as there are groups: limits are divided by it, and plugins are told."""
+    told: list[StoreParams] = []
+    opening = mock.Mock(takes_any_page_size=True, open=told.append)
+    monkeypatch.setattr(storage, "storage_backend", lambda name: opening)
+    setup = json.dumps({"backend": backend, "config": {}, "block_tokens": 16, "is_exclusive": False, "mac_key": ""})
+    for rank, leaders in ((2, (0, 1, 2, 3)), (2, (0, 0, 2, 2)), (3, (0, 0, 2, 3)), (0, (0, 0, 0, 0))):
+        replace(real_opener(rank, 4), replicas=Replicas(rank, leaders)).open(setup)
+    assert [(each.tp_rank, each.tp_size) for each in told] == [(2, 4), (1, 2), (2, 3), (0, 1)]
+    assert [each.namespace.partition("rank")[2] for each in told] == [" 2 of 4", " 2 of 4", " 3 of 4", " 0 of 4"]

@@ -21,7 +21,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.model_families import NATIVE
 from sglang.srt.constrained.grammar_cache import GrammarCache
 from sglang.srt.constrained.grammar_rows import GrammarRows
-from sglang.srt.distributed.parallel_state import TensorParallelGroup
+from sglang.srt.distributed.parallel_state import Replicas, TensorParallelGroup
 from sglang.srt.layers.attention.attention_registry import make_attention_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.sampler import Sampler
@@ -37,7 +37,7 @@ from sglang.srt.managers.startup.sizes import (
     device_pages,
     graph_batch_size_for,
     most_device_pages,
-    ranks_share_host,
+    replicas_of,
     with_windowed_pool,
     with_windows,
 )
@@ -48,7 +48,7 @@ from sglang.srt.mem_cache.link import CopyLink, CopyOptions, HasPages
 from sglang.srt.mem_cache.memory_pool import DevicePool, MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import HOST_POOL, MHATokenToKVPoolHost
 from sglang.srt.mem_cache.rate_limit import RateLimit
-from sglang.srt.mem_cache.shared_host import LeftToRank0, share_memory
+from sglang.srt.mem_cache.shared_host import LEADERS_LINKS, LeftToLeader, share_memory
 from sglang.srt.mem_cache.staged_pages import StagedPages
 from sglang.srt.mem_cache.storage_link import StorageLink, StoreSlot
 from sglang.srt.mem_cache.swap_file import SwapFile, SwapFileError
@@ -124,6 +124,7 @@ class EngineBuilder:
         self.rank = rank
         self.model: ModelConfig
         self.config: SchedulerConfig
+        self.replicas: Replicas
         self.pool: DevicePool
         self.borrowed: BorrowedMemory | None = None
         self.lent: LentMemory | None = None
@@ -159,6 +160,7 @@ class EngineBuilder:
             torch.cuda.empty_cache()
         rank.progress.stage("allocating the pools")
         windows = () if args.disable_hybrid_swa_memory else model.windows
+        self.replicas = replicas_of(self.model, rank.group)
         config = build_config(args, self.model, rank.group, rank.device)
         if attention.computes_masked and args.peer_role != "worker":
             most_pages = most_device_pages(args, self.model, rank.device)
@@ -326,8 +328,8 @@ class EngineBuilder:
             below |= {name: pool.seen_by_stream(is_within=name == P2P) for name in (P2D, D2P, P2H, P2P)}
             self._streamed_from[Tier.PEER], upper[P2P] = pool.seen_by_stream(), pool
         for name, other in below.items():
-            if self._leaves_host and name in (D2H, P2H):
-                self._links[name] = LeftToRank0(name)
+            if self.replicas.is_follower and name in LEADERS_LINKS:
+                self._links[name] = LeftToLeader(name)
                 continue
             stream = make_stream(name, rank.device, rank.notify, urgent=name in LOAD_LINKS.values())
             self._links[name] = CopyLink(
@@ -346,27 +348,24 @@ class EngineBuilder:
             )
         return self._open_storage(host_pool)
 
-    @property
-    def _leaves_host(self) -> bool:
-        """Another rank writes to the host and to storage."""
-        return self.rank.group.rank > 0 and ranks_share_host(self.model, self.rank.group)
-
     def _open_host_pool(self) -> MHATokenToKVPoolHost:
-        pool, num_pages, group = self.pool, self.config.num_host_pages, self.rank.group
+        pool, num_pages, group, replicas = self.pool, self.config.num_host_pages, self.rank.group, self.replicas
         size_bytes, shared = num_pages * pool.page_layout.page_bytes, None
         try:
-            if not self._leaves_host:
+            if not replicas.is_follower:
                 shared = SharedMemory.allocate(size_bytes, HOST_POOL)
         except OSError as error:
             raise StartupError(
                 f"{shown_size(size_bytes)} of host memory cannot be allocated ({error}): lower --hicache-size or "
                 "--hicache-ratio"
             ) from error
-        if ranks_share_host(self.model, group):
+        if replicas.num_groups < group.size:
             try:
-                shared = share_memory(shared, size_bytes, group)
+                shared = share_memory(shared, size_bytes, group, replicas)
             except OSError as error:
-                raise StartupError(f"rank {group.rank} cannot open the host pool of rank 0: {error}") from error
+                raise StartupError(
+                    f"rank {group.rank} cannot open the host pool of rank {replicas.leader}: {error}"
+                ) from error
         return MHATokenToKVPoolHost(pool, num_pages, self.args.hicache_mem_layout, shared=shared)
 
     def _open_swap_file(self) -> HasPages:
@@ -390,14 +389,14 @@ class EngineBuilder:
             rank.group.rank,
             rank.group.size,
             rank.directory,
-            ranks_share_host(self.model, rank.group),
+            self.replicas,
         )
         slot = StoreSlot(opener.open)
         # What storage has not written down by then, the next start finds out by itself, only slower.
         rank.on_exit.callback(slot.detach)
         for name in STORAGE_LINKS:
-            if self._leaves_host:
-                self._links[name] = LeftToRank0(name)
+            if self.replicas.is_follower:
+                self._links[name] = LeftToLeader(name)
                 continue
             stream = ThreadStream(name, rank.notify)
             self._links[name] = StorageLink(name, slot, stream, rank.notify, self._limits.get(name))
@@ -409,7 +408,7 @@ class EngineBuilder:
                 args.hicache_storage_prefetch_policy,
                 args.hicache_write_policy,
             )
-            if not self._leaves_host:
+            if not self.replicas.is_follower:
                 slot.store = opener.open(setup.setup)
             self.config = replace(self.config, storage=setup)
         return Storage(opener, slot)

@@ -13,7 +13,7 @@ import torch
 from sgl_kernel.kvcacheio import page_size_for_dma
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.model_families import TRANSFORMERS
-from sglang.srt.distributed.parallel_state import TensorParallelGroup
+from sglang.srt.distributed.parallel_state import Replicas, TensorParallelGroup
 from sglang.srt.layers.attention.base_attn_backend import WINDOW_TILE
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.managers.scheduler_config import (
@@ -99,11 +99,10 @@ def build_config(
     if args.enable_hierarchical_cache:
         # The CPU's "device" is in the same memory.
         is_pinned = device.type != "cpu"
-        taken = 0 if is_pinned else num_pages * page_bytes
-        num_owners = group.size
-        if ranks_share_host(model, group):
-            num_owners, taken = 1, taken * group.size
-            logger.info("hicache: %d ranks cache the same latents, and share one host pool", group.size)
+        taken = 0 if is_pinned else num_pages * page_bytes * group.size
+        num_owners = replicas_of(model, group).num_groups
+        if num_owners < group.size:
+            logger.info("hicache: %d ranks have %d host pools, as some cache the same", group.size, num_owners)
         num_host_pages = _host_pages(args, num_pages, page_bytes, num_owners, taken, is_pinned)
     logger.info(
         "KV cache: %d tokens on the device (%s), page size %d",
@@ -181,22 +180,26 @@ def kernel_links(
     return found
 
 
-def ranks_share_host(model: ModelConfig, group: TensorParallelGroup) -> bool:
-    """Whether there is one host pool, and one storage tier, for all ranks. See `shared_host.py`."""
-    return model.latent is not None and group.size > 1 and has_shared_memory()
+def replicas_of(model: ModelConfig, group: TensorParallelGroup) -> Replicas:
+    """Which ranks share a host pool and a storage tier: those with the same KV heads in the same scales. Latents are
+    one head, which all ranks have. See `shared_host.py`."""
+    if not has_shared_memory():
+        return group.replicas(range(group.size))
+    heads = group.kv_heads_of_ranks(model.num_kv_heads)
+    return group.replicas(list(zip(heads, model.kv_scales or [()] * group.size, strict=True)))
 
 
 def _host_pages(
     args: ServerArgs, num_device_pages: int, page_bytes: int, num_owners: int, taken: int, is_pinned: bool
 ) -> int:
-    """num_owners: of host pools, which divide the memory. taken: bytes of host memory that device pools are going to
-    take."""
+    """num_owners: of host pools, which divide the memory. taken: bytes of host memory that the device pools of all
+    ranks are going to take."""
     num_pages, limited = host_pages_that_fit(
         num_device_pages,
         page_bytes,
         args.hicache_ratio,
         args.hicache_size / num_owners,
-        free_memory(CPU, num_owners) - taken,
+        free_memory(CPU, num_owners) - -(-taken // num_owners),
         is_pinned,
     )
     if num_pages < 1 and not limited:

@@ -41,6 +41,7 @@ from sglang.srt.utils.registry import (
 )
 
 if TYPE_CHECKING:
+    from sglang.srt.distributed.parallel_state import Replicas
     from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 
 # What follows a prompt's last whole block is computed. ShadowServe's and CacheGen's chunks have 256, which a network
@@ -113,14 +114,14 @@ class StorageOpener:
     model: Callable[[], str]
     # The name that clients ask for.
     model_name: str
-    # This rank's host pool; the pools of all ranks are alike.
+    # The host pool of this rank's group; the pools of all groups are alike.
     pool: MHATokenToKVPoolHost
     tp_rank: int
     tp_size: int
     # The server's private one, which is removed when it ends.
     directory: Path = Path()
-    # Rank 0 stores what all ranks cache.
-    is_shared: bool = False
+    # Which ranks share a store; None: none do.
+    replicas: Replicas | None = None
 
     def setup(self, backend: str, extra_config: str, prefetch_policy: str, write_policy: str) -> StorageSetup:
         """What the scheduler has to know of a backend. extra_config: JSON, or @ and a file with it. Raises
@@ -177,7 +178,7 @@ class StorageOpener:
         return replace(setup, setup=json.dumps(opened))
 
     def open(self, setup: str) -> BlockStore:
-        """This rank's store. setup: of a `StorageSetup`. Raises StoreError."""
+        """The store of this rank's group, which this rank leads. setup: of a `StorageSetup`. Raises StoreError."""
         found = json.loads(setup)
         stores: list[BlockStore] = []
         try:
@@ -191,16 +192,17 @@ class StorageOpener:
 
     def _open_one(self, name: str, config: dict[str, Any], setup: dict[str, Any]) -> BlockStore:
         block_tokens = setup["block_tokens"]
-        rank, size = (0, 1) if self.is_shared else (self.tp_rank, self.tp_size)
-        ranks = f"all {self.tp_size} ranks" if self.is_shared else f"rank {self.tp_rank} of {self.tp_size}"
+        shared = self.replicas
+        assert shared is None or not shared.is_follower, f"rank {shared.leader} opens the store of rank {shared.rank}"
         params = StoreParams(
             config=config,
-            namespace=f"{self._namespace(block_tokens, (name,))} {ranks}",
+            # Of a group the leader's: which heads a rank has depends on both numbers.
+            namespace=f"{self._namespace(block_tokens, (name,))} rank {self.tp_rank} of {self.tp_size}",
             pool=self.pool,
             block_tokens=block_tokens,
             model_name=self.model_name,
-            tp_rank=rank,
-            tp_size=size,
+            tp_rank=self.tp_rank if shared is None else shared.index,
+            tp_size=self.tp_size if shared is None else shared.num_groups,
             is_exclusive=setup["is_exclusive"],
             directory=self.directory / f"rank{self.tp_rank}",
             mac_key=bytes.fromhex(setup["mac_key"]),

@@ -47,7 +47,7 @@ STORAGE_BACKENDS: dict[str, StorageEntry] = {
 
 @dataclass(frozen=True)
 class StoreParams:
-    """What a backend is given to open the store of one rank."""
+    """What a backend is given to open the store of one rank, or of ranks that cache the same."""
 
     # Of --hicache-storage-backend-extra-config, without what `StorageOpener` itself reads.
     config: Mapping[str, Any]
@@ -58,12 +58,13 @@ class StoreParams:
     pool: Any
     block_tokens: int
     model_name: str
+    # Among the server's stores: ranks that cache the same have one.
     tp_rank: int = 0
-    # Ranks share memory and limits.
+    # How many stores share memory and limits.
     tp_size: int = 1
     # See `StorageSetup`.
     is_exclusive: bool = False
-    # A private directory of this rank, which is removed when the server ends.
+    # A private directory of the rank that opens it, which is removed when the server ends.
     directory: Path = Path()
     # With which blocks in a shared store are authenticated; empty if the deployment has no secret.
     mac_key: bytes = b""
