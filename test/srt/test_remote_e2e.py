@@ -143,7 +143,7 @@ def _is_open(port: int) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
 def test_a_proxy_elsewhere_serves_all_ranks_and_costs_time_only(store, tmp_path: Path, tp_size: int):
     token, port = tmp_path / "token", free_port()
     token.write_text("5e7c" * 16)
@@ -224,12 +224,14 @@ def test_what_cannot_start_is_one_sentence():
 
 
 @pytest.mark.slow
-def test_two_ranks_have_a_proxy_each(store):
-    with start("remote", "--tp-size", "2", url=store) as server:
+@pytest.mark.parametrize("tp_size", ["2", "4"])
+def test_ranks_have_a_proxy_for_each_host_pool(store, tp_size: str):
+    """Two: the model has two KV heads."""
+    with start("remote", "--tp-size", tp_size, url=store) as server:
         first = generate(server)
         assert len(proxies(server)) == 2
         wait_until(lambda: stored(server) >= 384)
-    with start("remote", "--tp-size", "2", url=store) as server:
+    with start("remote", "--tp-size", tp_size, url=store) as server:
         again = generate(server)
         assert details(again)["remote"] == 384 and again["output_ids"] == first["output_ids"]
 
