@@ -387,7 +387,7 @@ class RemoteSettings:
 
 
 def open_remote_store(backend: str, settings: RemoteSettings, params: StoreParams) -> RemoteStore:
-    """The remote tier of one rank. backend: its name. Raises StoreError."""
+    """The remote tier of one rank, or of ranks that cache the same. backend: its name. Raises StoreError."""
     pool: MHATokenToKVPoolHost = params.pool
     namespace, block_tokens, directory = params.namespace, params.block_tokens, params.directory
     if pool.layout != "page_first" or pool.shared.fd < 0:
@@ -420,11 +420,11 @@ def _mac_key_of(mac_key: bytes, namespace: str) -> bytes:
     )
 
 
-def _start_own_proxy(own: OwnProxySettings, directory: Path, num_ranks: int) -> ProxyPlace:
+def _start_own_proxy(own: OwnProxySettings, directory: Path, num_tiers: int) -> ProxyPlace:
     url, embedded = own.url, None
     if not url:
-        # The stores of all ranks together; each rank starts one.
-        limit_bytes = (int(own.limit_gb * 1e9) or available_memory() // 4) // num_ranks
+        # The stores of all tiers together; each tier of the server starts one.
+        limit_bytes = (int(own.limit_gb * 1e9) or available_memory() // 4) // num_tiers
         embedded = EmbeddedStore.start(directory / "store", limit_bytes)
         url = str(embedded.address)
         logger.info("remote tier: no url is given, so a store of %s is started here", shown_size(limit_bytes))

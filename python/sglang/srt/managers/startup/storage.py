@@ -1,4 +1,4 @@
-"""`StorageOpener`: from the settings of a user to the storage tier of one rank.
+"""`StorageOpener`: from the settings of a user to the storage tier of one rank, or of ranks that cache the same.
 
 Owns what all backends have in common: what a block is, what its name depends on, how much may be in flight. The
 backends are those of `mem_cache/storage/registry.py`.
@@ -108,7 +108,8 @@ COMMON_OPTIONS = (
 
 @dataclass(frozen=True)
 class StorageOpener:
-    """Opens the storage tier of one rank. Model, pool and tokens determine the bytes of a block."""
+    """Opens the storage tier of a rank, or of the group that it leads. Model, pool and tokens determine the bytes of
+    a block."""
 
     # Tells the fingerprint of config and weights.
     model: Callable[[], str]

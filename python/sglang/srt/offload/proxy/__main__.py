@@ -1,4 +1,4 @@
-"""The offload proxy, a process of its own beside the engine, one per rank.
+"""The offload proxy, a process of its own beside the engine, one per host pool.
 
     python -m sglang.srt.offload.proxy --socket /run/user/1000/kv.sock --token-file token --store redis://10.0.0.2:6379
     python -m sglang.srt.offload.proxy --listen tcp://0.0.0.0:7070 --token-file token --store redis://10.0.0.2:6379
