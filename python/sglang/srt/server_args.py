@@ -117,7 +117,7 @@ class ServerArgs:
         MODEL,
         None,
         "how weights are kept; fp8 quantizes a checkpoint's that are not, on a GPU",
-        choices=("fp8", "compressed-tensors", "awq", "gptq"),
+        choices=("fp8", "compressed-tensors", "awq", "gptq", "mxfp4"),
         unset="as the checkpoint has them",
     )
     quantization_param_path: str | None = arg(

@@ -19,14 +19,13 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.model_families import TRANSFORMERS
 from sglang.srt.configs.model_files import ModelConfigError
 from sglang.srt.configs.quantization import Packing, WeightQuantization
-from sglang.srt.distributed.parallel_state import SINGLE_RANK, Shard
+from sglang.srt.distributed.parallel_state import SINGLE_RANK
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-from sglang.srt.layers.mixture import ExpertNames, Experts
 from sglang.srt.layers.weights import QuantizedTarget
 from sglang.srt.model_loader.loader import ModelLoadError, load_model, with_weight_format
 from sglang.srt.model_loader.mxfp4_weights import Mxfp4Matrix, Mxfp4Tensor
 from sglang.srt.model_loader.quantized_weights import WeightFormats, pick_weight_formats
-from sglang.srt.model_loader.stacked_experts import StackedExpert, alternating, fill_stacked
+from sglang.srt.model_loader.stacked_experts import StackedExpert, alternating
 from support.thread_group import thread_groups
 from support.tiny_runner import TinyRunner
 
@@ -118,40 +117,41 @@ def test_what_is_loaded_is_what_the_numbers_mean(checkpoints, size):
 KEPT = MatrixFormat(E2M1, 32)
 
 
-def test_experts_that_keep_their_bits_compute_the_same(checkpoints):
-    config = replace(ModelConfig.from_pretrained(str(checkpoints[0])), expert_format=KEPT)
-    kept = load_model(config, "auto", TorchNativeAttnBackend())
-    plain = load(checkpoints[1])
-    theirs, num_kept = plain.weight_targets(), 0
-    for name, target in kept.weight_targets().items():
-        if isinstance(target, QuantizedTarget):
-            num_kept += 1
-            assert torch.equal(target.matrix.dequantized(torch.float32), theirs[name].tensor), name
-        else:
-            assert torch.equal(target.tensor, theirs[name].tensor), name
-    assert num_kept == 2 * 3 * 3, "gate, up and down of each layer's experts"
-    for model in (kept, plain):
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_experts_that_keep_their_bits_mean_and_compute_the_same(checkpoints, size):
+    """Parts of a rank are whole groups: of three groups two ranks have 2 and 1, and four ranks 1, 1, 1 and none."""
+    config, plain = (
+        replace(ModelConfig.from_pretrained(str(checkpoints[0])), expert_format=KEPT),
+        load(checkpoints[1]),
+    )
+    theirs, x, num_kept = plain.weight_targets(), torch.randn(9, 64), 0
+    # What all ranks' parts mean, put together.
+    means = {name: torch.full(target.shape, torch.nan) for name, target in theirs.items() if ".experts." in name}
+    models = [load_model(config, "auto", TorchNativeAttnBackend(), group=group) for group in thread_groups(size)]
+    for model in models:
+        for name, target in model.weight_targets().items():
+            if isinstance(target, QuantizedTarget):
+                num_kept += 1
+                of_rank = target.matrix.dequantized(torch.float32)
+                means[name][target.index()] = of_rank.narrow(target.dim, 0, target.num_read)
+                assert not of_rank.narrow(
+                    target.dim, target.num_read, of_rank.shape[target.dim] - target.num_read
+                ).any()
         model.finish_loading()
-    x = torch.randn(9, 64)
-    for ours, their in zip(kept.layers, plain.layers, strict=True):
-        assert torch.allclose(ours.mlp(x), their.mlp(x), atol=1e-4)
-
-
-def test_a_ranks_part_of_experts_that_keep_their_bits():
-    torch.manual_seed(5)
-    blocks, scales = drawn(2, 32, 96)
-    names, part = ExpertNames("gate", "up", "down", ""), Shard(96, 32, 64)
-    experts = Experts(2, 32, part, torch.float32, stored_as=KEPT)
-    targets = [target for name, target in experts.weight_targets(names).items() if "down" in name]
-    fill_stacked("down_proj", Mxfp4Tensor("down_proj_blocks", Slices(blocks), scales), targets, 2, "config.json")
-    whole = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).transpose(1, 2)
-    for expert, target in enumerate(targets):
-        assert torch.equal(target.matrix.dequantized(torch.float32), whole[expert][:, 32:])
+    assert num_kept == size * 2 * 3 * 3, "gate, up and down of each layer's experts"
+    for name, found in means.items():
+        if name.endswith("weight"):
+            assert torch.equal(found, theirs[name].tensor), name
+    plain.finish_loading()
+    for layer, of_plain in enumerate(plain.layers):
+        weights, chosen = of_plain.mlp.router(x)
+        parts = [model.layers[layer].mlp.experts(x, chosen, weights) for model in models]
+        assert torch.allclose(sum(parts), of_plain.mlp(x), atol=1e-4)
 
 
 @pytest.mark.parametrize(
     ("dtype", "ranks", "experts"),
-    [(torch.bfloat16, 1, KEPT), (torch.bfloat16, 2, None), (torch.float16, 1, None), (torch.float32, 1, None)],
+    [(torch.bfloat16, 1, KEPT), (torch.bfloat16, 4, KEPT), (torch.float16, 1, None), (torch.float32, 1, None)],
 )
 def test_a_gpu_keeps_the_bits_of_experts_alone(checkpoints, dtype, ranks, experts):
     config = replace(ModelConfig.from_pretrained(str(checkpoints[0])), dtype=dtype)

@@ -18,7 +18,7 @@ from sgl_kernel import elementwise, experts
 from sgl_kernel.cpu.library import takes
 from sgl_kernel.cpu.packed_weight import PackedGate, PackedWeight
 from sgl_kernel.experts import Groups
-from sgl_kernel.quantized import MatrixFormat, QuantizedMatrix
+from sgl_kernel.quantized import LEAST_GROUP, MatrixFormat, QuantizedMatrix
 from sglang.srt.configs.experts import ClampedExperts, ExpertsConfig
 from sglang.srt.distributed.parallel_state import Shard, TensorParallelGroup
 from sglang.srt.layers.expert_router import ExpertRouter
@@ -216,7 +216,10 @@ class Mixture(nn.Module):
         super().__init__()
         self.names, self.group = names, group
         self.router = ExpertRouter(config, hidden_size, dtype)
-        shard = group.shard(config.intermediate_size)
+        # Ranks share whole groups of quantised inputs. If these do not divide, the last ranks' parts are padded.
+        step = 1 if stored_as is None else stored_as.group or LEAST_GROUP
+        assert config.intermediate_size % step == 0, "a format whose groups do not divide the width"
+        shard = group.shard(config.intermediate_size // step).times(step)
         self.experts = Experts(config.num_experts, hidden_size, shard, dtype, config.clamped, stored_as)
         self.shared_expert = shared
         has_gate = shared is not None and config.groups is None

@@ -83,15 +83,20 @@ class QuantizedTarget(WeightTarget):
 
     @property
     def num_read(self) -> int:
-        return self.matrix.shape[self.dim]
+        return max(0, min(self.matrix.shape[self.dim], self.shape[self.dim] - self.start))
 
     def fill(self, source: Any, offset: int = 0) -> None:
-        """What is not quantised yet is."""
-        index = self.index(offset)
+        """What is not quantised yet is. Padding means 0."""
+        index, matrix, num_read = self.index(offset), self.matrix, self.num_read
+        if num_read < matrix.shape[self.dim]:
+            matrix.clear()
+            matrix = matrix.inputs(num_read) if self.dim else matrix.outputs(0, num_read)
+        if not num_read:
+            return
         if isinstance(source, QuantizedSource):
-            self.matrix.take(*source.parts(index, self.matrix.group))
+            matrix.take(*source.parts(index, self.matrix.group))
         else:
-            self.matrix.quantize(source[index].to(self.matrix.scales.device))
+            matrix.quantize(source[index].to(matrix.scales.device))
 
     def extremes(self) -> list[torch.Tensor]:
         if self.matrix.format.dtype == E2M1:

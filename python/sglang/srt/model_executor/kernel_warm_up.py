@@ -81,8 +81,7 @@ def warm_up_kernels(
 
     with torch.inference_mode():
         inner = model.model if isinstance(model, PrefillGraphs) else model
-        modules = inner.modules() if isinstance(inner, nn.Module) else ()
-        modules = tuple(modules)
+        modules = tuple(inner.modules()) if isinstance(inner, nn.Module) else ()
         is_quantized = any(isinstance(each, Weight) and each.quantized is not None for each in modules)
         for reqs in (*_BATCHES, *(_BATCHES_OF_QUANTIZED if is_quantized else ())):
             compute(reqs)

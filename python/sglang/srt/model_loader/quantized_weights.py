@@ -90,8 +90,8 @@ def formats_asked(config: ModelConfig, asked: str, num_ranks: int, device: torch
 
 
 class _Part(NamedTuple):
-    """Matrices that are kept alike. inputs: of a rank's, all sizes that occur. has: tells by name whether a
-    checkpoint's tensor is one of the matrices, not quantised or with scales beside it."""
+    """Matrices that are kept alike. inputs: that have to divide into groups, all sizes that occur. has: tells by name
+    whether a checkpoint's tensor is one of the matrices, not quantised or with scales beside it."""
 
     name: str
     inputs: tuple[int, ...]
@@ -126,7 +126,8 @@ def _parts(config: ModelConfig, num_ranks: int) -> tuple[_Part, ...]:
     layers = _Part("decoder layers", tuple(inputs), is_of_layers)
     if experts is None:
         return (layers,)
-    inputs_of_experts = (config.hidden_size, experts.intermediate_size // num_ranks)
+    # The latter are divided in whole groups, see `Mixture`.
+    inputs_of_experts = (config.hidden_size, experts.intermediate_size)
     return layers, _Part("experts", inputs_of_experts, is_of_experts, is_experts=True)
 
 

@@ -92,6 +92,20 @@ class QuantizedMatrix:
         values, scales, *zeros = (tensor[begin : begin + size] for tensor in self.tensors.values())
         return QuantizedMatrix(self.format, values, scales, zeros[0] if zeros else None)
 
+    def inputs(self, size: int) -> QuantizedMatrix:
+        """The first ones, whole groups, the same memory."""
+        whole = self.shape[1]
+        tensors = [t[:, : t.shape[1] * size // whole] for t in self.tensors.values()]
+        if self.scales.shape[1] == 1:
+            tensors[1:] = list(self.tensors.values())[1:]
+        values, scales, *zeros = tensors
+        return QuantizedMatrix(self.format, values, scales, zeros[0] if zeros else None)
+
+    def clear(self) -> None:
+        """All values become 0."""
+        for tensor in self.tensors.values():
+            tensor.zero_()
+
     def take(self, values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> None:
         """values: (outputs, inputs), of 4 bits one in each. scales, zeros: (outputs, groups), or (outputs, 1). Scales
         of e2m1 are powers of two."""
