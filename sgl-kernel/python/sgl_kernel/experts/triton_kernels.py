@@ -31,8 +31,7 @@ def group_by_expert(chosen: torch.Tensor, num_experts: int) -> tuple[torch.Tenso
     assert chosen.is_contiguous()
     places = torch.empty(chosen.numel(), dtype=torch.int32, device=chosen.device)
     ends = torch.empty(num_experts, dtype=torch.int32, device=chosen.device)
-    chunk = min(_CHUNK, triton.next_power_of_2(chosen.numel()))
-    launch(_group_kernel, (num_experts,), chosen, places, ends, chosen.numel(), CHUNK=chunk, num_warps=_CHUNK_WARPS)
+    launch(_group_kernel, (num_experts,), chosen, places, ends, chosen.numel(), CHUNK=_CHUNK, num_warps=_CHUNK_WARPS)
     return places, ends
 
 
