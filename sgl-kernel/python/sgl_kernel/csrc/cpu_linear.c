@@ -79,7 +79,7 @@ static void any_tile(int rows, const float *x, int64_t x_stride, const float *pa
 }
 
 static void gated_tile(int rows, const float *x, int64_t x_stride, const float *panels, int halved, int64_t k,
-                       const float *later, const float *gate_bias, const float *up_bias, float alpha, float limit,
+                       const float *later, const float *gate_bias, const float *up_bias, const float *clamp,
                        float *out, int64_t out_stride, int64_t cols) {
     int64_t words = k * ROW_WORDS(halved);
     float gate[ROWS * PANEL] = {0}, up[ROWS * PANEL] = {0};
@@ -89,11 +89,11 @@ static void gated_tile(int rows, const float *x, int64_t x_stride, const float *
         for (int i = 0; i < PANEL; i += LANES) {
             float *here = gate + r * PANEL + i;
             vec g = load(here), u = load(up + r * PANEL + i);
-            if (limit > 0) {
-                vec most = splat(limit);
+            if (clamp) {
+                vec most = splat(clamp[1]);
                 g = pick(g > most, most, g);
                 u = pick(u > most, most, pick(u < -most, -most, u));
-                store(here, g / (splat(1) + exp_of(splat(-alpha) * g)) * (u + splat(1)));
+                store(here, g / (splat(1) + exp_of(splat(-clamp[0]) * g)) * (u + splat(1)));
             } else {
                 store(here, g / (splat(1) + exp_of(-g)) * u);
             }
@@ -107,7 +107,7 @@ typedef struct {
     float *out;
     int64_t m, k, x_stride, n, out_stride, group, num_groups;
     int halved, gated, threads;
-    float alpha, limit;
+    const float *clamp;
 } linear_args;
 
 /* Rows row .. end_row, tile t of a task, with panel p, of a gated layer with gate's and up's. The first tiles fetch
@@ -122,8 +122,8 @@ static void multiply_tile(const linear_args *a, int64_t row, int64_t end_row, in
     if (t * 16 < row_words && next * PANEL < n)
         later = a->panels + next * panel_words + t * 16;
     if (a->gated)
-        gated_tile(rows, x, a->x_stride, panels, a->halved, a->k, later, bias, bias ? bias + n : NULL, a->alpha,
-                   a->limit, out, a->out_stride, cols);
+        gated_tile(rows, x, a->x_stride, panels, a->halved, a->k, later, bias, bias ? bias + n : NULL, a->clamp,
+                   out, a->out_stride, cols);
     else
         any_tile(rows, x, a->x_stride, panels, a->halved, a->k, later, bias, out, a->out_stride, cols);
 }
@@ -160,10 +160,10 @@ static int64_t cut(linear_args *a, int64_t matrices) {
 }
 
 /* x: (m, k), rows x_stride apart; out: (m, n), contiguous; bias: NULL or (n,), of a gated layer the gate's, then
-   up's. halved, gated: 0 or 1. alpha, limit: of a gated layer; a limit of 0 gives silu(gate) * up. */
+   up's. halved, gated: 0 or 1. clamp: NULL, or of a gated layer alpha and the limit. */
 void cpu_linear(const float *x, int64_t m, int64_t k, int64_t x_stride, const float *panels, int64_t n,
-                const float *bias, float *out, int halved, int gated, float alpha, float limit, int threads) {
-    linear_args a = {x, panels, bias, out, m, k, x_stride, n, n, 0, 0, halved, gated, threads, alpha, limit};
+                const float *bias, float *out, int halved, int gated, const float *clamp, int threads) {
+    linear_args a = {x, panels, bias, out, m, k, x_stride, n, n, 0, 0, halved, gated, threads, clamp};
     int64_t tasks = cut(&a, 1);
     cpu_run(multiply, &a, tasks, threads);
 }
@@ -187,7 +187,7 @@ static void multiply_head(const void *arguments, int64_t task) {
    behind those of the other; out: (m, heads, n), contiguous. */
 void cpu_linear_heads(const float *x, int64_t m, int64_t heads, int64_t k, int64_t x_stride, int64_t x_head_stride,
                       const float *panels, int64_t n, float *out, int halved, int threads) {
-    heads_args a = {{x, panels, NULL, out, m, k, x_stride, n, heads * n, 0, 0, halved, 0, threads, 0, 0},
+    heads_args a = {{x, panels, NULL, out, m, k, x_stride, n, heads * n, 0, 0, halved, 0, threads, NULL},
                     x_head_stride,
                     0};
     a.tasks = cut(&a.of_first, heads);

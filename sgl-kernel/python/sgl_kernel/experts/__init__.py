@@ -34,9 +34,9 @@ _KERNELS = f"{__name__}.triton_kernels"
 
 
 class Groups(NamedTuple):
-    """Of the experts that tokens chose, (num_tokens, top_k). places: (num_tokens * top_k,) int32, indices into the
-    flattened choice in the order of experts, those of one expert in their own order. ends: (num_experts,) int32,
-    where each expert's end in `places`. top_k: experts of a token."""
+    """Of the experts that tokens chose, (num_tokens, top_k). places: (num_tokens * top_k,), indices into the
+    flattened choice in the order of experts, those of one expert in their own order. ends: (num_experts,), where each
+    expert's end in `places`. Both are int32 on a GPU, else int64. top_k: experts of a token."""
 
     places: torch.Tensor
     ends: torch.Tensor

@@ -14,9 +14,8 @@ if TYPE_CHECKING:
 
 
 def group_by_expert(chosen: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    places = chosen.flatten().argsort(stable=True)
-    ends = chosen.flatten().bincount(minlength=num_experts).cumsum(0)
-    return places.int(), ends.int()
+    flat = chosen.flatten()
+    return flat.argsort(stable=True), flat.bincount(minlength=num_experts).cumsum(0)
 
 
 def product_of_tokens(x: torch.Tensor, weights: Weights, groups: Groups, bias: torch.Tensor | None) -> torch.Tensor:
@@ -25,7 +24,7 @@ def product_of_tokens(x: torch.Tensor, weights: Weights, groups: Groups, bias: t
 
 def product_to_places(x: torch.Tensor, weights: Weights, groups: Groups, bias: torch.Tensor | None) -> torch.Tensor:
     in_order = _product(x, weights, groups, bias)
-    outputs = torch.empty_like(in_order).index_copy_(0, groups.places.long(), in_order)
+    outputs = torch.empty_like(in_order).index_copy_(0, groups.places, in_order)
     return outputs.unflatten(0, (-1, groups.top_k))
 
 
