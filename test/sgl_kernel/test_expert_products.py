@@ -1,8 +1,9 @@
-"""Products with matrices of experts: against one row at a time, and their kernels, under Triton's interpreter, where
-this file runs as a script, and compiled for sm_90."""
+"""Choosing experts, and products with their matrices: against one row at a time, and their kernels, under Triton's
+interpreter, where this file runs as a script, and compiled for sm_90."""
 
 from __future__ import annotations
 
+import math
 import random
 import re
 import sys
@@ -12,11 +13,12 @@ import torch
 import torch.nn.functional as F
 
 from sgl_kernel import experts
-from sgl_kernel.experts import Weights, reference
+from sgl_kernel.experts import Choice, Weights, reference
 from sgl_kernel.quantized import E2M1, FOUR_BITS, MatrixFormat, QuantizedMatrix
 from support.triton_runs import SHARED_BYTES, compile_kernel, needs_triton, run_interpreted
 
 FP8 = torch.float8_e4m3fn
+SCORES = ("softmax", "sigmoid", "softmax_of_chosen")
 # None: not quantised.
 FORMATS = (
     None,
@@ -54,6 +56,61 @@ def chosen_of(num_tokens: int, num_experts: int, top_k: int, seed: int) -> torch
     likely = torch.rand(num_tokens, num_experts, generator=torch.Generator().manual_seed(seed))
     likely += (torch.arange(num_experts) % 3 == 0).float() + 2.0 * (torch.arange(num_experts) == 3)
     return likely.topk(top_k).indices
+
+
+def random_choice(rng: random.Random) -> tuple[Choice, int, bool]:
+    """One, the number of experts, and whether there is a correction."""
+    num_groups = rng.choice((1, 1, 2, 4, 8))
+    per_group = rng.choice((1, 2, 3, 20, 32))
+    kept = rng.randint(1, num_groups)
+    scores = rng.choice(("softmax", "sigmoid")) if num_groups > 1 else rng.choice(SCORES)
+    has_correction = scores == "sigmoid"
+    top_k = rng.randint(1, min(kept * per_group, 10))
+    scale = rng.choice((1.0, 2.5)) if scores != "softmax_of_chosen" else 1.0
+    is_normalized = rng.random() < 0.5 and scores != "softmax_of_chosen"
+    choice = Choice(top_k, scores, is_normalized, scale, num_groups, kept)
+    return choice, num_groups * per_group, has_correction
+
+
+def choose_one(logits: list[float], choice: Choice, correction: list[float] | None) -> tuple[list[float], list[int]]:
+    """Of one token, number by number."""
+    if choice.scores == "sigmoid":
+        scores = [1 / (1 + math.exp(-each)) for each in logits]
+    elif choice.scores == "softmax":
+        total = sum(math.exp(each - max(logits)) for each in logits)
+        scores = [math.exp(each - max(logits)) / total for each in logits]
+    else:
+        scores = logits
+    ranks = [score + (0.0 if correction is None else correction[i]) for i, score in enumerate(scores)]
+    size = len(ranks) // choice.num_groups
+    groups = [sorted(ranks[i : i + size], reverse=True) for i in range(0, len(ranks), size)]
+    of_groups = [sum(group[: 1 if correction is None else 2]) for group in groups]
+    kept = sorted(range(len(groups)), key=lambda group: -of_groups[group])[: choice.kept_groups]
+    allowed = [i for i in range(len(ranks)) if i // size in kept]
+    chosen = sorted(allowed, key=lambda i: -ranks[i])[: choice.top_k]
+    weights = [scores[i] for i in chosen]
+    if choice.scores == "softmax_of_chosen":
+        weights = [math.exp(each - max(weights)) for each in weights]
+    if choice.is_normalized or choice.scores == "softmax_of_chosen":
+        weights = [each / sum(weights) for each in weights]
+    return [each * choice.scale for each in weights], chosen
+
+
+def check_choice(module, seed: int) -> None:
+    choice, num_experts, has_correction = random_choice(random.Random(seed))
+    # Numbers in 16 bits are often equal, and any of those may be chosen: no two are here.
+    logits = torch.stack(
+        [each[torch.randperm(num_experts)] for each in torch.linspace(-3, 3, num_experts).expand(5, -1)]
+    )
+    logits += drawn(seed, 5, num_experts) * 1e-3
+    correction = drawn(seed + 1, num_experts) if has_correction else None
+    wide = torch.cat((logits, logits), 1)[:, :num_experts]
+    weights, chosen = module.choose(wide, choice, correction)
+    assert weights.dtype == torch.float32 and chosen.dtype == torch.int64
+    for i, row in enumerate(logits.tolist()):
+        want, experts_of_row = choose_one(row, choice, None if correction is None else correction.tolist())
+        assert chosen[i].tolist() == experts_of_row, f"seed {seed}: {choice}"
+        assert_near(weights[i], torch.tensor(want), 1e-5, f"seed {seed}: {choice}")
 
 
 def check_groups(module, chosen: torch.Tensor, num_experts: int) -> None:
@@ -105,6 +162,14 @@ def assert_near(got: torch.Tensor, want: torch.Tensor, tolerance: float, where: 
     assert error <= tolerance * max(size, 1e-3), f"{where}: off by {error} of {size}"
 
 
+def test_a_token_has_the_best_experts_of_the_best_groups():
+    torch.manual_seed(0)
+    for seed in range(60):
+        check_choice(reference, seed)
+    weights, chosen = experts.choose(torch.empty(0, 8), Choice(3, "softmax"))
+    assert weights.shape == chosen.shape == (0, 3)
+
+
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_each_row_is_multiplied_by_its_experts_matrix(format, dtype):
@@ -119,7 +184,7 @@ def test_rows_of_an_expert_lie_side_by_side_in_their_order():
 
 @needs_triton
 def test_under_the_interpreter():
-    assert run_interpreted(__file__, "groups", "products", "long_prompts").count("are right") == 3
+    assert run_interpreted(__file__, "choices", "groups", "products", "long_prompts").count("are right") == 4
 
 
 @needs_triton
@@ -159,6 +224,39 @@ def test_they_compile(format, capability):
                 assert len(re.findall(r"ld\.global[a-z.:0-9]*\.b8", ptx)) <= 8, ptx
 
 
+@needs_triton
+@pytest.mark.parametrize("scores", SCORES)
+def test_choosing_compiles_without_spills(scores):
+    from sgl_kernel.experts import triton_kernels as kernels
+
+    names = kernels._choose_kernel.arg_names
+    types = {name: "*fp32" if name.endswith("_ptr") else "i32" for name in names} | {"scale": "fp32"}
+    types |= {"chosen_ptr": "*i64", "logits_ptr": "*fp32" if scores == "sigmoid" else "*bf16"}
+    constants = {"SCORES": scores, "IS_NORMALIZED": True, "TOP_K": 8, "NUM_GROUPS": 1, "KEPT_GROUPS": 1}
+    constants |= {"EXPERTS": 256, "PLACES": 8}
+    if scores == "sigmoid":
+        constants |= {"NUM_GROUPS": 8, "KEPT_GROUPS": 4}
+    else:
+        constants["correction_ptr"] = None
+    compiled = compile_kernel(kernels._choose_kernel, types, constants, set(), num_warps=1)
+    assert ".local" not in compiled.asm["ptx"] and "shfl" in compiled.asm["ptx"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_choosing_on_a_gpu():
+    torch.manual_seed(0)
+    for seed in range(60):
+        check_choice(OnCuda, seed)
+
+
+class OnCuda:
+    @staticmethod
+    def choose(logits, choice, correction):
+        found = experts.choose(logits.cuda(), choice, None if correction is None else correction.cuda())
+        return [each.cpu() for each in found]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -185,6 +283,16 @@ def on_cuda(matrix: QuantizedMatrix) -> QuantizedMatrix:
 
 
 # -- under the interpreter -----------------------------------------------------------------------------------------
+
+
+def choices() -> None:
+    from sgl_kernel.experts import triton_kernels
+
+    for seed in range(40):
+        check_choice(triton_kernels, seed)
+    # An expert of NaN is one of the experts.
+    _, chosen = triton_kernels.choose(torch.full((2, 6), torch.nan), Choice(3, "softmax"), None)
+    assert bool((chosen >= 0).all()) and bool((chosen < 6).all())
 
 
 def groups() -> None:

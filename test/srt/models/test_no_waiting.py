@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaConfig, Qwen2MoeConfig, Qwen3Config
 
 from sgl_kernel import experts
+from sgl_kernel.experts import reference
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import SINGLE_RANK
 from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
@@ -66,6 +67,8 @@ class NoAttention:
 
 class NoExperts:
     """Shapes alone, in the place of kernels that run on a GPU."""
+
+    choose = staticmethod(reference.choose)
 
     @staticmethod
     def group_by_expert(chosen, num_experts):

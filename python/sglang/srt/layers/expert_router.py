@@ -8,64 +8,41 @@ weights are the softmax over a token's experts alone.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import nn
 
+from sgl_kernel import experts
+from sgl_kernel.experts import Choice
 from sglang.srt.configs.experts import ExpertsConfig
 from sglang.srt.layers.linear import Weight
 from sglang.srt.layers.weights import WeightTarget
-
-# Of a group, the scores that are added up for its own.
-_OF_A_GROUP = 2
 
 
 class ExpertRouter(nn.Module):
     def __init__(self, config: ExpertsConfig, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.config, self.groups = config, config.groups
+        self.config, groups = config, config.groups
         # The gate of models that have groups is computed in float32.
-        self._dtype = dtype if self.groups is None else torch.float32
+        self._dtype = dtype if groups is None else torch.float32
         self.gate = Weight(config.num_experts, hidden_size, self._dtype)
         self.bias: nn.Parameter | None = None
         if config.clamped is not None:
             self.bias = nn.Parameter(torch.empty(config.num_experts, dtype=dtype), requires_grad=False)
         self.correction: nn.Parameter | None = None
-        if self.groups is not None and self.groups.has_correction:
+        if groups is not None and groups.has_correction:
             self.correction = nn.Parameter(torch.empty(config.num_experts, dtype=torch.float32), requires_grad=False)
+        self._choice = Choice(
+            config.top_k,
+            scores="softmax_of_chosen" if config.clamped else "sigmoid" if self.correction is not None else "softmax",
+            is_normalized=config.is_normalized,
+            scale=1.0 if groups is None else groups.scale,
+            num_groups=1 if groups is None else groups.total,
+            kept_groups=1 if groups is None else groups.kept,
+        )
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x: (num_tokens, hidden_size). Returns weights, float32, and experts, int64, (num_tokens, top_k) each."""
-        config, groups = self.config, self.groups
-        logits = self.gate.product(x.to(self._dtype), self.bias)
-        if config.clamped is not None:
-            best, chosen = logits.topk(config.top_k)
-            return best.softmax(-1, torch.float32), chosen
-        scores = logits.softmax(-1, torch.float32) if self.correction is None else logits.sigmoid()
-        if groups is None:
-            weights, chosen = scores.topk(config.top_k)
-        else:
-            ranks = scores if self.correction is None else scores + self.correction
-            chosen = self._among_best_groups(ranks).topk(config.top_k).indices
-            weights = scores.gather(1, chosen)
-        if config.is_normalized:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return (weights if groups is None else weights * groups.scale), chosen
-
-    def _among_best_groups(self, ranks: torch.Tensor) -> torch.Tensor:
-        """ranks: (num_tokens, num_experts). The same, with -inf for experts of other groups."""
-        groups = self.groups
-        assert groups is not None
-        if groups.kept == groups.total:
-            return ranks
-        of_groups = ranks.unflatten(1, (groups.total, -1))
-        if self.correction is None:
-            best = of_groups.amax(-1)
-        else:
-            best = of_groups.topk(min(_OF_A_GROUP, of_groups.shape[2])).values.sum(-1)
-        is_left_out = torch.ones_like(best, dtype=torch.bool).scatter_(1, best.topk(groups.kept).indices, False)
-        return of_groups.masked_fill(is_left_out[..., None], -math.inf).flatten(1)
+        return experts.choose(self.gate.product(x.to(self._dtype), self.bias), self._choice, self.correction)
 
     def weight_targets(self) -> dict[str, WeightTarget]:
         targets = {"weight": WeightTarget.whole(self.gate.loaded())}

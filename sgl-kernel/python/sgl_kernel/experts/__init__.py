@@ -1,12 +1,14 @@
-"""Products of rows with matrices of experts, each row with that of its own expert.
+"""Which experts compute a token, and products of rows with matrices of experts, each with that of its own expert.
 
-`Groups` is the order in which rows of one expert lie side by side. On a GPU, Triton kernels find it and multiply, and
-never wait for the device; elsewhere torch does. `reference` defines the result. Weights are a tensor (num_experts,
-outputs, inputs), or a `QuantizedMatrix` whose outputs are those of all experts, one below the other.
+`Groups` is the order in which rows of one expert lie side by side. On a GPU, Triton kernels choose, find this order
+and multiply, and never wait for the device; elsewhere torch does. `reference` defines the result. Weights are a
+tensor (num_experts, outputs, inputs), or a `QuantizedMatrix` whose outputs are those of all experts, one below the
+other.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import ModuleType
 from typing import NamedTuple
 
@@ -18,8 +20,10 @@ from sgl_kernel.quantized import QuantizedMatrix
 from sgl_kernel.triton_modules import triton_module
 
 __all__ = [
+    "Choice",
     "Groups",
     "Weights",
+    "choose",
     "each_expert",
     "group_by_expert",
     "product_of_tokens",
@@ -33,6 +37,23 @@ Weights = torch.Tensor | QuantizedMatrix
 _KERNELS = f"{__name__}.triton_kernels"
 
 
+@dataclass(frozen=True)
+class Choice:
+    """How tokens choose experts by their scores. The best experts are those with the highest scores, to which a
+    correction may be added."""
+
+    top_k: int
+    # Of all logits "softmax" or "sigmoid"; "softmax_of_chosen" is the softmax of the chosen experts' alone.
+    scores: str
+    # The weights of a token's experts add up to 1; then they are multiplied with a factor.
+    is_normalized: bool = False
+    scale: float = 1.0
+    # A token has experts of so many groups, each of as many neighbours. Those are the best groups by their best
+    # expert; with a correction, by the sum of their best two.
+    num_groups: int = 1
+    kept_groups: int = 1
+
+
 class Groups(NamedTuple):
     """Of the experts that tokens chose, (num_tokens, top_k). places: (num_tokens * top_k,), indices into the
     flattened choice in the order of experts, those of one expert in their own order. ends: (num_experts,), where each
@@ -41,6 +62,15 @@ class Groups(NamedTuple):
     places: torch.Tensor
     ends: torch.Tensor
     top_k: int
+
+
+def choose(
+    logits: torch.Tensor, choice: Choice, correction: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits: (num_tokens, num_experts). correction: (num_experts,) float32. Returns the weights, float32, and the
+    experts, int64, of each token, (num_tokens, top_k) each, the best first. Which of equal ones is not defined."""
+    module = _module(logits) if len(logits) else reference
+    return module.choose(logits, choice, correction)  # type: ignore[no-any-return]
 
 
 def group_by_expert(chosen: torch.Tensor, num_experts: int) -> Groups:

@@ -1,7 +1,8 @@
-"""Products with matrices of experts in torch, one expert at a time. Waits for the device."""
+"""Choosing experts, and products with their matrices, in torch. Products wait for the device."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -10,7 +11,36 @@ import torch
 import torch.nn.functional as F
 
 if TYPE_CHECKING:
-    from sgl_kernel.experts import Groups, Weights
+    from sgl_kernel.experts import Choice, Groups, Weights
+
+
+# Of a group, the scores that are added up for its own where there is a correction.
+_OF_A_GROUP = 2
+
+
+def choose(
+    logits: torch.Tensor, choice: Choice, correction: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if choice.scores == "softmax_of_chosen":
+        best, chosen = logits.topk(choice.top_k)
+        return best.softmax(-1, torch.float32), chosen
+    scores = logits.softmax(-1, torch.float32) if choice.scores == "softmax" else logits.float().sigmoid()
+    ranks = scores if correction is None else scores + correction
+    if choice.kept_groups < choice.num_groups:
+        of_groups = ranks.unflatten(1, (choice.num_groups, -1))
+        if correction is None:
+            best = of_groups.amax(-1)
+        else:
+            best = of_groups.topk(min(_OF_A_GROUP, of_groups.shape[2])).values.sum(-1)
+        is_left_out = torch.ones_like(best, dtype=torch.bool)
+        is_left_out.scatter_(1, best.topk(choice.kept_groups).indices, False)
+        ranks = of_groups.masked_fill(is_left_out[..., None], -math.inf).flatten(1)
+    weights, chosen = ranks.topk(choice.top_k)
+    if ranks is not scores:
+        weights = scores.gather(1, chosen)
+    if choice.is_normalized:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return (weights if choice.scale == 1.0 else weights * choice.scale), chosen
 
 
 def group_by_expert(chosen: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:

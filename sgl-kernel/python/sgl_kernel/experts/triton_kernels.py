@@ -1,9 +1,9 @@
-"""Products of rows with matrices of experts, in Triton.
+"""Choosing experts, and products of rows with their matrices, in Triton.
 
-A program computes a tile: some outputs of some rows of one expert. It finds its expert and rows from the experts'
-ends. The grid depends on the number of rows alone, so that a CUDA graph can hold it. Programs of the same rows run
-together: their tokens are read once, and the matrix of an expert with several tiles stays in the GPU's cache. Which
-tiles are fastest was worked out, not measured.
+A program of a product computes a tile: some outputs of some rows of one expert. It finds its expert and rows from the
+experts' ends. The grid depends on the number of rows alone, so that a CUDA graph can hold it. Programs of the same
+rows run together: their tokens are read once, and the matrix of an expert with several tiles stays in the GPU's
+cache. Which tiles are fastest was worked out, not measured.
 """
 
 from __future__ import annotations
@@ -19,12 +19,43 @@ from sgl_kernel.quantized.triton_kernels import product, stored_constants
 from sgl_kernel.triton_launch import launch
 
 if TYPE_CHECKING:
-    from sgl_kernel.experts import Groups, Weights
+    from sgl_kernel.experts import Choice, Groups, Weights
 
 # Numbers that a program looks through at once for those of its expert, and warps that do.
 _CHUNK, _CHUNK_WARPS = 1024, 4
+# That a warp chooses from by itself.
+_EXPERTS_OF_A_WARP = 256
 # Numbers of a row that a program adds up.
 _COLUMNS = 1024
+
+
+def choose(
+    logits: torch.Tensor, choice: Choice, correction: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    num_tokens, num_experts = logits.shape
+    assert logits.stride(1) == 1 and num_experts % choice.num_groups == 0
+    weights = torch.empty(num_tokens, choice.top_k, dtype=torch.float32, device=logits.device)
+    chosen = torch.empty(num_tokens, choice.top_k, dtype=torch.int64, device=logits.device)
+    launch(
+        _choose_kernel,
+        (num_tokens,),
+        logits,
+        correction,
+        weights,
+        chosen,
+        logits.stride(0),
+        num_experts,
+        choice.scale,
+        SCORES=choice.scores,
+        IS_NORMALIZED=choice.is_normalized,
+        TOP_K=choice.top_k,
+        NUM_GROUPS=choice.num_groups,
+        KEPT_GROUPS=choice.kept_groups,
+        EXPERTS=triton.next_power_of_2(num_experts),
+        PLACES=triton.next_power_of_2(choice.top_k),
+        num_warps=1 if num_experts <= _EXPERTS_OF_A_WARP else 4,
+    )
+    return weights, chosen
 
 
 def group_by_expert(chosen: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,6 +155,83 @@ def _product(
         num_stages=tile.stages,
     )
     return out
+
+
+@triton.jit
+def _best(ranks, every, num: tl.constexpr):
+    """The highest rank and its place, the first of equal ones, in any case below num."""
+    best = tl.max(ranks, 0)
+    return best, tl.minimum(tl.min(tl.where(ranks == best, every, num), 0), num - 1)
+
+
+@triton.jit
+def _choose_kernel(
+    logits_ptr,
+    correction_ptr,
+    weights_ptr,
+    chosen_ptr,
+    logits_stride,
+    num_experts,
+    scale,
+    SCORES: tl.constexpr,
+    IS_NORMALIZED: tl.constexpr,
+    TOP_K: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    KEPT_GROUPS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    PLACES: tl.constexpr,
+):
+    """Program t: token t. EXPERTS, PLACES: powers of two, num_experts and TOP_K at least. See `Choice`."""
+    token = tl.program_id(0).to(tl.int64)
+    every = tl.arange(0, EXPERTS)
+    is_expert = every < num_experts
+    none = -float("inf")
+    scores = tl.load(logits_ptr + token * logits_stride + every, mask=is_expert, other=none).to(tl.float32)
+    if SCORES == "softmax":
+        scores = tl.exp(scores - tl.max(scores, 0))
+        scores = scores / tl.sum(scores, 0)
+    elif SCORES == "sigmoid":
+        scores = 1.0 / (1.0 + tl.exp(-scores))
+    ranks = scores
+    if correction_ptr is not None:
+        ranks += tl.load(correction_ptr + every, mask=is_expert, other=0.0)
+    ranks = tl.where(is_expert, ranks, none)
+    if KEPT_GROUPS < NUM_GROUPS:
+        group = every // (num_experts // NUM_GROUPS)
+        # At each expert, the rank of its group.
+        of_groups = tl.full((EXPERTS,), none, tl.float32)
+        for number in tl.static_range(NUM_GROUPS):
+            in_group = tl.where(group == number, ranks, none)
+            best, place = _best(in_group, every, EXPERTS)
+            if correction_ptr is not None:
+                second = tl.max(tl.where(every == place, none, in_group), 0)
+                best += tl.where(second == none, 0.0, second)
+            of_groups = tl.where(group == number, best, of_groups)
+        is_kept = every < 0
+        for _ in tl.static_range(KEPT_GROUPS):
+            _best_rank, place = _best(of_groups, every, EXPERTS)
+            in_group = group == tl.sum(tl.where(every == place, group, 0), 0)
+            is_kept = is_kept | in_group
+            of_groups = tl.where(in_group, none, of_groups)
+        ranks = tl.where(is_kept & is_expert, ranks, none)
+    places = tl.arange(0, PLACES)
+    weights = tl.zeros((PLACES,), tl.float32)
+    chosen = tl.zeros((PLACES,), tl.int32)
+    for place in tl.static_range(TOP_K):
+        _best_rank, expert = _best(ranks, every, EXPERTS)
+        # NaN is no expert's.
+        expert = tl.minimum(expert, num_experts - 1)
+        weights = tl.where(places == place, tl.sum(tl.where(every == expert, scores, 0.0), 0), weights)
+        chosen = tl.where(places == place, expert, chosen)
+        ranks = tl.where(every == expert, none, ranks)
+    some = places < TOP_K
+    if SCORES == "softmax_of_chosen":
+        weights = tl.exp(tl.where(some, weights, none) - tl.max(tl.where(some, weights, none), 0))
+        weights = weights / tl.sum(weights, 0)
+    elif IS_NORMALIZED:
+        weights = weights / tl.sum(weights, 0)
+    tl.store(weights_ptr + token * TOP_K + places, weights * scale, mask=some)
+    tl.store(chosen_ptr + token * TOP_K + places, chosen.to(tl.int64), mask=some)
 
 
 @triton.jit(do_not_specialize=["num_chosen"])
