@@ -233,9 +233,9 @@ def test_choosing_compiles_without_spills(scores):
     types = {name: "*fp32" if name.endswith("_ptr") else "i32" for name in names} | {"scale": "fp32"}
     types |= {"chosen_ptr": "*i64", "logits_ptr": "*fp32" if scores == "sigmoid" else "*bf16"}
     constants = {"SCORES": scores, "IS_NORMALIZED": True, "TOP_K": 8, "NUM_GROUPS": 1, "KEPT_GROUPS": 1}
-    constants |= {"EXPERTS": 256, "PLACES": 8}
+    constants |= {"GROUPS": 1, "MEMBERS": 256, "PLACES": 8}
     if scores == "sigmoid":
-        constants |= {"NUM_GROUPS": 8, "KEPT_GROUPS": 4}
+        constants |= {"NUM_GROUPS": 8, "KEPT_GROUPS": 4, "GROUPS": 8, "MEMBERS": 32}
     else:
         constants["correction_ptr"] = None
     compiled = compile_kernel(kernels._choose_kernel, types, constants, set(), num_warps=1)

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 # Numbers that a program looks through at once for those of its expert, and warps that do.
 _CHUNK, _CHUNK_WARPS = 1024, 4
-# That a warp chooses from by itself.
-_EXPERTS_OF_A_WARP = 256
 # Numbers of a row that a program adds up.
 _COLUMNS = 1024
 
@@ -33,7 +31,8 @@ def choose(
     logits: torch.Tensor, choice: Choice, correction: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     num_tokens, num_experts = logits.shape
-    assert logits.stride(1) == 1 and num_experts % choice.num_groups == 0
+    num_members = num_experts // choice.num_groups
+    assert logits.stride(1) == 1 and num_members * choice.num_groups == num_experts
     weights = torch.empty(num_tokens, choice.top_k, dtype=torch.float32, device=logits.device)
     chosen = torch.empty(num_tokens, choice.top_k, dtype=torch.int64, device=logits.device)
     launch(
@@ -44,16 +43,17 @@ def choose(
         weights,
         chosen,
         logits.stride(0),
-        num_experts,
+        num_members,
         choice.scale,
         SCORES=choice.scores,
         IS_NORMALIZED=choice.is_normalized,
         TOP_K=choice.top_k,
         NUM_GROUPS=choice.num_groups,
         KEPT_GROUPS=choice.kept_groups,
-        EXPERTS=triton.next_power_of_2(num_experts),
+        GROUPS=triton.next_power_of_2(choice.num_groups),
+        MEMBERS=triton.next_power_of_2(num_members),
         PLACES=triton.next_power_of_2(choice.top_k),
-        num_warps=1 if num_experts <= _EXPERTS_OF_A_WARP else 4,
+        num_warps=1,
     )
     return weights, chosen
 
@@ -158,10 +158,12 @@ def _product(
 
 
 @triton.jit
-def _best(ranks, every, num: tl.constexpr):
-    """The highest rank and its place, the first of equal ones, in any case below num."""
-    best = tl.max(ranks, 0)
-    return best, tl.minimum(tl.min(tl.where(ranks == best, every, num), 0), num - 1)
+def _keys(ranks, places):
+    """Numbers of 64 bits in the order of ranks, of equal ones the first place highest. The lower 31 bits are the last
+    place that there can be, less the rank's. A rank and a place by themselves take twice the instructions."""
+    bits = ranks.to(tl.int32, bitcast=True)
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - places).to(tl.int64)
 
 
 @triton.jit
@@ -171,67 +173,76 @@ def _choose_kernel(
     weights_ptr,
     chosen_ptr,
     logits_stride,
-    num_experts,
+    num_members,
     scale,
     SCORES: tl.constexpr,
     IS_NORMALIZED: tl.constexpr,
     TOP_K: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     KEPT_GROUPS: tl.constexpr,
-    EXPERTS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    MEMBERS: tl.constexpr,
     PLACES: tl.constexpr,
 ):
-    """Program t: token t. EXPERTS, PLACES: powers of two, num_experts and TOP_K at least. See `Choice`."""
-    token = tl.program_id(0).to(tl.int64)
-    every = tl.arange(0, EXPERTS)
-    is_expert = every < num_experts
-    none = -float("inf")
-    scores = tl.load(logits_ptr + token * logits_stride + every, mask=is_expert, other=none).to(tl.float32)
+    """Program t: token t. num_members: experts of a group. GROUPS, MEMBERS, PLACES: powers of two, NUM_GROUPS,
+    num_members and TOP_K at least. See `Choice`."""
+    logits_ptr += tl.program_id(0).to(tl.int64) * logits_stride
+    none, least = -float("inf"), -(1 << 63)
+    group = tl.arange(0, GROUPS)
+    member = tl.arange(0, MEMBERS)[None, :]
+    experts = group[:, None] * num_members + member
+    is_expert = (group < NUM_GROUPS)[:, None] & (member < num_members)
+    scores = tl.load(logits_ptr + experts, mask=is_expert, other=none).to(tl.float32)
+    highest, total = 0.0, 1.0
     if SCORES == "softmax":
-        scores = tl.exp(scores - tl.max(scores, 0))
-        scores = scores / tl.sum(scores, 0)
-    elif SCORES == "sigmoid":
-        scores = 1.0 / (1.0 + tl.exp(-scores))
-    ranks = scores
+        highest = tl.max(tl.max(scores, 1), 0)
+        total = tl.sum(tl.sum(tl.exp(scores - highest), 1), 0)
+    ranks = _scores(scores, highest, total, SCORES)
     if correction_ptr is not None:
-        ranks += tl.load(correction_ptr + every, mask=is_expert, other=0.0)
+        ranks += tl.load(correction_ptr + experts, mask=is_expert, other=0.0)
     ranks = tl.where(is_expert, ranks, none)
     if KEPT_GROUPS < NUM_GROUPS:
-        group = every // (num_experts // NUM_GROUPS)
-        # At each expert, the rank of its group.
-        of_groups = tl.full((EXPERTS,), none, tl.float32)
-        for number in tl.static_range(NUM_GROUPS):
-            in_group = tl.where(group == number, ranks, none)
-            best, place = _best(in_group, every, EXPERTS)
-            if correction_ptr is not None:
-                second = tl.max(tl.where(every == place, none, in_group), 0)
-                best += tl.where(second == none, 0.0, second)
-            of_groups = tl.where(group == number, best, of_groups)
-        is_kept = every < 0
+        of_groups, first = tl.max(ranks, 1, return_indices=True)
+        if correction_ptr is not None:
+            second = tl.max(tl.where(member == first[:, None], none, ranks), 1)
+            of_groups += tl.where(second == none, 0.0, second)
+        is_kept = group < 0
+        keys = _keys(of_groups, group)
         for _ in tl.static_range(KEPT_GROUPS):
-            _best_rank, place = _best(of_groups, every, EXPERTS)
-            in_group = group == tl.sum(tl.where(every == place, group, 0), 0)
-            is_kept = is_kept | in_group
-            of_groups = tl.where(in_group, none, of_groups)
-        ranks = tl.where(is_kept & is_expert, ranks, none)
+            best = tl.max(keys, 0)
+            is_kept = is_kept | (keys == best)
+            keys = tl.where(keys == best, least, keys)
+        ranks = tl.where(is_kept[:, None], ranks, none)
+    keys = _keys(tl.reshape(ranks, (GROUPS * MEMBERS,)), tl.arange(0, GROUPS * MEMBERS))
     places = tl.arange(0, PLACES)
-    weights = tl.zeros((PLACES,), tl.float32)
     chosen = tl.zeros((PLACES,), tl.int32)
     for place in tl.static_range(TOP_K):
-        _best_rank, expert = _best(ranks, every, EXPERTS)
-        # NaN is no expert's.
-        expert = tl.minimum(expert, num_experts - 1)
-        weights = tl.where(places == place, tl.sum(tl.where(every == expert, scores, 0.0), 0), weights)
-        chosen = tl.where(places == place, expert, chosen)
-        ranks = tl.where(every == expert, none, ranks)
+        best = tl.max(keys, 0)
+        chosen = tl.where(places == place, 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32), chosen)
+        keys = tl.where(keys == best, least, keys)
+    # Padding is chosen where all is NaN.
+    chosen = chosen // MEMBERS * num_members + chosen % MEMBERS
+    chosen = tl.minimum(chosen, NUM_GROUPS * num_members - 1)
     some = places < TOP_K
+    weights = tl.load(logits_ptr + chosen, mask=some, other=none).to(tl.float32)
     if SCORES == "softmax_of_chosen":
-        weights = tl.exp(tl.where(some, weights, none) - tl.max(tl.where(some, weights, none), 0))
+        highest = tl.max(weights, 0)
+        total = tl.sum(tl.exp(weights - highest), 0)
+    weights = tl.where(some, _scores(weights, highest, total, "softmax" if SCORES != "sigmoid" else SCORES), 0.0)
+    if IS_NORMALIZED:
         weights = weights / tl.sum(weights, 0)
-    elif IS_NORMALIZED:
-        weights = weights / tl.sum(weights, 0)
-    tl.store(weights_ptr + token * TOP_K + places, weights * scale, mask=some)
-    tl.store(chosen_ptr + token * TOP_K + places, chosen.to(tl.int64), mask=some)
+    at = tl.program_id(0).to(tl.int64) * TOP_K + places
+    tl.store(weights_ptr + at, weights * scale, mask=some)
+    tl.store(chosen_ptr + at, chosen.to(tl.int64), mask=some)
+
+
+@triton.jit
+def _scores(logits, highest, total, SCORES: tl.constexpr):
+    if SCORES == "softmax":
+        logits = tl.exp(logits - highest) / total
+    elif SCORES == "sigmoid":
+        logits = 1.0 / (1.0 + tl.exp(-logits))
+    return logits
 
 
 @triton.jit(do_not_specialize=["num_chosen"])
