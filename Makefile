@@ -116,7 +116,7 @@ memcheck-gpu: gpu-site
 	$(GPU_PATH) PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 $(GPU_PYTHON) \
 		-m pytest -m gpu -k 'not graph and not bfloat16' test/sgl_kernel/test_kvcacheio_gpu.py \
 		test/sgl_kernel/test_elementwise.py test/sgl_kernel/test_triton_kernels.py test/sgl_kernel/test_quantized.py \
-		test/srt/layers/attention/test_triton_backend.py
+		test/sgl_kernel/test_expert_products.py test/srt/layers/attention/test_triton_backend.py
 
 # Under nine minutes; tables, the shortest last, and JSON in $$OUT or bench-out/.
 bench-gpu: gpu-site
