@@ -347,11 +347,11 @@ class ShoutedCalls(Qwen25Detector):
 
 def test_a_format_of_tool_calls(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--tool-call-parser", "shouted"]
-    assert "'pythonic', 'llama3')" in refuses(flags, capsys)
+    assert "'llama3', 'gpt-oss')" in refuses(flags, capsys)
     monkeypatch.setitem(TOOL_CALL_PARSERS, "shouted", ShoutedCalls)
 
     assert accepts(flags).tool_call_parser == "shouted"
-    assert "`llama3`, `shouted`." in render_flags()
+    assert "`gpt-oss`, `shouted`." in render_flags()
     assert (
         ChatFormat.of("CALL!", "auto", None).detector is ChatFormat.of("", "shouted", None).detector is ShoutedCalls
     )
@@ -359,11 +359,11 @@ def test_a_format_of_tool_calls(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 def test_a_kind_of_reasoning(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--reasoning-parser", "muse"]
-    assert "'qwen3', 'qwen3-thinking')" in refuses(flags, capsys)
+    assert "'qwen3-thinking', 'gpt-oss')" in refuses(flags, capsys)
     monkeypatch.setitem(REASONING_PARSERS, "muse", ReasoningFormat("<muse>", "</muse>", forced=False))
 
     assert accepts(flags).reasoning_parser == "muse"
-    assert "`qwen3-thinking`, `muse`." in render_flags()
+    assert "`gpt-oss`, `muse`." in render_flags()
     form = ChatFormat.of("", None, "muse").reasoning
     assert form is not None
     split = ReasoningParser(form, Start.BEFORE).parse_non_stream("<muse>a</muse>b")

@@ -311,10 +311,13 @@ pieces = st.one_of(
     just("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "abcdefghi", "f", "[f(a=1), g()]", "[f(", "a=", "'", '"', "\\", ")"),
     just("<|python_tag|>", "<|python_start|>", "<|python_end|>", "<think>", "</think>", "<thi", "1e999", "9" * 5000),
     just("(" * 3000, "[" * 3000, '{"a":' * 3000, "-" * 3000, "[f(a=" + "[" * 500, "f" * 3000, "[f(a=1e999)]"),
+    just(
+        "<|channel|>", "<|message|>", "<|start|>assistant", "<|end|>", "<|call|>", "analysis", "to=functions.f", "<|"
+    ),
     words,
 )
 answers = st.lists(pieces, max_size=12).map("".join)
-parser_names = just("qwen3_coder", "qwen25", "hermes", "mistral", "pythonic", "llama3", "auto", "x", None)
+parser_names = just("qwen3_coder", "qwen25", "hermes", "mistral", "pythonic", "llama3", "gpt-oss", "auto", "x", None)
 
 inputs = st.one_of(prompts, prompts, short)
 BODIES: dict[str, Strategy] = {
@@ -332,7 +335,9 @@ BODIES: dict[str, Strategy] = {
     ),
     "/separate_reasoning": st.fixed_dictionaries(
         {"text": mostly(answers)},
-        optional={"reasoning_parser": mostly(just("deepseek-r1", "qwen3", "qwen3-thinking", "auto", "x", None))},
+        optional={
+            "reasoning_parser": mostly(just("deepseek-r1", "qwen3", "qwen3-thinking", "gpt-oss", "auto", "x", None))
+        },
     ),
 }
 

@@ -62,6 +62,26 @@ def _mistral(calls: str) -> str:
 
 
 _LLAMA_HEAD = "{{ '<|start_header_id|>' + message.role + '<|end_header_id|>\n\n' }}"
+# With the rules of the published one: a message has one call, and a reasoning or a text beside it, and results are of
+# the last call.
+_HARMONY = (
+    "{{ '<|start|>system<|message|>Reasoning: ' + (reasoning_effort or 'medium') + '<|end|>' }}"
+    "{% if tools %}{{ '<|start|>developer<|message|># Tools' }}{% for tool in tools %}"
+    "{{ '// ' + tool.function.description + ' type ' + tool.function.name }}{% endfor %}{{ '<|end|>' }}{% endif %}"
+    "{% set last = namespace(name=none) %}{% for message in messages %}"
+    "{% if message.role == 'tool' %}{{ '<|start|>functions.' + last.name + ' to=assistant<|channel|>commentary' }}"
+    "{{ '<|message|>' + (message.content | tojson) + '<|end|>' }}"
+    "{% elif message.tool_calls %}{% set call = message.tool_calls[0].function %}"
+    "{% if message.content and message.thinking %}{{ raise_exception('Cannot pass both') }}{% endif %}"
+    "{% if message.content or message.thinking %}{{ '<|start|>assistant<|channel|>analysis<|message|>' +"
+    " (message.content or message.thinking) + '<|end|>' }}{% endif %}"
+    "{{ '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}"
+    "{{ (call.arguments | tojson) + '<|call|>' }}{% set last.name = call.name %}"
+    "{% elif message.role == 'assistant' %}{{ '<|start|>assistant<|channel|>final<|message|>' + message.content }}"
+    "{{ '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}"
+    "{% else %}{{ '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
+)
 # Name -> (a value of --tool-call-parser, a template).
 TEMPLATES: dict[str, tuple[str, str]] = {
     "qwen2.5": ("qwen25", _chatml(_HERMES_CALLS)),
@@ -105,15 +125,21 @@ TEMPLATES: dict[str, tuple[str, str]] = {
         "{% if not loop.last %}, {% endif %}{% endfor %}){% if not loop.last %}, {% endif %}{% endfor %}]{% endif %}"
         "<|eot_id|>{% endfor %}",
     ),
+    "gpt-oss": ("gpt-oss", _HARMONY),
 }
-ENDS = ("<|im_end|>", "</s>", "<|eot_id|>")
+ENDS = ("<|im_end|>", "</s>", "<|eot_id|>", "<|call|>")
 
 
 def render(template: str, messages: list[dict[str, Any]], **variables: Any) -> str:
     """As transformers renders it."""
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
     environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
+    environment.globals["raise_exception"] = _raise
     return environment.from_string(template).render(messages=messages, **variables)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
 
 
 @dataclass(frozen=True)
@@ -133,6 +159,10 @@ _CALL = '{"name": "f", "arguments": {"a": 1}}'
 _WHOLE = ("f", '{"a": 1}')
 _ODD = r'{"a": "é🎉 </tool_call> [TOOL_CALLS] \"}{][ \\", "b": [[{}], {"c": "\u00e9\ud83c\udf89"}], "d": -1.5e3}'
 _ODD_CALL = f'{{"name": "f", "arguments": {_ODD}}}'
+
+_ANALYSIS, _FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
+_NEXT = "<|end|><|start|>assistant"
+_TO_F = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
 
 EXAMPLES = (
     # Qwen 2.5, Qwen 3, Hermes
@@ -274,6 +304,36 @@ EXAMPLES = (
     Example("qwen3_coder", "<function=f>\n<parameter=a\nb>x", "<parameter=a\nb>x", (("f", "{"),)),
     Example("qwen3_coder", "<tool_call>\n<func", "<tool_call>\n<func"),
     Example("qwen3_coder", "<tool_call>\n{}\n</tool_call>", "<tool_call>\n{}\n</tool_call>"),
+    # gpt-oss. Without a parser of its own the reasoning is text.
+    Example("gpt-oss", f"{_ANALYSIS}Rain?{_NEXT}{_FINAL}It rains.<|return|>", "Rain?\n\nIt rains."),
+    Example("gpt-oss", f"{_FINAL}It rains.", "It rains."),
+    Example("gpt-oss", f'{_ANALYSIS}Rain?{_NEXT}{_TO_F}{{"a": 1}}<|call|>', "Rain?", (_WHOLE,)),
+    Example("gpt-oss", ' to=functions.f<|channel|>commentary json<|message|>{"a": 1}', "", (_WHOLE,)),
+    Example("gpt-oss", '<|channel|>commentary to=functions.f<|message|>{"a": 1}', "", (_WHOLE,)),
+    Example("gpt-oss", '<|channel|>commentary to=functions.f<|constrain|>json<|message|>{"a": 1}', "", (_WHOLE,)),
+    Example(
+        "gpt-oss", '<|start|>assistant<|channel|>analysis to=functions.f code<|message|> {"a": 1}', "", (_WHOLE,)
+    ),
+    Example("gpt-oss", '<|channel|>commentary to=f <|constrain|>json<|message|>{"a": 1}\n', "", (_WHOLE,)),
+    Example("gpt-oss", f"{_TO_F}{_ODD}{_NEXT}{_TO_F}{{}}<|call|>", "", (("f", _ODD), ("f", "{}"))),
+    Example("gpt-oss", "<|channel|>commentary to=functions.no_tool<|message|>{}", "", (("no_tool", "{}"),)),
+    Example("gpt-oss", "<|channel|>commentary to=python code<|message|>print(1)<|call|>", "print(1)"),
+    Example("gpt-oss", f"<|channel|>commentary<|message|>Let me.{_NEXT}{_TO_F}{{}}", "Let me.", (("f", "{}"),)),
+    Example("gpt-oss", f'{_TO_F}{{"a": 1}}<|call|><|start|>assistant{_FINAL}Well.', "Well.", (_WHOLE,)),
+    Example("gpt-oss", f'{_TO_F}{{"a": "un', "", (("f", '{"a": "un'),)),
+    Example("gpt-oss", f'{_TO_F}{{"a": <|call|>', "", (("f", '{"a": '),)),
+    Example("gpt-oss", f"{_TO_F}<|call|>", "", (("f", "{}"),)),
+    Example("gpt-oss", f"{_TO_F}no JSON<|call|>", "no JSON"),
+    Example("gpt-oss", _TO_F, ""),
+    Example("gpt-oss", _TO_F[:-5], ""),
+    Example("gpt-oss", "to=functions.f", ""),
+    Example("gpt-oss", f"{_FINAL}a < b and c <|re", "a < b and c "),
+    Example("gpt-oss", f"{_FINAL}if a <", "if a <"),
+    Example("gpt-oss", " No header.\n", " No header.\n"),
+    Example("gpt-oss", f"{_FINAL} A\n<|end|>\n<|start|>assistant{_FINAL}B \n", " A\n\n\nB \n"),
+    Example("gpt-oss", f"{_FINAL}A<|message|>B<|constrain|>C{_FINAL}D<|end|>E<|end|><|end|>", "A\n\nB\n\nD\n\nE"),
+    Example("gpt-oss", "<|start|><|start|><|channel|><|message|>", ""),
+    Example("gpt-oss", "", ""),
 )
 
 

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import xgrammar
+from xgrammar.testing import _is_grammar_accept_string
 
 from sglang.srt.entrypoints.answer_parts import AnswerFormat, AnswerParser
 from sglang.srt.entrypoints.tool_request import ToolRequest, tool_request
@@ -168,3 +170,93 @@ def test_special_tokens_that_mark_calls_stay_in_the_text() -> None:
     mistral = ChatFormat("", MistralDetector)
     assert not skips(mistral, tools()) and skips(mistral, ToolRequest())
     assert skips(QWEN, tools()), "its marks are ordinary tokens"
+
+
+GPT_OSS = ChatFormat.of(TEMPLATES["gpt-oss"][1], "auto", "auto")
+ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
+NEXT = "<|end|><|start|>assistant"
+TO_F = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}'
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+@pytest.mark.parametrize(
+    ("server", "choice", "text", "found"),
+    [
+        (GPT_OSS, "auto", f"{ANALYSIS}A{NEXT}{TO_F}", ("A", "", [["f", '{"a": 1}']])),
+        (GPT_OSS, "required", f"{ANALYSIS}A{NEXT}{TO_F}", ("A", "", [["f", '{"a": 1}']])),
+        (replace(GPT_OSS, reasoning=None), "auto", f"{ANALYSIS}A{NEXT}{TO_F}", ("", "A", [["f", '{"a": 1}']])),
+        (replace(GPT_OSS, reasoning=None), "required", f"{ANALYSIS}A{NEXT}{TO_F}", ("", "", [["f", '{"a": 1}']])),
+        (
+            replace(GPT_OSS, detector=None),
+            "required",
+            f'{ANALYSIS}A{NEXT}{FINAL}[{{"name": "f", "parameters": {{"a": 1}}}}]',
+            ("A", "", [["f", '{"a": 1}']]),
+        ),
+        (
+            replace(GPT_OSS, detector=Qwen25Detector),
+            "auto",
+            f"{ANALYSIS}A{NEXT}{FINAL}B{CALL}",
+            ("A", "B", [["f", '{"a": 1}']]),
+        ),
+    ],
+)
+def test_an_answer_of_gpt_oss_by_each_pair_of_parsers(
+    server: ChatFormat, choice: str, text: str, found: Any, size: int
+) -> None:
+    form = AnswerFormat.of(server, tools(choice), "…<|start|>assistant")
+    assert read(form, text, size)[:3] == found
+    assert read(replace(form, separate_reasoning=False), text, size)[0] == ""
+
+
+def with_a(choice: Any = None, **fields: Any) -> ToolRequest:
+    return tools(choice, parameters={"type": "object", "properties": {"a": {"type": "integer"}}}, **fields)
+
+
+def accepts(form: Any, text: str) -> bool:
+    compiled = xgrammar.Grammar.from_structural_tag(json.dumps({"type": "structural_tag", "format": form}))
+    return bool(_is_grammar_accept_string(compiled, text))
+
+
+def test_a_grammar_of_gpt_oss_is_about_what_its_messages_hold() -> None:
+    schema = GrammarSpec("json_schema", '{"type": "object", "properties": {}, "additionalProperties": false}')
+    only_calls, only_reasoning = replace(GPT_OSS, reasoning=None), replace(GPT_OSS, detector=None)
+    analysis, words, array = f"{ANALYSIS}A{NEXT}", FINAL + "{}", FINAL + '[{"name": "f", "parameters": {"a": 1}}]'
+    for server, request, given, rights, wrongs in (
+        (GPT_OSS, ToolRequest(), schema, [words], ["{}", TO_F, FINAL + "x"]),
+        (GPT_OSS, with_a(), schema, [words, TO_F], ["{}", FINAL + "x"]),
+        (GPT_OSS, with_a("required"), None, [TO_F], [words, TO_F + NEXT + TO_F, ""]),
+        (only_calls, with_a("required"), None, [TO_F], [words, ""]),
+        (only_calls, with_a(), schema, [words, TO_F], ["{}", FINAL + "x"]),
+        (only_reasoning, ToolRequest(), schema, [words], ["{}"]),
+        (only_reasoning, with_a("required"), None, [array], [TO_F, words]),
+        (GPT_OSS, with_a(strict=True), None, [TO_F, FINAL + "x"], ["x"]),
+    ):
+        form = grammar(server, request, "…<|start|>assistant", grammar=given)
+        for front in ("", analysis):
+            assert all(accepts(form, front + text) for text in rights), (rights, form)
+            assert not any(accepts(form, front + text) for text in wrongs), (wrongs, form)
+    # Without one of its parsers in use, the answer is taken as it is.
+    assert grammar(only_calls, ToolRequest(), grammar=schema) == schema
+
+
+def test_a_grammar_of_gpt_oss_goes_on_where_the_message_that_is_continued_ends() -> None:
+    schema = GrammarSpec("json_schema", '{"type": "object", "properties": {}, "additionalProperties": false}')
+    prompt = f"…<|start|>assistant{FINAL}It"
+    continued = {"role": "assistant", "content": "It"}
+
+    def form(request: ToolRequest, given: GrammarSpec | None) -> Any:
+        made = AnswerFormat.of(GPT_OSS, request, prompt, continued)
+        return made.sampling_params(SamplingParams(grammar=given), TEXTS).grammar
+
+    assert form(ToolRequest(), schema) == schema and form(with_a(strict=True), None) is None
+    either = json.loads(form(with_a(), schema).source)["format"]
+    assert accepts(either, "{}") and accepts(either, NEXT + TO_F) and not accepts(either, TO_F)
+    forced = json.loads(form(with_a("required"), None).source)["format"]
+    assert accepts(forced, NEXT + TO_F) and not accepts(forced, "{}")
+
+
+def test_an_answer_of_gpt_oss_that_a_call_may_end_has_no_least_length() -> None:
+    for request in (with_a("required"), with_a(strict=True)):
+        with pytest.raises(RequestError, match="leave min_tokens out"):
+            grammar(GPT_OSS, request, min_new_tokens=2)
+    assert grammar(GPT_OSS, with_a(), min_new_tokens=2) is None

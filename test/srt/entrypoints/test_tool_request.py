@@ -135,3 +135,51 @@ def test_calls_without_a_function_are_refused(calls: Any) -> None:
 def test_a_call_of_an_older_client_without_a_function_is_refused_by_its_own_name(called: Any) -> None:
     with pytest.raises(RequestError, match=r"messages\[0\]\.function_call has no function with a name"):
         template_messages([{"role": "assistant", "function_call": called}], "")
+
+
+GPT_OSS = "<|start|><|channel|><|message|>"
+
+
+def test_the_template_of_gpt_oss_gets_one_call_in_a_message_and_its_result_behind_it() -> None:
+    calls = [{**call("{}"), "id": name} for name in ("1", "2", "3")]
+    results = [{"role": "tool", "tool_call_id": name, "content": name} for name in ("3", "1", "x")]
+    asked = {"role": "user", "content": "?"}
+    given = [
+        asked,
+        {"role": "assistant", "content": "Look.", "reasoning_content": "Hm.", "tool_calls": calls},
+        *results,
+        {"role": "assistant", "content": "Done.", "reasoning_content": "So."},
+    ]
+    made = template_messages(given, GPT_OSS)
+    assert [(each["role"], each.get("tool_call_id"), each["content"]) for each in made] == [
+        ("user", None, "?"),
+        ("assistant", None, ""),
+        ("tool", "1", "1"),
+        ("assistant", None, ""),
+        ("assistant", None, ""),
+        ("tool", "3", "3"),
+        ("tool", "x", "x"),
+        ("assistant", None, "Done."),
+    ]
+    assert [[each["id"] for each in message.get("tool_calls", ())] for message in made[1:6:2]] == [["1"], ["2"], []]
+    assert [message.get("thinking") for message in made] == [None, "Hm.\n\nLook.", *[None] * 5, "So."]
+    assert not any("reasoning_content" in message for message in made)
+    assert given[1]["reasoning_content"] == "Hm.", "the request's own messages stay as they are"
+
+
+@pytest.mark.parametrize(
+    ("fields", "content", "thinking"),
+    [
+        ({"content": "a"}, "a", None),
+        ({"content": "a", "thinking": None, "reasoning_content": ""}, "a", None),
+        ({"content": None, "thinking": "b", "reasoning_content": "c"}, "", "b"),
+        ({"content": "a", "reasoning": "b"}, "", "b\n\na"),
+        ({"content": "a", "reasoning": {"effort": "low"}}, "a", None),
+    ],
+)
+def test_the_template_of_gpt_oss_gets_a_reasoning_or_a_text_beside_a_call(
+    fields: Any, content: str, thinking: str | None
+) -> None:
+    (made,) = template_messages([{"role": "assistant", "tool_calls": [call("{}")], **fields}], GPT_OSS)
+    assert (made["content"], made.get("thinking")) == (content, thinking)
+    assert not made.keys() & {"reasoning_content", "reasoning"}

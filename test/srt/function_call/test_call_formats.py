@@ -14,6 +14,7 @@ from xgrammar.testing import _is_grammar_accept_string
 from sglang.srt.function_call.base_format_detector import BaseFormatDetector
 from sglang.srt.function_call.core_types import Tool
 from sglang.srt.function_call.function_call_parser import TOOL_CALL_PARSERS, FunctionCallParser
+from sglang.srt.function_call.gpt_oss_detector import Begin, harmony_format
 from sglang.srt.function_call.json_array_parser import JsonArrayParser
 from sglang.srt.parser.reasoning_parser import REASONING_PARSERS, ReasoningParser, Start, reasoning_format
 from support.tool_texts import TEMPLATES
@@ -146,6 +147,7 @@ def answer(name: str, arguments: str, function: str = "get_weather") -> str:
         "mistral-v11": f"[TOOL_CALLS]{function}[CALL_ID]abcdefghi[ARGS]{arguments}",
         "mistral-v13": f"[TOOL_CALLS]{function}[ARGS]{arguments}",
         "llama-3.1": call,
+        "gpt-oss": f"<|channel|>commentary to=functions.{function} <|constrain|>json<|message|>{arguments}",
         "array": f"[{call}]",
     }[name]
 
@@ -166,7 +168,7 @@ def test_calls_that_break_the_schema_are_not_allowed(name: str) -> None:
     assert not accepts(answer(name, '{"city": "Rome"}', "no_tool"))
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if name != "array"])
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in ("array", "gpt-oss")])
 def test_strict_tools_are_constrained_within_free_text(name: str) -> None:
     detector, template = FORMATS[name]
     form = detector.strict_format(TOOLS, template, False)
@@ -201,3 +203,52 @@ def test_reasoning_is_free_before_the_calls(start: Start, texts: list[str], othe
         assert ReasoningParser(form, start).parse_non_stream(text + call).normal_text == call
     for text in others:
         assert not _is_grammar_accept_string(grammar, text + call), text
+
+
+ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
+NEXT = "<|end|><|start|>assistant"
+
+
+@pytest.mark.parametrize(
+    ("begin", "texts", "others"),
+    [
+        (Begin.HEADER, ["", f"{ANALYSIS}so{NEXT}", f"{ANALYSIS}so{NEXT}{ANALYSIS}{NEXT}"], ["so", f"{ANALYSIS}so"]),
+        (Begin.ANALYSIS, [f"so{NEXT}", f"{NEXT}{ANALYSIS}so{NEXT}"], ["", f"{ANALYSIS}so", "so<|end|>"]),
+        (Begin.TEXT, [""], [f"{ANALYSIS}so{NEXT}"]),
+    ],
+)
+def test_a_call_or_a_text_of_gpt_oss_follows_its_reasoning(begin: Begin, texts: list[str], others: list[str]) -> None:
+    grammar = compiled(harmony_format(begin, call_format("gpt-oss", False), {"type": "regex", "pattern": "[a-c]+"}))
+    arguments = '{"city": "Rome"}'
+    front = NEXT if begin is Begin.TEXT else ""
+    calls = [
+        answer("gpt-oss", arguments),
+        f" to=functions.get_weather<|channel|>commentary json<|message|>{arguments}",
+        f" to=functions.get_weather<|channel|>commentary <|constrain|>json<|message|>{arguments}",
+    ]
+    words = "abc" if begin is Begin.TEXT else f"{FINAL}abc"
+    for text in texts:
+        for last in (*(front + call for call in calls), words):
+            assert _is_grammar_accept_string(grammar, text + last), text + last
+        for last in (words + "d", front + answer("gpt-oss", "{}"), front + calls[0] + calls[0], ""):
+            assert not _is_grammar_accept_string(grammar, text + last), text + last
+    for text in others:
+        assert not _is_grammar_accept_string(grammar, text + front + calls[0]), text
+        assert not _is_grammar_accept_string(grammar, text + words), text
+
+
+def test_strict_tools_of_gpt_oss_are_constrained_beside_other_messages() -> None:
+    detector, template = FORMATS["gpt-oss"]
+    grammar = compiled(harmony_format(Begin.HEADER, detector.strict_format(TOOLS, template, False), None))
+    good, bad, loose = (
+        answer("gpt-oss", *given) for given in (('{"city": "Rome"}',), ('{"days": 2}',), ('{"any": 2}', "g"))
+    )
+    for front in (
+        "",
+        f"{ANALYSIS}to=functions.{NEXT}",
+        f"<|channel|>commentary<|message|>Look.{NEXT}{ANALYSIS}{NEXT}",
+    ):
+        for text in (good, loose, f"{FINAL}No call."):
+            assert _is_grammar_accept_string(grammar, front + text), front + text
+        assert not _is_grammar_accept_string(grammar, front + bad), front
+    assert not _is_grammar_accept_string(grammar, "No header.")

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from sglang.srt.configs.embedded_model import ensure_embedded_model
+from sglang.srt.entrypoints.openai.chat_messages import template_messages
 from sglang.srt.function_call.core_types import StreamingParseResult, Tool
 from sglang.srt.function_call.function_call_parser import (
     AUTO,
@@ -103,11 +104,12 @@ LONG_TEXTS = [
     ),
     *("<tool_call>", '<tool_call>{"name":"f","arguments":{}}</tool_call>', '<tool_call>{"arguments":{"a":[{"'),
     *("<function=f><parameter=a>1", "<tool_call><function=f><parameter=a>", '[TOOL_CALLS][{"arguments":{"a'),
+    *("<|channel|>", "<|end|>", "<|", "<|message|>a", "to=", "<|channel|>final to=functions.f<|message|>{}<|end|>"),
     *('{"name":"f","parameters":{}};', '{"parameters":"', '{"parameters":{"', "[   ", "<tool_call>   "),
 ]
 
 
-@pytest.mark.parametrize("parser", ["pythonic", "llama3", "qwen25", "qwen3_coder", "mistral"])
+@pytest.mark.parametrize("parser", ["pythonic", "llama3", "qwen25", "qwen3_coder", "mistral", "gpt-oss"])
 def test_a_long_text_takes_time_in_proportion(parser: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In calls of functions, and in characters that are searched for markers."""
     next_place = TextReader._next_place
@@ -169,6 +171,7 @@ def test_arguments_are_passed_on_as_they_come() -> None:
         ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"a": "long'),
         ("mistral", '[TOOL_CALLS]f[ARGS]{"a": "long'),
         ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\nlong"),
+        ("gpt-oss", '<|channel|>commentary to=functions.f<|message|>{"a": "long'),
     ):
         one = FunctionCallParser(TOOL_CALL_PARSERS[parser], TOOLS)
         parts = [one.parse_stream_chunk(char) for char in text]
@@ -202,7 +205,7 @@ def test_what_a_template_writes_is_read_back(name: str) -> None:
     asked = [{"role": "user", "content": "?"}]
     before = render(template, asked)
     answer = {"role": "assistant", "content": text, "tool_calls": calls}
-    rendered = render(template, [*asked, answer]).removeprefix(before)
+    rendered = render(template, template_messages([*asked, answer], template)).removeprefix(before)
     for head in ("<|im_start|>assistant\n", "<|start_header_id|>assistant<|end_header_id|>\n\n"):
         rendered = rendered.removeprefix(head)
     rendered = rendered.rstrip("\n")

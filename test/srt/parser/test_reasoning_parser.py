@@ -6,6 +6,7 @@ import pytest
 
 from sglang.srt.parser.reasoning_parser import (
     AUTO,
+    HARMONY,
     REASONING_PARSERS,
     ReasoningParser,
     Start,
@@ -91,6 +92,7 @@ def test_a_continued_message_tells_where_its_answer_begins(content: str, start: 
 
 def test_auto_finds_the_marks_in_the_template() -> None:
     assert find_reasoning_format(AUTO, "{{ '<think>\n\n</think>' }}") is THINK
+    assert find_reasoning_format(AUTO, "<|start|><|channel|>analysis<|message|>") is HARMONY
     assert find_reasoning_format(AUTO, "{{ messages }}") is None
     assert find_reasoning_format(None, "</think>") is None
     assert find_reasoning_format("qwen3-thinking", "") is ALWAYS

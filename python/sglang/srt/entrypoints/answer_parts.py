@@ -9,18 +9,28 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from sglang.srt.entrypoints.tool_request import ToolRequest
 from sglang.srt.function_call.base_format_detector import BaseFormatDetector
+from sglang.srt.function_call.core_types import ToolCallItem
 from sglang.srt.function_call.function_call_parser import FunctionCallParser
+from sglang.srt.function_call.gpt_oss_detector import GptOssDetector, harmony_format
 from sglang.srt.function_call.json_array_parser import JsonArrayParser
 from sglang.srt.managers.io_struct import FinishReason
 from sglang.srt.managers.tokenizer_manager import Chunk, TokenizerManager
 from sglang.srt.parser.chat_format import ChatFormat
-from sglang.srt.parser.reasoning_parser import ReasoningFormat, ReasoningParser, Start, find_start, reasoning_format
+from sglang.srt.parser.harmony_parser import BEGINS, HarmonyParser, HarmonyTokens
+from sglang.srt.parser.reasoning_parser import (
+    HARMONY,
+    ReasoningFormat,
+    ReasoningParser,
+    Start,
+    find_start,
+    reasoning_format,
+)
 from sglang.srt.sampling.sampling_params import GrammarSpec, SamplingParams
 from sglang.srt.utils.errors import RequestError
 from sglang.srt.utils.token_texts import TokenTexts
@@ -74,12 +84,16 @@ class AnswerFormat:
         detector = server.detector
         if tools.is_forced and (detector is None or detector.call_format(tools.tools, server.template, True) is None):
             detector = JsonArrayParser
-        start = Start.BEHIND if server.reasoning is None else find_start(server.reasoning, prompt, continued)
+        detector = detector if tools.tools else None
+        reasoning = server.reasoning
+        if reasoning is None and _is_harmony(detector):
+            reasoning, separate_reasoning = HARMONY, False
+        start = Start.BEHIND if reasoning is None else find_start(reasoning, prompt, continued)
         return cls(
             tools=tools,
-            detector=detector if tools.tools else None,
+            detector=detector,
             template=server.template,
-            reasoning=server.reasoning,
+            reasoning=reasoning,
             start=start,
             separate_reasoning=separate_reasoning,
             stream_reasoning=stream_reasoning,
@@ -92,19 +106,31 @@ class AnswerFormat:
     def sampling_params(self, params: SamplingParams, texts: TokenTexts) -> SamplingParams:
         """The request's parameters with what its tools and its reasoning need: a grammar, and special tokens in the
         text. Raises RequestError."""
-        grammar = self._call_grammar(params)
-        if grammar is None and params.grammar is not None and self.start is not Start.BEHIND:
-            grammar = _structural_format(params.grammar)
+        grammar = self._grammar(params)
         if grammar is not None:
-            if self.reasoning is not None:
-                grammar = reasoning_format(self.reasoning, self.start, grammar)
             tag = json.dumps({"type": "structural_tag", "format": grammar})
             params = msgspec.structs.replace(params, grammar=GrammarSpec("structural_tag", tag))
         if params.skip_special_tokens and any(texts.is_special_text(each) for each in self._markers):
             params = msgspec.structs.replace(params, skip_special_tokens=False)
         return params
 
-    def _call_grammar(self, params: SamplingParams) -> dict[str, Any] | None:
+    def _grammar(self, params: SamplingParams) -> dict[str, Any] | None:
+        """That of the whole answer; None: the request's own, if it has one."""
+        calls = self._call_format(params)
+        own = None
+        if params.grammar is not None and not self.tools.is_forced:
+            own = _structural_format(params.grammar)
+        if calls is None and (own is None or self.start is Start.BEHIND):
+            return None
+        if self.reasoning is not None and self.reasoning.is_harmony:
+            if self._reads_all:
+                return harmony_format(BEGINS[self.start], calls, own)
+            return harmony_format(BEGINS[self.start], None, _either(own, calls))
+        answer = _either(own, calls)
+        return answer if self.reasoning is None else reasoning_format(self.reasoning, self.start, answer)
+
+    def _call_format(self, params: SamplingParams) -> dict[str, Any] | None:
+        """The format of an answer with calls; None: calls are not constrained."""
         tools = self.tools
         if self.detector is None:
             return None
@@ -119,15 +145,22 @@ class AnswerFormat:
             return self.detector.call_format(tools.callable_tools, self.template, self._single)
         if params.grammar is not None:
             # The model calls, or answers in the form that was asked for.
-            calls = self.detector.call_format(tools.tools, self.template, self._single)
-            own = _structural_format(params.grammar)
-            return {"type": "or", "elements": [own, calls]} if own is not None and calls is not None else None
+            if _structural_format(params.grammar) is None:
+                return None
+            return self.detector.call_format(tools.tools, self.template, self._single)
         if any(tool.strict for tool in tools.tools):
+            if self._reads_all and self.start is Start.BEHIND:
+                return None  # a text that is continued has begun the last message
             found = self.detector.strict_format(tools.tools, self.template, self._single)
-            if found is not None and found.get("stop_after_first"):
+            if found is not None and (self.detector.ends_behind_call or found.get("stop_after_first")):
                 _refuse_min_tokens(params, "an answer ends behind the call of a strict tool")
             return found
         return None
+
+    @property
+    def _reads_all(self) -> bool:
+        """The parser of the reasoning reads the calls too."""
+        return self.reasoning is not None and self.reasoning.is_harmony and _is_harmony(self.detector)
 
     @property
     def _markers(self) -> tuple[str, ...]:
@@ -137,8 +170,27 @@ class AnswerFormat:
     def parser(self, texts: TokenTexts) -> AnswerParser:
         return AnswerParser(self, texts)
 
+    def reasoning_parser(self) -> ReasoningParser | HarmonyParser | None:
+        if self.reasoning is None:
+            return None
+        separate = self.separate_reasoning
+        stream = self.stream_reasoning or not separate
+        if not self.reasoning.is_harmony:
+            return ReasoningParser(self.reasoning, self.start, stream=stream, raw=not separate)
+        tools = self.tools.tools if self._reads_all else None
+        return HarmonyParser(self.start, tools, single=self._single, stream=stream, separate=separate)
+
+    def token_counter(self, texts: TokenTexts) -> _TokenCounter | None:
+        """Of the reasoning's tokens."""
+        if self.reasoning is None:
+            return None
+        if self.reasoning.is_harmony:
+            return HarmonyTokens(self.start, texts.data)
+        return _ReasoningTokens(self.reasoning.end, texts)
+
     def call_parser(self) -> FunctionCallParser | None:
-        if self.detector is None:
+        """None: calls are not looked for, or the parser of the reasoning reads them."""
+        if self.detector is None or self._reads_all:
             return None
         return FunctionCallParser(self.detector, self.tools.tools, self._single)
 
@@ -149,42 +201,39 @@ class AnswerParser:
     def __init__(self, form: AnswerFormat, texts: TokenTexts) -> None:
         self._separate = form.separate_reasoning
         self._has_content = not form.tools.is_forced
+        self._detector = form.detector
         self._calls = form.call_parser()
-        self._reasoning: ReasoningParser | None = None
-        self._tokens: _ReasoningTokens | None = None
-        if form.reasoning is not None:
-            self._reasoning = ReasoningParser(
-                form.reasoning, form.start, stream=form.stream_reasoning or not self._separate, raw=not self._separate
-            )
-            self._tokens = _ReasoningTokens(form.reasoning.end, texts)
+        self._reasoning = form.reasoning_parser()
+        self._tokens = form.token_counter(texts)
         self.num_calls = 0
 
     def push(self, chunk: Chunk) -> AnswerDelta:
         final = chunk.finish_reason is not None
         reasoning, text = "", chunk.text
+        items: tuple[ToolCallItem, ...] = ()
         if self._reasoning is not None and self._tokens is not None:
             if not self._reasoning.ended:
                 self._tokens.add(chunk.output_ids)
             result = self._reasoning.parse_stream_chunk(text, final)
-            reasoning, text = result.reasoning_text, result.normal_text
-        calls: tuple[CallDelta, ...] = ()
+            reasoning, text, items = result.reasoning_text, result.normal_text, result.calls
         if self._calls is not None:
             found = self._calls.parse_stream_chunk(text, final)
+            text, items = found.normal_text, found.calls
+        if not self._has_content:
             # Where an answer has to be calls, what is left of one that was cut off is no content.
-            text = found.normal_text if self._has_content else ""
-            calls = tuple(
-                CallDelta(
-                    item.tool_index,
-                    (item.call_id or self._calls.new_call_id()) if item.name is not None else None,
-                    item.name,
-                    item.parameters,
-                )
-                for item in found.calls
-            )
-            self.num_calls += sum(call.name is not None for call in calls)
+            text = ""
+        calls = tuple(map(self._call, items))
+        self.num_calls += sum(call.name is not None for call in calls)
         if not self._separate:
             reasoning, text = "", reasoning + text
         return AnswerDelta(reasoning, text, calls)
+
+    def _call(self, item: ToolCallItem) -> CallDelta:
+        call_id = None
+        if item.name is not None:
+            assert self._detector is not None
+            call_id = item.call_id or self._detector.new_call_id()
+        return CallDelta(item.tool_index, call_id, item.name, item.parameters)
 
     @property
     def reasoning_tokens(self) -> int | None:
@@ -201,6 +250,12 @@ class AnswerParser:
 async def parse(parser: AnswerParser, chunk: Chunk, manager: TokenizerManager) -> AnswerDelta:
     """push, off the event loop for many tokens: a whole answer full of calls may take a second."""
     return await manager.threads.run_if_many(len(chunk.output_ids), parser.push, chunk)
+
+
+class _TokenCounter(Protocol):
+    number: int
+
+    def add(self, ids: list[int]) -> None: ...
 
 
 class _ReasoningTokens:
@@ -221,6 +276,19 @@ class _ReasoningTokens:
             self._tail += self._texts.data(token)
             self._done = self._end in self._tail
             self._tail = self._tail[-len(self._end) :]
+
+
+def _is_harmony(detector: type[BaseFormatDetector] | None) -> bool:
+    return detector is not None and issubclass(detector, GptOssDetector)
+
+
+def _either(first: dict[str, Any] | None, second: dict[str, Any] | None) -> dict[str, Any]:
+    """One of two formats, of which one may be missing."""
+    if first is None or second is None:
+        found = first or second
+        assert found is not None
+        return found
+    return {"type": "or", "elements": [first, second]}
 
 
 def _refuse_min_tokens(params: SamplingParams, why: str) -> None:

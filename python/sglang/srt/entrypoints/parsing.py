@@ -10,6 +10,7 @@ import msgspec
 from sglang.srt.entrypoints.tool_request import tool_request
 from sglang.srt.function_call.function_call_parser import TOOL_CALL_PARSERS, FunctionCallParser
 from sglang.srt.parser.chat_format import ChatFormat
+from sglang.srt.parser.harmony_parser import HarmonyParser
 from sglang.srt.parser.reasoning_parser import REASONING_PARSERS, ReasoningParser, Start
 from sglang.srt.utils.errors import RequestError
 
@@ -58,5 +59,6 @@ def separate_reasoning(req: SeparateReasoningReqInput, server: ChatFormat) -> di
     if form is None:
         raise RequestError("this server has no --reasoning-parser: name a reasoning_parser", param="reasoning_parser")
     start = Start.INSIDE if form.forced else Start.BEFORE
-    found = ReasoningParser(form, start).parse_non_stream(req.text)
+    parser = HarmonyParser(start) if form.is_harmony else ReasoningParser(form, start)
+    found = parser.parse_non_stream(req.text)
     return {"reasoning_text": found.reasoning_text, "text": found.normal_text}

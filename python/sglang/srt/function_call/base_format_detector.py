@@ -21,6 +21,8 @@ class BaseFormatDetector(ABC):
 
     # Texts that begin a call. If one is a special token, the detokenizer must not drop special tokens.
     markers: ClassVar[tuple[str, ...]] = ()
+    # An answer ends behind its first call.
+    ends_behind_call: ClassVar[bool] = False
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         self.tools = {tool.name: tool for tool in tools}

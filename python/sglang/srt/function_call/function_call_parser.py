@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from sglang.srt.function_call.base_format_detector import BaseFormatDetector
 from sglang.srt.function_call.core_types import StreamingParseResult, Tool, ToolCallItem
+from sglang.srt.function_call.gpt_oss_detector import GptOssDetector
 from sglang.srt.function_call.llama32_detector import Llama32Detector
 from sglang.srt.function_call.mistral_detector import MistralDetector
 from sglang.srt.function_call.pythonic_detector import PythonicDetector
@@ -24,6 +25,7 @@ TOOL_CALL_PARSERS: dict[str, type[BaseFormatDetector] | None] = {
     "mistral": MistralDetector,
     "pythonic": PythonicDetector,
     "llama3": Llama32Detector,
+    "gpt-oss": GptOssDetector,
 }
 
 

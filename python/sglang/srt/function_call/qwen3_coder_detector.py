@@ -148,7 +148,7 @@ class Qwen3CoderDetector(BaseFormatDetector):
             if len(text) > keep:
                 out(text[: len(text) - keep])
 
-        while (yield from self.reader.until((_PARAMETER_END,), hold, drop_cut=True)):
+        while (yield from self.reader.until((_PARAMETER_END,), hold, shortest_cut=1)):
             self.reader.skip(len(_PARAMETER_END))
             if (yield from self._is_end()):
                 return True

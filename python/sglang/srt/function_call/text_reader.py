@@ -113,20 +113,19 @@ class TextReader:
                 break
         return taken
 
-    def until(self, words: Sequence[str], out: Callable[[str], None], drop_cut: bool = False) -> Steps[str]:
+    def until(self, words: Sequence[str], out: Callable[[str], None], shortest_cut: int | None = None) -> Steps[str]:
         """Pass the text before the first of the words to `out`. Returns that word, which is not passed over; empty at
-        the end. drop_cut: a word that is cut off by the end is not text."""
+        the end. shortest_cut: so many characters of a word that is cut off by the end are not text; None: all are."""
         while True:
             places = [(self._next_place(word), word) for word in words]
             at, word = min(places, key=lambda place: place[0], default=(len(self._text), ""))
             if at < len(self._text):
                 self._pass_to(at, out)
                 return word
-            rest = self._text[self._at :]
-            if self._ended and not drop_cut:
-                self._pass_to(len(self._text), out)
-                return ""
-            self._pass_to(len(self._text) - possible_start(rest, words), out)
+            held = possible_start(self._text[self._at :], words)
+            if self._ended and (shortest_cut is None or held < shortest_cut):
+                held = 0
+            self._pass_to(len(self._text) - held, out)
             if self._ended:
                 self._at = len(self._text)
                 return ""

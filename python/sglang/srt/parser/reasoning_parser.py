@@ -23,6 +23,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sglang.srt.function_call.core_types import ToolCallItem
+from sglang.srt.function_call.gpt_oss_detector import ANALYSIS, ANALYSIS_END, GptOssDetector
 from sglang.srt.function_call.text_reader import Steps, TextReader
 
 AUTO = "auto"
@@ -37,18 +39,22 @@ class ReasoningFormat:
     end: str
     # Answers begin inside of the reasoning, unless the prompt has closed it.
     forced: bool
+    # The answer is messages with the marks of gpt-oss, and a `HarmonyParser` reads it.
+    is_harmony: bool = False
 
 
+HARMONY = ReasoningFormat(ANALYSIS, ANALYSIS_END, forced=False, is_harmony=True)
 _THINK = ReasoningFormat("<think>", "</think>", forced=False)
 _ALWAYS_THINK = ReasoningFormat("<think>", "</think>", forced=True)
 
-# Names of --reasoning-parser. `auto` takes `qwen3` where the chat template has its marks: what the prompt and the
-# answer show decides the rest.
+# Names of --reasoning-parser. `auto` takes `gpt-oss` or `qwen3` where the chat template has its marks: what the
+# prompt and the answer show decides the rest.
 REASONING_PARSERS: dict[str, ReasoningFormat | None] = {
     AUTO: None,
     "deepseek-r1": _ALWAYS_THINK,
     "qwen3": _THINK,
     "qwen3-thinking": _ALWAYS_THINK,
+    "gpt-oss": HARMONY,
 }
 
 
@@ -58,6 +64,8 @@ def find_reasoning_format(name: str | None, template: str) -> ReasoningFormat | 
         return None
     if name != AUTO:
         return REASONING_PARSERS[name]
+    if GptOssDetector.matches_template(template):
+        return HARMONY
     return _THINK if _THINK.end in template else None
 
 
@@ -87,10 +95,11 @@ def find_start(form: ReasoningFormat, prompt: str, continued: Mapping[str, Any] 
 
 @dataclass(frozen=True)
 class ReasoningParseResult:
-    """New parts of both."""
+    """New parts. calls: of a format that marks calls and reasoning alike."""
 
     reasoning_text: str = ""
     normal_text: str = ""
+    calls: tuple[ToolCallItem, ...] = ()
 
 
 class ReasoningParser:

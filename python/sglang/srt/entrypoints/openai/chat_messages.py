@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sglang.srt.entrypoints.openai.harmony_messages import harmony_messages
+from sglang.srt.function_call.gpt_oss_detector import GptOssDetector
 from sglang.srt.utils.errors import RequestError
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -35,7 +37,7 @@ def template_messages(messages: Sequence[Mapping[str, Any]], template: str) -> l
             made[-1].setdefault("tool_call_id", call_id)
         if message.get("role") == "tool" and (name := names.get(str(message.get("tool_call_id")))) is not None:
             made[-1].setdefault("name", name)
-    return made
+    return harmony_messages(made) if GptOssDetector.matches_template(template) else made
 
 
 def _message(message: Mapping[str, Any], at: int) -> dict[str, Any]:
