@@ -57,6 +57,7 @@ EXAMPLES = (
         f'{ANALYSIS}A{NEXT}{PREAMBLE}Let me look.{NEXT}{ANALYSIS}B{NEXT}{TO_F}{{"a": 1}}',
         Parts("A\n\nB", "Let me look.", (CALL,)),
     ),
+    ('<|channel|>final <|constrain|>json<|message|>{"a": 1}', Parts("", '{"a": 1}')),
     (f"{PREAMBLE}Let me look.{NEXT}{FINAL}It rains.", Parts("", "Let me look.\n\nIt rains.")),
     (f"{ANALYSIS}to=functions.f{NEXT}{FINAL}Yes.", Parts("to=functions.f", "Yes.")),
     (f"<|channel|>analysis to=browser.search code<|message|>{{}}{NEXT}{FINAL}Yes.", Parts("{}", "Yes.")),
@@ -185,3 +186,4 @@ def test_the_tokens_of_reasoning_are_counted_with_their_headers() -> None:
     assert count(*analysis, "a") == 4 and count(*final, "a", end) == 0 and count("a", "b") == 0
     assert count("a", end, *begin, *final, "c", start=Start.INSIDE) == 2
     assert count("a", start=Start.BEHIND) == 0
+    assert count(*analysis, "a", "b<", "|e", "nd|>", "c" * 50, *begin, *final, "c") == 3 + 4

@@ -53,11 +53,14 @@ class Begin(enum.Enum):
 
 
 class Place(enum.Enum):
-    """What was read last."""
+    """Where in an answer the text ends that was read."""
 
     HEADER = "header"
     ANALYSIS = "analysis"
     OTHER = "other"
+
+
+_FIRST_PLACES = {Begin.HEADER: Place.HEADER, Begin.ANALYSIS: Place.ANALYSIS, Begin.TEXT: Place.OTHER}
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ class GptOssDetector(BaseFormatDetector):
         self._reads_calls = reads_calls
         self._text = _Paragraphs(self.output.text)
         self._reasoning = self._text if reasoning_out is None else _Paragraphs(reasoning_out)
-        self.place = Place.HEADER if begin is Begin.HEADER else Place.OTHER
+        self.place = _FIRST_PLACES[begin]
 
     def _read(self) -> Steps[None]:
         header = _Header("analysis" if self._begin is Begin.ANALYSIS else "final")

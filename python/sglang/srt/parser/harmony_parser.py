@@ -9,6 +9,7 @@ from sglang.srt.function_call.core_types import Tool
 from sglang.srt.function_call.gpt_oss_detector import Begin, GptOssDetector, Place
 from sglang.srt.parser.reasoning_parser import ReasoningParseResult, Start
 
+_MARK_BYTES = max(map(len, GptOssDetector.markers))
 BEGINS = {Start.INSIDE: Begin.ANALYSIS, Start.BEFORE: Begin.HEADER, Start.BEHIND: Begin.TEXT}
 
 
@@ -60,11 +61,17 @@ class HarmonyTokens:
         self._detector = GptOssDetector((), BEGINS[start], lambda text: None, reads_calls=False)
         # Those of a header that is not whole.
         self._waiting = 0
+        # The last bytes, as many as a mark has.
+        self._tail = b""
 
     def add(self, ids: Iterable[int]) -> None:
         for token in ids:
+            data = self._data(token)
+            near = self._tail + data
+            self._tail = near[-_MARK_BYTES:]
             before = self._detector.place
-            self._detector.parse_streaming_increment(self._data(token).decode(errors="ignore"))
+            if before is Place.HEADER or b"<" in near:  # most tokens are near no mark
+                self._detector.parse_streaming_increment(data.decode(errors="ignore"))
             after = self._detector.place
             if Place.ANALYSIS in (before, after):
                 self.number += 1 + self._waiting
