@@ -206,7 +206,7 @@ def test_reasoning_is_free_before_the_calls(start: Start, texts: list[str], othe
 
 
 ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
-NEXT = "<|end|><|start|>assistant"
+PREAMBLE, NEXT = "<|channel|>commentary<|message|>", "<|end|><|start|>assistant"
 
 
 @pytest.mark.parametrize(

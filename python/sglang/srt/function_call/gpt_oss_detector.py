@@ -6,8 +6,8 @@
     <|start|>assistant<|channel|>final<|message|>It is noon.<|return|>
 
 The line breaks are not part of it. Source: OpenAI's description of the harmony format, and the chat template of
-openai/gpt-oss-20b, which writes the receiver before the channel. The prompt ends with `<|start|>assistant`. The marks
-are special tokens. `<|call|>` and `<|return|>` end the generation, and are then not in the text.
+openai/gpt-oss-20b, which writes the recipient before the channel. The prompt ends with `<|start|>assistant`. The
+marks are special tokens. `<|call|>` and `<|return|>` end the generation, and are then not in the text.
 
 The channel `analysis` is the reasoning. A message to a function is a call. All other messages are text, with a blank
 line between two. No mark is text, nor is a header, even if an answer is cut off within it.
@@ -31,7 +31,7 @@ _MARKS = (_START, _CHANNEL, _CONSTRAIN, _MESSAGE, *_ENDS)
 # A message may end with a character that begins a mark. So many characters at the end of an answer are no text.
 _SHORTEST_CUT = 2
 _TO, _FUNCTIONS = "to=", "functions."
-_RECEIVER = re.compile(rf"{_TO}([^\s<]{{1,300}})")
+_RECIPIENT = re.compile(rf"{_TO}([^\s<]{{1,300}})")
 _CHANNEL_NAME = re.compile(rf"{re.escape(_CHANNEL)}\s*(\w+)")
 _BLANK_LINE = "\n\n"
 
@@ -66,12 +66,12 @@ _FIRST_PLACES = {Begin.HEADER: Place.HEADER, Begin.ANALYSIS: Place.ANALYSIS, Beg
 @dataclass(frozen=True)
 class _Header:
     channel: str = ""
-    receiver: str = ""
+    recipient: str = ""
 
     @classmethod
     def of(cls, text: str) -> _Header:
-        channel, receiver = _CHANNEL_NAME.search(text), _RECEIVER.search(text)
-        return cls(channel[1] if channel else "", receiver[1] if receiver else "")
+        channel, recipient = _CHANNEL_NAME.search(text), _RECIPIENT.search(text)
+        return cls(channel[1] if channel else "", recipient[1] if recipient else "")
 
 
 class _Paragraphs:
@@ -168,9 +168,9 @@ class GptOssDetector(BaseFormatDetector):
         `functions.`, and are none of the client's unless it has one of that name."""
         if not self._reads_calls:
             return ""
-        if header.receiver.startswith(_FUNCTIONS):
-            return header.receiver.removeprefix(_FUNCTIONS)
-        return header.receiver if header.receiver in self.tools else ""
+        if header.recipient.startswith(_FUNCTIONS):
+            return header.recipient.removeprefix(_FUNCTIONS)
+        return header.recipient if header.recipient in self.tools else ""
 
     def _call(self, name: str) -> Steps[bool]:
         self.place = Place.OTHER
@@ -197,11 +197,11 @@ class GptOssDetector(BaseFormatDetector):
 
     @classmethod
     def strict_format(cls, tools: Sequence[Tool], template: str, single: bool) -> dict[str, Any] | None:
+        """Of what follows the reasoning."""
         call = cls.call_format([loose(tool) for tool in tools], template, single)
-        others = [_free_message(begin) for begin in (_PREAMBLE, ANALYSIS)]
-        messages = {"type": "star", "content": {"type": "or", "elements": others}}
+        preambles = _any_number(_sequence(_free_message(_PREAMBLE), _any_number(_free_message(ANALYSIS))))
         final = _sequence(_const(_FINAL), {"type": "any_text"})
-        return _sequence(messages, {"type": "or", "elements": [final, call]})
+        return _sequence(preambles, {"type": "or", "elements": [final, call]})
 
 
 def harmony_format(begin: Begin, call: dict[str, Any] | None, text: dict[str, Any] | None) -> dict[str, Any]:
@@ -216,7 +216,7 @@ def harmony_format(begin: Begin, call: dict[str, Any] | None, text: dict[str, An
     answer = choices[0] if len(choices) == 1 else {"type": "or", "elements": choices}
     if is_text:
         return answer
-    reasoning = {"type": "star", "content": _free_message(ANALYSIS)}
+    reasoning = _any_number(_free_message(ANALYSIS))
     if begin is Begin.ANALYSIS:
         return _sequence(_free_message(""), reasoning, answer)
     return _sequence(reasoning, answer)
@@ -238,6 +238,10 @@ def _one_call(tool: Tool) -> dict[str, Any]:
 def _free_message(begin: str) -> dict[str, Any]:
     """A message with any text, and the beginning of the next one."""
     return {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": _NEXT}
+
+
+def _any_number(content: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "star", "content": content}
 
 
 def _sequence(*elements: dict[str, Any] | None) -> dict[str, Any]:
