@@ -225,6 +225,7 @@ def test_a_grammar_of_gpt_oss_is_about_what_its_messages_hold() -> None:
         (GPT_OSS, ToolRequest(), schema, [words], ["{}", TO_F, FINAL + "x"]),
         (GPT_OSS, with_a(), schema, [words, TO_F], ["{}", FINAL + "x"]),
         (GPT_OSS, with_a("required"), None, [TO_F], [words, TO_F + NEXT + TO_F, ""]),
+        (GPT_OSS, with_a({"type": "function", "function": {"name": "f"}}), None, [TO_F], [words, ""]),
         (only_calls, with_a("required"), None, [TO_F], [words, ""]),
         (only_calls, with_a(), schema, [words, TO_F], ["{}", FINAL + "x"]),
         (only_reasoning, ToolRequest(), schema, [words], ["{}"]),

@@ -87,6 +87,7 @@ class AnswerFormat:
         detector = detector if tools.tools else None
         reasoning = server.reasoning
         if reasoning is None and _is_harmony(detector):
+            # Its calls have the same marks as the reasoning, which is a part of the text then.
             reasoning, separate_reasoning = HARMONY, False
         start = Start.BEHIND if reasoning is None else find_start(reasoning, prompt, continued)
         return cls(

@@ -18,7 +18,8 @@ def template_messages(messages: Sequence[Mapping[str, Any]], template: str) -> l
     expect. A tool's message gets the name of its function. What most templates would leave out takes the form that
     they know: a developer's message becomes one of the system, unless the template has that role, and the
     `function_call` and role `function` of older clients become a call and a tool's message with an id, which some
-    templates demand. Other fields stay as they are."""
+    templates demand. The template of gpt-oss gets what `harmony_messages` makes of them. Other fields stay as
+    they are."""
     made = []
     names: dict[str, str] = {}
     # By function, of the last call that came without one.
