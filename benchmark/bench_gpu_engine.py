@@ -3,7 +3,7 @@
     python benchmark/bench_gpu_engine.py [--device cpu] [--parts prefill,decode,stream,documents] [--budget-s N]
                                          [--variant-s N] [--documents N] [--document-tokens N]
                                          [--piece-tokens N] [--fp8-weights] [--fp8-kv] [--io-backend NAME]
-                                         [--model-impl transformers] [--experts | --latents]
+                                         [--model-impl transformers] [--experts | --latents | --gpt-oss]
 
 *Documents*: questions about documents that are on the host and not on the device, in rounds, as in LooGLE. A round's
 questions come at once and in random order, several to a document. Variants: no hierarchy; copies of pages of 32
@@ -14,8 +14,8 @@ twice as long, layer by layer through a stream cache. On the CPU the embedded mo
 shows that the script runs.
 
 --fp8-weights and --fp8-kv are e4m3, --io-backend is that of *everything*, --model-impl is whose code computes,
---experts takes the shape of Qwen3-30B-A3B, a mixture of experts, --latents that of DeepSeek-V2-Lite; each has a
-report of its own.
+--experts takes the shape of Qwen3-30B-A3B, a mixture of experts, --latents that of DeepSeek-V2-Lite, --gpt-oss that
+of gpt-oss-20b with experts of mxfp4; each has a report of its own.
 
 A variant that takes longer than --variant-s for its rounds is cut off. Its whole rounds until then count, and the row
 is marked. A part that fails is a row with its error, and an exit code of 1.
@@ -42,12 +42,14 @@ from typing import Any
 import numpy as np
 import torch
 from common import percentiles, print_table, write_json
+from model_shapes import SHAPES
 from yardsticks import free_memory, matrix_flops, memory_bytes_per_s
 
-from sgl_kernel.quantized import MatrixFormat
+from sgl_kernel.quantized import E2M1, MatrixFormat
 from sglang.srt.configs.experts import experts_of
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.model_families import NATIVE, TRANSFORMERS
+from sglang.srt.configs.quantization import MXFP4_GROUP
 from sglang.srt.distributed.parallel_state import SINGLE_RANK
 from sglang.srt.layers.weights import QuantizedTarget
 from sglang.srt.managers.schedule_batch import BatchDecision
@@ -60,138 +62,6 @@ from sglang.srt.models.registry import get_model_class
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from support.local_engine import Generation, LocalEngine
-
-# config.json of meta-llama/Llama-3.1-8B-Instruct, but for what belongs to its tokenizer.
-LLAMA_8B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "attention_bias": False,
-    "bos_token_id": 128000,
-    "eos_token_id": [128001, 128008, 128009],
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 131072,
-    "mlp_bias": False,
-    "model_type": "llama",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": {
-        "factor": 8.0,
-        "high_freq_factor": 4.0,
-        "low_freq_factor": 1.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    },
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 128256,
-}
-# The same of Qwen/Qwen3-30B-A3B.
-QWEN3_30B: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "attention_bias": False,
-    "decoder_sparse_step": 1,
-    "eos_token_id": 151645,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "max_position_embeddings": 40960,
-    "mlp_only_layers": [],
-    "model_type": "qwen3_moe",
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-    "num_attention_heads": 32,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 151936,
-}
-# The same of deepseek-ai/DeepSeek-V2-Lite.
-DEEPSEEK_LITE: dict[str, Any] = {
-    "architectures": ["DeepseekV2ForCausalLM"],
-    "attention_bias": False,
-    "bos_token_id": 100000,
-    "eos_token_id": 100001,
-    "first_k_dense_replace": 1,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "intermediate_size": 10944,
-    "kv_lora_rank": 512,
-    "max_position_embeddings": 163840,
-    "model_type": "deepseek_v2",
-    "moe_intermediate_size": 1408,
-    "n_group": 1,
-    "n_routed_experts": 64,
-    "n_shared_experts": 2,
-    "norm_topk_prob": False,
-    "num_attention_heads": 16,
-    "num_experts_per_tok": 6,
-    "num_hidden_layers": 27,
-    "num_key_value_heads": 16,
-    "q_lora_rank": None,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": {
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "factor": 40,
-        "mscale": 0.707,
-        "mscale_all_dim": 0.707,
-        "original_max_position_embeddings": 4096,
-        "type": "yarn",
-    },
-    "rope_theta": 10000,
-    "routed_scaling_factor": 1.0,
-    "tie_word_embeddings": False,
-    "topk_group": 1,
-    "topk_method": "greedy",
-    "torch_dtype": "bfloat16",
-    "v_head_dim": 128,
-    "vocab_size": 102400,
-}
-# What differs on a CPU.
-TINY_LATENTS: dict[str, Any] = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "kv_lora_rank": 32,
-    "moe_intermediate_size": 32,
-    "n_routed_experts": 8,
-    "num_attention_heads": 4,
-    "num_experts_per_tok": 2,
-    "num_hidden_layers": 4,
-    "num_key_value_heads": 4,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 16,
-    "torch_dtype": "float32",
-    "v_head_dim": 16,
-    "vocab_size": 2048,
-}
-TINY_EXPERTS: dict[str, Any] = {
-    "head_dim": 32,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "moe_intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "num_hidden_layers": 4,
-    "num_key_value_heads": 2,
-    "torch_dtype": "float32",
-    "vocab_size": 2048,
-}
-
-# By what the model has -> its shape, and on a CPU.
-SHAPES = {"": (LLAMA_8B, None), "experts": (QWEN3_30B, TINY_EXPERTS), "latents": (DEEPSEEK_LITE, TINY_LATENTS)}
 
 # As upstream's cache: first come, first served, shared once complete.
 UNSCHEDULED: dict[str, Any] = {
@@ -294,6 +164,11 @@ class Model:
                 Path(folder, "config.json").write_text(json.dumps(shape | on_cpu))
                 path = folder
             self.config = ModelConfig.from_pretrained(path, model_impl=model_impl)
+        self._weight_itemsize = self._expert_itemsize = 1.0 if fp8_weights else self.config.dtype.itemsize
+        if has == "gpt-oss":
+            self.config = replace(self.config, expert_format=MatrixFormat(E2M1, MXFP4_GROUP))
+            # A scale of 8 bits for each group.
+            self._expert_itemsize = 0.5 + 1 / MXFP4_GROUP
         if fp8_weights:
             fp8 = MatrixFormat(torch.float8_e4m3fn)
             self.config = replace(self.config, weight_format=fp8, expert_format=fp8)
@@ -308,7 +183,6 @@ class Model:
         num_parameters = self._num_parameters
         tables = 1 if c.hf_config.tie_word_embeddings else 2
         self._body = num_parameters - tables * self._table
-        self._weight_itemsize = 1 if fp8_weights else c.dtype.itemsize
 
     def _of_experts(self, share: float) -> float:
         """Parameters of the body if so large a share of the experts counts."""
@@ -323,7 +197,9 @@ class Model:
         share = 1.0
         if self._experts is not None:
             share = 1 - (1 - self._experts.top_k / self._experts.num_experts) ** num_reqs
-        return self._of_experts(share) * self._weight_itemsize + self._table * self.config.dtype.itemsize
+        others = self._of_experts(0.0)
+        of_experts = (self._of_experts(share) - others) * self._expert_itemsize
+        return others * self._weight_itemsize + of_experts + self._table * self.config.dtype.itemsize
 
     def prefill_flops(self, num_tokens: int) -> float:
         """Multiplications and additions, causal attention and one row of logits."""
@@ -357,7 +233,10 @@ class Model:
                     continue
                 is_input = "embed_tokens" in name or len(target.shape) < 2
                 scale = 1.0 if is_input else target.shape[-1] ** -0.5
-                if isinstance(target, QuantizedTarget):
+                if isinstance(target, QuantizedTarget) and target.matrix.format.dtype == E2M1:
+                    target.matrix.values.random_()
+                    target.matrix.scales.fill_(120)
+                elif isinstance(target, QuantizedTarget):
                     target.matrix.quantize(torch.randn(target.matrix.shape, device=self.device) * scale)
                 else:
                     target.tensor.normal_(0.0, scale)
@@ -742,8 +621,11 @@ def main() -> None:
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--experts", action="store_true", help="the shape of Qwen3-30B-A3B, not of Llama-3.1-8B")
     shape.add_argument("--latents", action="store_true", help="the shape of DeepSeek-V2-Lite")
+    shape.add_argument("--gpt-oss", action="store_true", help="the shape of gpt-oss-20b")
     args = parser.parse_args()
-    has = "experts" if args.experts else "latents" if args.latents else ""
+    has = "experts" if args.experts else "latents" if args.latents else "gpt-oss" if args.gpt_oss else ""
+    if args.gpt_oss and args.fp8_weights:
+        parser.error("the weights of gpt-oss are as its checkpoints have them: leave --fp8-weights out")
     deadline = time.monotonic() + args.budget_s
     sizes = Sizes() if args.device == "cuda" else TINY
     sizes = replace(
@@ -756,7 +638,7 @@ def main() -> None:
     settings = {**vars(args), "sizes": vars(sizes)}
     backend = "" if args.io_backend == "auto" else f"_{args.io_backend}"
     kind = f"{'_fp8' * args.fp8_weights}{'_fp8kv' * args.fp8_kv}{'_transformers' * (args.model_impl != NATIVE)}"
-    name = f"gpu_engine{f'_{has}' if has else ''}{kind}{backend}_{args.device}"
+    name = f"gpu_engine{f'_{has}'.replace('-', '_') if has else ''}{kind}{backend}_{args.device}"
 
     def save(complete: bool = False) -> None:
         device = {"matrix_flops": bench.flops, "copy_bytes_per_s": bench.bytes_per_s}
