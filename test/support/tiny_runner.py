@@ -8,7 +8,7 @@ import torch
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import SINGLE_RANK, TensorParallelGroup
-from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionMetadata
 from sglang.srt.layers.attention.cpu_backend import CpuAttnBackend
 from sglang.srt.managers.startup.device import page_layout
 from sglang.srt.mem_cache.kv_view import KVSegment
@@ -27,7 +27,8 @@ class TinySequence:
 
 
 class TinyRunner:
-    """Feeds sequences to a model in chunks of any size. group: runs one rank of several."""
+    """Feeds sequences to a model in chunks of any size. group: runs one rank of several. backend: None for the CPU's
+    own."""
 
     def __init__(
         self,
@@ -35,10 +36,11 @@ class TinyRunner:
         load_format: str = "auto",
         seed: int = 0,
         group: TensorParallelGroup = SINGLE_RANK,
+        backend: AttentionBackend | None = None,
     ) -> None:
         self.config = config
         self.num_ranks = group.size
-        self.model = load_model(config, load_format, CpuAttnBackend(), seed, group=group)
+        self.model = load_model(config, load_format, backend or CpuAttnBackend(), seed, group=group)
         self.model.finish_loading()
 
     def start(

@@ -20,6 +20,8 @@ TRITON = importlib.util.find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(not TRITON, reason="Triton is not installed: pip install '.[gpu]'")
 # Shared memory that a program may use, by capability: of Hopper, Ampere and Ada.
 SHARED_BYTES = {90: 227 << 10, 80: 163 << 10, 89: 99 << 10}
+# Arguments of attention's kernels that are None unless keys have a part of its own for all heads.
+NO_ROTARY = ("rotary_ptr", "r_page_stride", "r_token_stride")
 
 
 def run_interpreted(file: str, *args: str) -> str:

@@ -1,7 +1,8 @@
 """`LatentProjections`: what makes a head's queries queries of latents, and a sum of latents a sum of values.
 
-Owns the two matrices of each head. Attention then reads latents as they are cached, as if all heads shared one key
-whose first values are the value. No key or value of a head is ever made: DeepSeek-V2 (2024), section 2.1.2.
+Owns the two matrices of each head. With queries of latents attention reads these as they are cached, as if all heads
+shared one key whose first values are the value: DeepSeek-V2 (2024), section 2.1.2. A head's keys and values are made
+for long extends alone, see `LatentExpansion`.
 """
 
 from __future__ import annotations
@@ -21,8 +22,16 @@ class LatentProjections(nn.Module):
     def __init__(self, config: LatentConfig, weight: torch.Tensor) -> None:
         super().__init__()
         self.config = config
+        self.num_heads, self.dtype = len(weight), weight.dtype
         to_keys, to_values = weight.split((config.key_dim, config.value_dim), dim=1)
         self._to_latents, self._to_values = _PerHead(to_keys.transpose(1, 2)), _PerHead(to_values)
+        # All of it, which takes no more memory where the heads' parts are parts of it.
+        self._weight = None if takes(weight) else weight.flatten(0, 1)
+
+    @property
+    def makes_keys(self) -> bool:
+        """Whether there is `keys_and_values`."""
+        return self._weight is not None
 
     def queries(self, q: torch.Tensor) -> torch.Tensor:
         """q: (num_tokens, num_heads, key_dim). Returns (num_tokens, num_heads, rank): the product with a latent is
@@ -32,6 +41,14 @@ class LatentProjections(nn.Module):
     def values(self, attended: torch.Tensor) -> torch.Tensor:
         """attended: (num_tokens, num_heads, rank), sums of latents. Returns (num_tokens, num_heads, value_dim)."""
         return self._to_values.product(attended)
+
+    def keys_and_values(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """latents: (num_tokens, rank). Returns (num_tokens, num_heads, key_dim) and (num_tokens, num_heads,
+        value_dim), beside each other in memory."""
+        assert self._weight is not None, "the heads' parts are packed"
+        both = torch.nn.functional.linear(latents, self._weight).unflatten(1, (self.num_heads, -1))
+        keys, values = both.split((self.config.key_dim, self.config.value_dim), dim=2)
+        return keys, values
 
 
 class _PerHead:

@@ -50,8 +50,23 @@ class KVView:
         return self.components[1]
 
     @property
+    def rotary(self) -> torch.Tensor | None:
+        """The rest of a key, which all heads share: (num_pages, page_size, 1, rotary_dim). None where k is whole."""
+        return None
+
+    @property
     def page_size(self) -> int:
         return self.k.shape[1]
+
+
+class ExpandedView(KVView):
+    """Keys and values that were made of latents for each head: k, v and rotary."""
+
+    __slots__ = ()
+
+    @property
+    def rotary(self) -> torch.Tensor:
+        return self.components[2]
 
 
 @dataclass(frozen=True)

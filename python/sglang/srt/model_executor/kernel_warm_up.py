@@ -22,6 +22,7 @@ from sgl_kernel.kvcacheio import (
 )
 from sgl_kernel.quantized import MOST_ROWS
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionMetadata
+from sglang.srt.layers.latent_attention import LatentAttention
 from sglang.srt.layers.linear import Weight
 from sglang.srt.layers.mixture import Mixture
 from sglang.srt.mem_cache.hybrid_pages import HybridPages, runs_alike
@@ -88,6 +89,9 @@ def warm_up_kernels(
         mixture = next((each for each in modules if isinstance(each, Mixture)), None)
         for num_tokens in () if mixture is None else mixture.tokens_of_kernels():
             compute(((num_tokens, num_tokens),))
+        latents = next((each for each in modules if isinstance(each, LatentAttention)), None)
+        for reqs in () if latents is None else latents.batches_of_kernels():
+            compute(reqs)
         q_lens = [1, 4]
         if attention is not None and (long := attention.long_extend_len) is not None:
             # One request is so long that its keys are divided, too.

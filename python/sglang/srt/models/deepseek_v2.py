@@ -1,7 +1,8 @@
 """DeepSeek-V2 and -V3: Llama with latent attention, and mixtures that choose among groups of experts.
 
 DeepSeek-V2 (2024), section 2.1: a token's latent and a rotated key that all heads share are cached in place of the
-heads' keys and values. Every rank caches all of both, and has some of the heads.
+heads' keys and values. Every rank caches all of both, and has some of the heads. Queries are made queries of latents,
+unless the batch has a long extend that is computed otherwise, see `LatentAttention`.
 """
 
 from __future__ import annotations
@@ -15,21 +16,24 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import Shard, TensorParallelGroup
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.kv_scale import kv_scale_of
+from sglang.srt.layers.latent_attention import LatentAttention
 from sglang.srt.layers.latent_projections import LatentProjections
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear
-from sglang.srt.layers.radix_attention import RadixAttention, Slots
+from sglang.srt.layers.radix_attention import Slots
 from sglang.srt.layers.rotary_embedding import Rotation
 from sglang.srt.layers.weights import WeightTarget
 from sglang.srt.mem_cache.kv_view import KVPool
-from sglang.srt.models.llama import DecoderAttention, LlamaForCausalLM
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.models.llama import DecoderAttention, DecoderState, LlamaForCausalLM
 
 # Of the norms inside of attention; config.json names another for those between layers.
 _EPS = 1e-6
 
 
 class DeepseekV2AttentionMLA(nn.Module):
-    """See `DecoderAttention`. Its result before `output` are sums of latents, (num_heads, rank) of each token."""
+    """See `DecoderAttention`. Its result before `output` are sums of latents, (num_heads, rank) of each token, or of
+    values, (num_heads, value_dim)."""
 
     def __init__(
         self, config: ModelConfig, layer_id: int, backend: AttentionBackend, group: TensorParallelGroup
@@ -64,24 +68,25 @@ class DeepseekV2AttentionMLA(nn.Module):
         values = heads.times(latent.value_dim)
         self.o_proj = RowParallelLinear(values, config.hidden_size, bias, dtype, group, stored_as)
         kv_scale = kv_scale_of(config.kv_scales, group.rank, layer_id, 1, has_latents=True)
-        self.attn = RadixAttention(layer_id, backend, kv_scale, config.windows[layer_id], latent.rank)
-        # In place of kv_b_proj, once that is loaded.
-        self.projections: LatentProjections | None = None
+        # Has the projections in place of kv_b_proj, once that is loaded.
+        self.attn = LatentAttention(layer_id, backend, kv_scale, config.windows[layer_id], latent)
 
     @property
     def attended_size(self) -> int:
         return self.num_heads * self.config.rank
 
-    def project(self, x: torch.Tensor, rotation: Rotation, out_loc: Slots, pool: KVPool) -> torch.Tensor:
+    def project(
+        self, x: torch.Tensor, rotation: Rotation, out_loc: Slots, pool: KVPool, expands: bool
+    ) -> torch.Tensor:
         q, cached = self.first_proj(x).split([shard.size for shard in self.first_proj.shards], dim=1)
         if self.q_b_proj is not None:
             q = self.q_b_proj(self.q_a_layernorm(q))
         q = q.unflatten(1, (self.num_heads, -1))
-        of_latents, to_rotate = q.split((self.config.key_dim, self.config.rotary_dim), dim=2)
-        queries = x.new_empty(len(x), self.num_heads, self.config.cached_dim)
+        of_keys, to_rotate = q.split((self.config.key_dim, self.config.rotary_dim), dim=2)
+        first_dim = self.config.key_dim if expands else self.config.rank
+        queries = x.new_empty(len(x), self.num_heads, first_dim + self.config.rotary_dim)
         self._store(to_rotate, queries, cached, rotation, out_loc, pool)
-        assert self.projections is not None, "the weights are not complete"
-        queries[..., : self.config.rank] = self.projections.queries(of_latents)
+        queries[..., :first_dim] = of_keys if expands else self.projections.queries(of_keys)
         return queries
 
     def _store(
@@ -93,8 +98,8 @@ class DeepseekV2AttentionMLA(nn.Module):
         out_loc: Slots,
         pool: KVPool,
     ) -> None:
-        """q: (num_tokens, num_heads, rotary_dim), to be rotated into the end of queries, (num_tokens, num_heads, rank
-        + rotary_dim). cached: (num_tokens, rank + rotary_dim), before its norm and rotation."""
+        """q: (num_tokens, num_heads, rotary_dim), to be rotated into the end of queries, (num_tokens, num_heads,
+        rotary_dim and more). cached: (num_tokens, rank + rotary_dim), before its norm and rotation."""
         norm, view = self.kv_a_layernorm, pool.view(self.attn.layer_id)
         if self.attn.kv_scale.of_heads is None and rotation.store_latents(
             q, queries, cached, norm, view, self.attn.slots_of(out_loc), self.is_interleaved
@@ -106,20 +111,25 @@ class DeepseekV2AttentionMLA(nn.Module):
             # Pairs of neighbours -> first and second half.
             together = together.unflatten(2, (-1, 2)).transpose(2, 3).flatten(2)
         rotated = rotation(together)
-        queries[..., self.config.rank :] = rotated[:, : self.num_heads]
+        queries[..., -self.config.rotary_dim :] = rotated[:, : self.num_heads]
         latents = torch.cat((norm(latent)[:, None], rotated[:, self.num_heads :]), dim=2)
         self.attn.store_latents(latents, out_loc, pool)
 
     def output(self, attended: torch.Tensor) -> torch.Tensor:
-        assert self.projections is not None
-        return self.o_proj(
-            self.projections.values(attended.view(len(attended), self.num_heads, self.config.rank)).flatten(1)
-        )
+        if attended.shape[1] == self.attended_size:
+            sums = attended.view(len(attended), self.num_heads, self.config.rank)
+            attended = self.projections.values(sums).flatten(1)
+        return self.o_proj(attended)
+
+    @property
+    def projections(self) -> LatentProjections:
+        assert self.attn.projections is not None, "the weights are not complete"
+        return self.attn.projections
 
     def make_projections(self) -> None:
         """Called once, when the weights are complete."""
         weight = self.kv_b_proj.loaded()
-        self.projections = LatentProjections(self.config, weight.detach().unflatten(0, (self.num_heads, -1)))
+        self.attn.projections = LatentProjections(self.config, weight.detach().unflatten(0, (self.num_heads, -1)))
         del self.kv_b_proj
 
     def weight_targets(self) -> dict[str, WeightTarget]:
@@ -135,14 +145,25 @@ class DeepseekV2AttentionMLA(nn.Module):
 
 class DeepseekV2ForCausalLM(LlamaForCausalLM):
     shared_expert_name = "shared_experts"
+    # Whether all layers can.
+    _can_expand = False
 
     def make_attention(self, config: ModelConfig, layer_id: int, attn_backend: AttentionBackend) -> DecoderAttention:
         return DeepseekV2AttentionMLA(config, layer_id, attn_backend, self.group)
+
+    @torch.inference_mode()
+    def embed(self, batch: ForwardBatch) -> DecoderState:
+        state = super().embed(batch)
+        attn = self._layer(0).self_attn.attn
+        assert isinstance(attn, LatentAttention)
+        state.expands = self._can_expand and not batch.streamed and attn.expands(batch)
+        return state
 
     def finish_loading(self) -> None:
         for layer in self.modules():
             if isinstance(layer, DeepseekV2AttentionMLA):
                 layer.make_projections()
+        self._can_expand = all(each.can_expand for each in self.modules() if isinstance(each, LatentAttention))
         super().finish_loading()
 
     def ignores_weight(self, name: str) -> bool:

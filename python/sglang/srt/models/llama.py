@@ -37,13 +37,15 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 class DecoderState:
     """What travels between layers. hidden: (num_tokens, hidden_size); after the last layer only the rows of
     batch.sample_rows. update: what the last layer adds to it, same shape, left to the next norm, which adds on its
-    way; None at the start. rotation, out_loc: of the batch's rows, see `ForwardBatch`. Within a layer, attended:
+    way; None at the start. rotation, out_loc: of the batch's rows, see `ForwardBatch`. expands: whether its queries
+    are those of the heads' own keys where latents are cached, see `LatentAttention`. Within a layer, attended:
     (num_tokens, num_heads * head_dim), its output, and streamed: that of requests that stream."""
 
     hidden: torch.Tensor
     rotation: Rotation
     out_loc: Slots
     update: torch.Tensor | None = None
+    expands: bool = False
     attended: torch.Tensor | None = None
     streamed: StreamedAttention | None = None
 
@@ -75,7 +77,9 @@ class LlamaAttention(nn.Module):
         kv_scale = kv_scale_of(config.kv_scales, group.rank, layer_id, kv_heads.size)
         self.attn = RadixAttention(layer_id, backend, kv_scale, config.windows[layer_id])
 
-    def project(self, x: torch.Tensor, rotation: Rotation, out_loc: Slots, pool: KVPool) -> torch.Tensor:
+    def project(
+        self, x: torch.Tensor, rotation: Rotation, out_loc: Slots, pool: KVPool, expands: bool
+    ) -> torch.Tensor:
         qkv = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
         qk, v = qkv.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
         if self.qk_norm is not None:
@@ -126,18 +130,22 @@ class LlamaMLP(nn.Module):
 class DecoderAttention(Protocol):
     """A layer's attention. attn: over the cache. attended_size: of a token's attention, before `output`."""
 
-    attn: RadixAttention
+    @property
+    def attn(self) -> RadixAttention: ...
 
     @property
     def attended_size(self) -> int: ...
 
-    def project(self, x: torch.Tensor, rotation: Rotation, out_loc: Slots, pool: KVPool) -> torch.Tensor:
+    def project(
+        self, x: torch.Tensor, rotation: Rotation, out_loc: Slots, pool: KVPool, expands: bool
+    ) -> torch.Tensor:
         """x: (num_tokens, hidden_size). Stores what the cache holds, and returns queries, (num_tokens, heads,
-        head_dim)."""
+        head_dim). expands: see `DecoderState`."""
         ...
 
     def output(self, attended: torch.Tensor) -> torch.Tensor:
-        """attended: (num_tokens, attended_size). Returns (num_tokens, hidden_size)."""
+        """attended: (num_tokens, attended_size), or another size where `project` got expands. Returns (num_tokens,
+        hidden_size)."""
         ...
 
     def weight_targets(self) -> dict[str, WeightTarget]: ...
@@ -158,7 +166,7 @@ class LlamaDecoderLayer(nn.Module):
     def project(self, state: DecoderState, pool: KVPool) -> torch.Tensor:
         normed, state.hidden = self.input_layernorm.after_add(state.hidden, state.update)
         state.update = None
-        return self.self_attn.project(normed, state.rotation, state.out_loc, pool)
+        return self.self_attn.project(normed, state.rotation, state.out_loc, pool, state.expands)
 
     def finish(self, state: DecoderState, attended: torch.Tensor, rows: torch.Tensor | None) -> DecoderState:
         """rows: (n,) int64, the rows that are read after this layer; None for all."""

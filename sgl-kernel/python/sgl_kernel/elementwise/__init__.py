@@ -211,7 +211,7 @@ def store_latent(
 
     positions, loc: (num_tokens,) int64. latent: (num_tokens, rank + rotary_dim), any stride of tokens. norm_weight:
     (rank,), see `rmsnorm`. q_rope: (num_tokens, num_heads, rotary_dim), any strides of tokens and heads. q_out:
-    (num_tokens, num_heads, rank + rotary_dim), any strides of tokens and heads; its last rotary_dim values are
+    (num_tokens, num_heads, rotary_dim or more), any strides of tokens and heads; its last rotary_dim values are
     written. cos_sin_cache: (num_positions, rotary_dim) float32, cosines, then sines. pages: (num_pages, page_size, 1,
     rank + rotary_dim), any strides of pages and tokens. interleaved: value 2i is rotated with value 2i + 1, as
     DeepSeek's models have it, else value i with value i + rotary_dim / 2. The results lie at i and i + rotary_dim / 2

@@ -62,7 +62,7 @@ def store_latent(
         halves = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1) if interleaved else x
         return apply_rope(halves, *rotation)
 
-    q_out[..., rank:] = rotated(q_rope)
+    q_out[..., -q_rope.shape[2] :] = rotated(q_rope)
     normed = rmsnorm(latent[:, :rank], norm_weight, eps)
     stored = saturating_cast(torch.cat((normed, rotated(latent[:, None, rank:])[:, 0]), dim=-1), pages.dtype)
     if pages.dtype.itemsize == 1:

@@ -184,7 +184,7 @@ def store_latent(
 ) -> None:
     num_tokens, num_heads, rotary_dim = q_rope.shape
     rank, half = norm_weight.shape[0], rotary_dim // 2
-    assert latent.shape[1] == pages.shape[3] == q_out.shape[2] == rank + rotary_dim, f"{rank} + {rotary_dim} values"
+    assert latent.shape[1] == pages.shape[3] == rank + rotary_dim, f"{rank} + {rotary_dim} values"
     block_d = triton.next_power_of_2(half)
     rows = max(1, _HEADS_BLOCK // 2 // block_d)
     launch(
@@ -192,7 +192,7 @@ def store_latent(
         (num_tokens, 1 + triton.cdiv(num_heads, rows)),
         positions,
         q_rope,
-        q_out[..., rank:],
+        q_out[..., -rotary_dim:],
         latent,
         norm_weight,
         cos_sin_cache,

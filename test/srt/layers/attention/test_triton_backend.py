@@ -34,7 +34,7 @@ from support.attention_cases import (
     make_view,
     on_gpu,
 )
-from support.triton_runs import SHARED_BYTES, compile_kernel, needs_triton, run_interpreted
+from support.triton_runs import NO_ROTARY, SHARED_BYTES, compile_kernel, needs_triton, run_interpreted
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 # KV heads, query heads for each, head size: a size of no tile, more than a tile of heads, and the usual one.
@@ -203,9 +203,9 @@ def compiled(
     kv: dtypes, where they are not q's. masked: what of window, cap and sinks there is."""
     names = kernel.arg_names
     of_dtype = {"q_ptr": dtype, "out_ptr": out or dtype, "table_ptr": pages}
-    of_dtype["k_ptr"] = of_dtype["v_ptr"] = kv or dtype
+    of_dtype |= dict.fromkeys(("k_ptr", "v_ptr", "rotary_ptr"), kv or dtype)
     of_dtype["starts_ptr"] = of_dtype["kv_lens_ptr"] = starts or ("i64" if pages == "i32" else "i32")
-    aligned = {"q_ptr", "k_ptr", "v_ptr", "out_ptr", "lse_ptr", "parts_ptr", "part_lses_ptr"}
+    aligned = {"q_ptr", "k_ptr", "v_ptr", "rotary_ptr", "out_ptr", "lse_ptr", "parts_ptr", "part_lses_ptr"}
     aligned |= {name for name in names if name.endswith("stride")}
 
     def type_of(name: str) -> str:
@@ -218,7 +218,9 @@ def compiled(
     types = {name: type_of(name) for name in names}
     unmasked = {"window", "cap", "sinks_ptr"}.intersection(names).difference(masked)
     # No latents, and splits that are merged one by one.
-    ordinary = {name: value for name, value in (("ROTARY_DIM", 0), ("SPLITS", 1)) if name in names}
+    ordinary: dict[str, Any] = {name: value for name, value in (("ROTARY_DIM", 0), ("SPLITS", 1)) if name in names}
+    if not constants.get("ROTARY_DIM"):
+        ordinary |= dict.fromkeys(name for name in names if name in NO_ROTARY)
     constants = dict.fromkeys(unmasked) | ordinary | constants
     return compile_kernel(kernel, types, constants, aligned, num_warps, num_stages, capability)
 

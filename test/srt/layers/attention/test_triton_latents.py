@@ -21,7 +21,7 @@ from sglang.srt.layers.attention.base_attn_backend import WINDOW_TILE, Attention
 from sglang.srt.layers.attention.merge_state import merge_state
 from sglang.srt.mem_cache.kv_view import KVSegment, KVView, PagedSegments
 from sglang.srt.mem_cache.page_memory import indexable
-from support.triton_runs import SHARED_BYTES, compile_kernel, needs_triton, run_interpreted
+from support.triton_runs import NO_ROTARY, SHARED_BYTES, compile_kernel, needs_triton, run_interpreted
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 # Values of a latent, and the rotated ones behind them.
@@ -274,7 +274,7 @@ def compile_for(
             return f"*{of_name.get(name, 'i32')}"
         return "fp32" if name in ("scale", "cap") else "i64" if name.endswith("stride") else "i32"
 
-    left_out = {"window", "cap", "sinks_ptr", "lse_ptr"}.intersection(names).difference(masked)
+    left_out = {"window", "cap", "sinks_ptr", "lse_ptr", *NO_ROTARY}.intersection(names).difference(masked)
     aligned = {"q_ptr", "k_ptr", "out_ptr", "parts_ptr", "part_lses_ptr"}
     aligned |= {name for name in names if name.endswith("stride")}
     types = {name: type_of(name) for name in names}

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import torch
 
 from sglang.srt.mem_cache.kv_view import KVSegment, KVView, PagedSegments
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.attention.latent_expansion import LatentExpansion
 
 
 @dataclass(frozen=True)
@@ -117,11 +120,15 @@ class AttentionBackend(Protocol):
     compiled and plans are made. captures_extends: whether that holds for any numbers of queries, too, with as many
     rows as q has; the last request then has none. long_extend_len: known behind a batch with extends, the fewest
     queries of a request for which other kernels are compiled than for a few; None where there are no others.
-    computes_masked: whether `forward` takes windows, capped scores and sinks, and `partial` a mask."""
+    computes_masked: whether `forward` takes windows, capped scores and sinks, and `partial` a mask. expansion: what
+    computes long extends of latents; None where `forward` computes all of them."""
 
     capturing: bool
     captures_extends: bool
     computes_masked: bool
+
+    @property
+    def expansion(self) -> LatentExpansion | None: ...
 
     @property
     def long_extend_len(self) -> int | None: ...

@@ -52,6 +52,7 @@ class CpuAttnBackend:
     captures_extends = False
     computes_masked = True
     long_extend_len = None
+    expansion = None
 
     def __init__(self) -> None:
         self.capturing = False

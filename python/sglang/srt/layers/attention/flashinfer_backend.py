@@ -166,6 +166,7 @@ class FlashInferAttnBackend:
     captures_extends = False
     computes_masked = False
     long_extend_len = None
+    expansion = None
 
     def __init__(
         self, flashinfer: Any = None, workspace_bytes: int = _WORKSPACE_BYTES, extend_kernels: str = "auto"

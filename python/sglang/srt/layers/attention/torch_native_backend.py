@@ -137,6 +137,7 @@ class TorchNativeAttnBackend:
     captures_extends = False
     computes_masked = False
     long_extend_len = None
+    expansion = None
 
     def __init__(self) -> None:
         self.capturing = False

@@ -21,11 +21,12 @@ import triton
 
 from sgl_kernel.triton_launch import ALIGNMENT, Recording, launch
 from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata, BatchKey, PartialMask, RecentPlans
+from sglang.srt.layers.attention.latent_expansion import LatentExpansion, RequestsOfPiece
 from sglang.srt.layers.attention.triton_kernels import decode_kernel, extend_kernel
 from sglang.srt.layers.attention.triton_merge_kernels import merge_decodes_kernel, merge_extends_kernel
 from sglang.srt.layers.attention.triton_tiles import HOPPER_SHARED_BYTES, ExtendTile, Heads, Tiles
-from sglang.srt.mem_cache.kv_view import KVSegment, KVView, PagedSegments, segment_slots
-from sglang.srt.utils.device import to_device_together
+from sglang.srt.mem_cache.kv_view import ExpandedView, KVSegment, KVView, PagedSegments, segment_slots
+from sglang.srt.utils.device import CPU, to_device_together
 
 _LOG2_E = math.log2(math.e)
 # Decodes whose lengths a program reads at once.
@@ -149,8 +150,8 @@ class TritonAttnBackend:
     def __init__(self, tiles: Tiles | None = None, num_sms: int | None = None) -> None:
         self.capturing = False
         self._given_tiles = tiles
-        # By page size.
-        self._tiles: dict[int, Tiles] = {}
+        # By page size, and whether keys were made of latents.
+        self._tiles: dict[tuple[int, bool], Tiles] = {}
         self._num_sms = num_sms
         # Of the last plan with extends.
         self._last_extends: tuple[Tiles, Heads] | None = None
@@ -158,6 +159,7 @@ class TritonAttnBackend:
         # By q_len, length and the keys before the first query. A plan does not depend on the pages.
         self._partials: OrderedDict[tuple[int, int, int], _Plan] = OrderedDict()
         self._captured: WeakKeyDictionary[PagedSegments, _CapturedExtends] = WeakKeyDictionary()
+        self.expansion: LatentExpansion | None = LatentExpansion(self, self._has_tiles_for_heads)
 
     @property
     def long_extend_len(self) -> int | None:
@@ -237,6 +239,24 @@ class TritonAttnBackend:
         self._attend(q, view, table, plan, of_scores, out, lse, launch)
         return out, lse
 
+    def plan_heads(self, q: torch.Tensor, view: ExpandedView, reqs: RequestsOfPiece) -> _Plan:
+        """See `HeadsBackend`."""
+        assert (reqs.q_lens > 1).all(), "a long extend has several queries"
+        return self._make_plan(reqs.q_lens, reqs.kv_lens, reqs.before, q, view, places=(reqs.rows, reqs.starts))
+
+    def attend_heads(
+        self,
+        q: torch.Tensor,
+        view: ExpandedView,
+        table: torch.Tensor,
+        plan: _Plan,
+        scale: float,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        """See `HeadsBackend`."""
+        self._attend(q, view, _Table(table), plan, _Mask(scale * _LOG2_E), out, lse, launch)
+
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _make_batch(
@@ -269,9 +289,11 @@ class TritonAttnBackend:
         q: torch.Tensor,
         view: KVView,
         on_device: tuple[torch.Tensor, torch.Tensor] | None = None,
+        places: tuple[np.ndarray, np.ndarray] | None = None,
     ) -> _Plan:
-        """q_lens, kv_lens, before: (num_reqs,) int64. on_device: starts and kv_lens, where they are on the device;
-        else the requests' parts of the table lie side by side."""
+        """q_lens, kv_lens, before: (num_reqs,) int64. on_device: starts and kv_lens, where they are on the device.
+        places: the first row in q and the first entry in the table of each; None where the rows lie side by side, and
+        the parts of the table, too, unless they are on the device."""
         is_decode = q_lens == 1
         num_decodes, longest = int(is_decode.sum()), int(kv_lens[is_decode].max(initial=0))
         if num_decodes == len(q_lens):
@@ -279,14 +301,16 @@ class TritonAttnBackend:
             return _Plan(starts, lens, num_decodes, longest, None)
         heads, sms = _heads_of(q, view), self._sms_of(q.device)
         tiles = self._tiles_for(q, view)
-        self._last_extends = tiles, heads
+        if view.rotary is None:
+            self._last_extends = tiles, heads
         tile = tiles.pick(q_lens[~is_decode], heads, sms)
         splits = split_extends(q_lens, kv_lens, before, heads, tile, sms)
+        rows, starts_there = places or (np.cumsum(q_lens) - q_lens, np.cumsum(kv_lens) - kv_lens)
         columns = [
             *splits.blocks,
             *splits.merges,
-            *(np.cumsum(q_lens) - q_lens, q_lens, before, np.flatnonzero(is_decode)),
-            *(() if on_device else (np.cumsum(kv_lens) - kv_lens, kv_lens)),
+            *(rows, q_lens, before, np.flatnonzero(is_decode)),
+            *(() if on_device else (starts_there, kv_lens)),
         ]
         tensors = to_device_together([column.astype(np.int32) for column in columns], q.device)
         starts, lens = on_device or tensors[-2:]
@@ -326,13 +350,16 @@ class TritonAttnBackend:
         page_tokens = _page_tokens(view)
         paged = {"HEAD_DIM": value_dim, "ROTARY_DIM": rotary_dim, "BLOCK_D": block_d, "GROUP": heads.group}
         paged |= {"PAGE_SIZE": view.page_size, "BY_SLOT": table.by_slot, "IN_TOKENS": page_tokens is not None}
+        rotary = view.rotary
         from_page_start = tiles.uses_whole_pages and not (table.by_slot or table.may_skip)
         merged = {"HEAD_DIM": value_dim, **tiles.merge.options(value_dim)}
         value_chunks = -(-value_dim // merged["BLOCK_D"])
-        tensors = (q, view.k, None if rotary_dim else view.v, out, lse, mask.sinks)
+        # Latents are keys and values.
+        kv = (q, view.k, None if rotary_dim and rotary is None else view.v)
+        results = (out, lse, mask.sinks)
         keys = (table.pages, plan.starts, plan.kv_lens)
         strides = (*q.stride()[:2], *view.k.stride()[:3], *view.v.stride()[:3])
-        numbers = (*strides, page_tokens or 0, mask.factor, table.skip, mask.window, mask.cap)
+        numbers = (page_tokens or 0, mask.factor, table.skip, mask.window, mask.cap)
         if extends is not None and (num_blocks := len(extends.blocks[0])):
             in_pages = lse is None and not table.by_slot
             tile = extends.tile
@@ -341,7 +368,9 @@ class TritonAttnBackend:
             launch(
                 extend_kernel,
                 (num_blocks, heads.num_kv_heads),
-                *tensors,
+                *kv,
+                rotary,
+                *results,
                 parts,
                 part_lses,
                 *keys,
@@ -349,11 +378,13 @@ class TritonAttnBackend:
                 extends.rows,
                 extends.q_lens,
                 extends.before,
+                *strides,
+                *((None, None) if rotary is None else rotary.stride()[:2]),
                 *numbers,
                 **paged,
                 BLOCK_M=tile.queries,
                 BLOCK_N=tile_keys,
-                TILE_IN_PAGE=from_page_start and view.page_size % tile_keys == 0,
+                TILE_IN_PAGE=rotary is not None or (from_page_start and view.page_size % tile_keys == 0),
                 num_warps=tile.warps,
                 num_stages=tiles.num_stages,
             )
@@ -386,11 +417,13 @@ class TritonAttnBackend:
             launch(
                 decode_kernel,
                 (num_decodes + num_more, heads.num_kv_heads * head_blocks),
-                *tensors,
+                *kv,
+                *results,
                 parts,
                 part_lses,
                 *keys,
                 *of_decodes,
+                *strides,
                 *numbers,
                 num_decodes,
                 num_more,
@@ -424,18 +457,29 @@ class TritonAttnBackend:
                 )
 
     def _tiles_for(self, q: torch.Tensor, view: KVView) -> Tiles:
-        found = self._given_tiles or self._tiles.get(view.page_size)
+        kind = view.page_size, view.rotary is not None
+        found = self._given_tiles or self._tiles.get(kind)
         if found is None:
-            shared_bytes = HOPPER_SHARED_BYTES
-            if q.is_cuda:
-                properties = triton.runtime.driver.active.utils.get_device_properties(q.device.index)
-                shared_bytes = properties["max_shared_mem"]
-            if view.v.shape[3] == q.shape[2]:
+            shared_bytes = _shared_bytes(q.device)
+            if view.rotary is not None:
+                found = Tiles.of_expanded(shared_bytes)
+                assert found is not None, "_has_tiles_for_heads tells before"
+            elif view.v.shape[3] == q.shape[2]:
                 found = Tiles.of(q.shape[2], q.dtype, view.page_size, shared_bytes)
             else:
                 found = Tiles.of_latents(q.dtype, view.k.dtype, _heads_of(q, view).group, shared_bytes)
-            self._tiles[view.page_size] = found
+            self._tiles[kind] = found
         return found
+
+    def _has_tiles_for_heads(self, dtype: torch.dtype, head_dim: int, rotary_dim: int) -> bool:
+        """See `LatentExpansion`."""
+        if not all(size >= 16 and size & (size - 1) == 0 for size in (head_dim, rotary_dim)):
+            return False
+        if self._given_tiles is not None:
+            return True
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
+        is_small = dtype.itemsize == 2 and head_dim <= 128 and rotary_dim <= 64
+        return is_small and Tiles.of_expanded(_shared_bytes(device)) is not None
 
     def _sms_of(self, device: torch.device) -> int:
         if self._num_sms is None:
@@ -544,6 +588,14 @@ def _tiles_of_split(num_tiles: np.ndarray, most: int, least: int) -> int:
     return low
 
 
+def _shared_bytes(device: torch.device) -> int:
+    """That a program may have; of an H100 where the device is none."""
+    if device.type != "cuda":
+        return HOPPER_SHARED_BYTES
+    found: int = triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
+    return found
+
+
 def _cap_of(softcap: float | None) -> float | None:
     """For scores that are powers of two."""
     return None if softcap is None else softcap * _LOG2_E
@@ -554,8 +606,11 @@ def _heads_of(q: torch.Tensor, view: KVView) -> Heads:
 
 
 def _dims_of(q: torch.Tensor, view: KVView) -> tuple[int, int]:
-    """Values of V, and those that keys of latents have behind them; 0 of others."""
+    """Values of V, and those that keys have beyond as many: of latents, or made of these. 0 of others."""
     k, v, head_dim, value_dim = view.k, view.v, q.shape[2], view.v.shape[3]
+    if view.rotary is not None:
+        assert head_dim == k.shape[3] + view.rotary.shape[3], f"queries of {head_dim}"
+        return value_dim, view.rotary.shape[3]
     if value_dim == head_dim:
         return value_dim, 0
     sizes = (value_dim, head_dim - value_dim)

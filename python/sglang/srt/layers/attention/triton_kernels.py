@@ -9,20 +9,25 @@ them according to `num_before`. Exact to rounding under Triton's interpreter, an
 The query heads of a KV head, GROUP of them, are packed into one matrix with the tokens: row r of a request is head
 r % GROUP of token r // GROUP. So 48 tokens fill 192 rows at 4 heads, and keys are read once for all of them.
 
-Pointers are to: q, out (num_tokens, num_heads, HEAD_DIM), lse (num_tokens, num_heads) float32 or None; k, v as in
-`KVView`, strides in elements, of any dtype, which becomes q's when it is read (see `_as_multiplied`). int32 or int64:
-table, of pages, or with BY_SLOT of slots (page * PAGE_SIZE + offset), one per key; and per request starts, its first
-entry in the table, and kv_lens. int32, per request: row_starts (its first token in q), q_lens, num_before (keys in
-front of its first query's own; kv_lens where every query sees all). scale, above 0, is the factor on q.k times
+Pointers are to: q, out (num_tokens, num_heads, HEAD_DIM), lse (num_tokens, num_heads) float32 or None; k, v, rotary
+as in `KVView`, strides in elements, of any dtype, which becomes q's when it is read (see `_as_multiplied`). int32 or
+int64: table, of pages, or with BY_SLOT of slots (page * PAGE_SIZE + offset), one per key; and per request starts, its
+first entry in the table, and kv_lens. int32, per request: row_starts (its first token in q), q_lens, num_before (keys
+in front of its first query's own; kv_lens where every query sees all). scale, above 0, is the factor on q.k times
 log2(e). window: tokens that a query sees, its own included; None for all. cap: scores become cap * tanh(score / cap),
 times log2(e), too; None for no cap. sinks (num_heads,), of any dtype: see `beside_sinks`; None for none. They change
 out alone. out and lse are contiguous. parts, part_lses: float32, what splits leave, part_lses of base 2; where a
 split has no keys, 0 and -inf.
 
-Latents, of multi-head latent attention in its absorbed form, have a ROTARY_DIM above 0, and v is None. Keys and
-queries have HEAD_DIM + ROTARY_DIM values, both powers of two, and the first HEAD_DIM of a key are its value. A score
-is the sum of two products, of the first values and of the last, so that a tile is loaded once, for keys and for
-values. Otherwise ROTARY_DIM is 0.
+Where ROTARY_DIM is above 0, keys and queries have HEAD_DIM + ROTARY_DIM values, both powers of two. A score is the
+sum of two products, of the first values and of the last. Two kinds of attention have such keys:
+
+- Latents, of multi-head latent attention in its absorbed form. v is None: the first HEAD_DIM values of a key are its
+  value, so that a tile is loaded once, for keys and for values.
+- Keys and values that were made of latents, for each head. k has the first values, and the last ones are read from
+  rotary: all heads have the same. Its pages are those of k and v. Needs TILE_IN_PAGE.
+
+Otherwise ROTARY_DIM is 0, and rotary is None.
 
 With IN_TOKENS, K and V have the same strides of pages and tokens, and a page's is page_tokens times a token's. With
 TILE_IN_PAGE, the table has pages, skip is 0, and PAGE_SIZE is a multiple of BLOCK_N, so that a block of keys, which
@@ -87,7 +92,7 @@ def _as_multiplied(q, KV: tl.constexpr, ROTARY_DIM: tl.constexpr):
 
 @triton.jit
 def _rotary_of(q_ptr, places, mask, KV: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr):
-    """The last values of queries that begin at places, of latents; else None."""
+    """The last ROTARY_DIM values of queries that begin at places; None for none."""
     if ROTARY_DIM:
         r = HEAD_DIM + tl.arange(0, ROTARY_DIM)
         return _as_multiplied(
@@ -128,11 +133,12 @@ def _attend(
     MASKED: tl.constexpr,
 ):
     """Adds keys first..end of a request to the state of BLOCK_M queries: acc (BLOCK_M, BLOCK_D), highest and total
-    (BLOCK_M,) float32. q_rotary: (BLOCK_M, ROTARY_DIM), the queries' last values, of latents; else None. keys:
-    pointers to its part of the table, K and V of its head, the strides of both, and skip. visible (BLOCK_M,): the
-    number of keys that each query sees. Without MASKED each query sees all keys, and they are whole blocks."""
+    (BLOCK_M,) float32. q_rotary: (BLOCK_M, ROTARY_DIM), the queries' last values; None for none. keys: pointers to
+    its part of the table, K and V of its head, rotary with its strides, the strides of K and V, and skip. visible
+    (BLOCK_M,): the number of keys that each query sees. Without MASKED each query sees all keys, and they are whole
+    blocks."""
     acc, highest, total = state
-    table_ptr, k_ptr, v_ptr, strides, skip = keys
+    table_ptr, k_ptr, v_ptr, rotary_keys, strides, skip = keys
     d = tl.arange(0, BLOCK_D)
     d_mask = d < HEAD_DIM
     for start in tl.range(first, end, BLOCK_N):
@@ -148,12 +154,15 @@ def _attend(
             k_tile = k_ptr + (page * k_page_stride + offset * k_token_stride)
             v_tile = None if v_ptr is None else v_ptr + (page * v_page_stride + offset * v_token_stride)
             k_row, v_row = of_block * k_token_stride, of_block * v_token_stride
+            if rotary_keys is not None:
+                rotary_ptr, r_page_stride, r_token_stride = rotary_keys
+                r_tile = rotary_ptr + (page * r_page_stride + offset * r_token_stride)
         else:
             k_tile, v_tile = k_ptr, v_ptr
             k_row, v_row = _rows_of(
                 table_ptr, skip + n, n_mask if MASKED else None, strides, PAGE_SIZE, BY_SLOT, IN_TOKENS
             )
-        if ROTARY_DIM:
+        if v_ptr is None:
             # A tile of 8 bits becomes 16 bits in registers. Hopper's products of 64 rows get it from shared memory
             # again. For fewer rows it is loaded for each product, or Triton would not load it ahead.
             v_ptrs = k_tile + k_row[:, None] + d[None, :]
@@ -182,6 +191,11 @@ def _attend(
                 k = tl.load(k_ptrs)
                 v = tl.load(v_ptrs)
             scores = tl.dot(q, k.to(q.dtype), input_precision="ieee")
+            if ROTARY_DIM:
+                tl.static_assert(TILE_IN_PAGE, "rotary is read by the page")
+                r_ptrs = r_tile + of_block[None, :] * r_token_stride + tl.arange(0, ROTARY_DIM)[:, None]
+                rotary = tl.load(r_ptrs, mask=n_mask[None, :], other=0.0) if MASKED else tl.load(r_ptrs)
+                scores = tl.dot(q_rotary, rotary.to(q.dtype), scores, input_precision="ieee")
         factor = scale
         if cap is not None:
             scores = cap * _tanh(scores * (scale / cap))
@@ -286,6 +300,7 @@ def extend_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
+    rotary_ptr,
     out_ptr,
     lse_ptr,
     sinks_ptr,
@@ -310,6 +325,8 @@ def extend_kernel(
     v_page_stride,
     v_token_stride,
     v_head_stride,
+    r_page_stride,
+    r_token_stride,
     page_tokens,
     scale,
     skip,
@@ -359,6 +376,7 @@ def extend_kernel(
         table,
         k_ptr + kv_head * k_head_stride,
         None if v_ptr is None else v_ptr + kv_head * v_head_stride,
+        None if rotary_ptr is None else (rotary_ptr, r_page_stride, r_token_stride),
         (k_page_stride, k_token_stride, v_page_stride, v_token_stride, page_tokens),
         skip,
     )
@@ -499,6 +517,7 @@ def decode_kernel(
         table,
         k_ptr + kv_head * k_head_stride,
         None if v_ptr is None else v_ptr + kv_head * v_head_stride,
+        None,
         (k_page_stride, k_token_stride, v_page_stride, v_token_stride, page_tokens),
         skip,
     )

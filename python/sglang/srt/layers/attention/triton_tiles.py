@@ -11,8 +11,8 @@ import numpy as np
 import torch
 import triton
 
-# That a program may have, of an H100 and an A100. Other GPUs have less.
-HOPPER_SHARED_BYTES, AMPERE_SHARED_BYTES = 227 << 10, 163 << 10
+# That a program may have, of an H100, an A100 and an L4. Older GPUs have less.
+HOPPER_SHARED_BYTES, AMPERE_SHARED_BYTES, ADA_SHARED_BYTES = 227 << 10, 163 << 10, 99 << 10
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,16 @@ class Tiles:
             uses_whole_pages=False,
             merge=MergeTile(rows=4, splits=16, values=128),
         )
+
+    @classmethod
+    def of_expanded(cls, shared_bytes: int) -> Tiles | None:
+        """Of keys and values of 16 bits that were made of latents: at most 128 values of a head, and 64 rotated ones.
+        On Hopper a program takes 232 registers a thread and 169 KiB. Ampere's products read keys from registers, too:
+        there a program has half as many, and 88 KiB. None where these do not fit."""
+        if shared_bytes < ADA_SHARED_BYTES:
+            return None
+        keys = 64 if shared_bytes >= HOPPER_SHARED_BYTES else 32
+        return cls(ExtendTile(128, keys, keys))
 
     def pick(self, q_lens: np.ndarray, heads: Heads, num_sms: int) -> ExtendTile:
         """q_lens: of extends."""

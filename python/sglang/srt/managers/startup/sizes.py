@@ -15,6 +15,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.model_families import TRANSFORMERS
 from sglang.srt.distributed.parallel_state import Replicas, TensorParallelGroup
 from sglang.srt.layers.attention.base_attn_backend import WINDOW_TILE
+from sglang.srt.layers.attention.latent_expansion import PIECE_BYTES
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.managers.scheduler_config import (
     MOST_CUT_TOKENS,
@@ -49,6 +50,9 @@ def device_pages(
     is too little."""
     page_bytes = page_layout(model, args.page_size, group.size).page_bytes
     size_bytes = kv_cache_bytes(args, device, group.size)
+    if device.type == "cuda" and model.latent is not None:
+        # Beside what any model takes while it computes.
+        size_bytes = max(0, size_bytes - PIECE_BYTES)
     fitting = size_bytes // page_bytes
     if args.peer_role == "worker" and device.type == "cuda":
         fitting = lendable_pages(args, page_bytes, size_bytes, device)
