@@ -9,8 +9,12 @@ random permutation of the pool's, in one table. The backends take turns. A turn 
 no cache still holds the KV. Plans are made once, before. Prefill counts the multiplications and additions that causal
 attention needs, decode the bytes of K and V.
 
-Then windows, capped scores and sinks, by backends that compute them and by torch, beside none of them. At the end
-latents, one KV head of 512 values and 64 rotated ones: their bytes are read once for K and V.
+Then windows, capped scores and sinks, by backends that compute them and by torch, beside none of them. Then latents,
+one KV head of 512 values and 64 rotated ones: their bytes are read once for K and V.
+
+At the end long extends of latents, in the absorbed form and by keys and values that are made for each head. Both take
+a head's queries and leave its values, projections included. TFLOP/s counts the products that a way needs. The error
+is the largest difference, of the largest value.
 """
 
 from __future__ import annotations
@@ -28,9 +32,14 @@ import torch
 from common import print_table, write_json
 
 from sglang.srt.configs.kv_cache_dtype import KV_CACHE_DTYPE_CHOICES, pick_kv_cache_dtype
+from sglang.srt.configs.latent import LatentConfig
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, make_attention_backend, why_not
 from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
+from sglang.srt.layers.attention.latent_expansion import LONG_EXTEND
 from sglang.srt.layers.attention.masked_attention import masked_attention
+from sglang.srt.layers.kv_scale import KVScale
+from sglang.srt.layers.latent_attention import LatentAttention
+from sglang.srt.layers.latent_projections import LatentProjections
 from sglang.srt.mem_cache.kv_view import KVView, PagedSegments
 
 # `AttentionBackend.forward`, or as it.
@@ -91,8 +100,18 @@ LATENT_GPU_BATCHES = (
     Batch(1, 0, 2048),
 )
 LATENT_CPU_BATCHES = (Batch(1, 512, 1), Batch(1, 64, 8))
+# By keys and values of the heads, too.
+EXPANDED_GPU_BATCHES = (
+    Batch(1, 0, 2048),
+    Batch(1, 0, 8192),
+    Batch(1, 65536, 256),
+    Batch(1, 65536, 2048),
+    Batch(8, 0, 2048),
+    Batch(8, 0, 256, Batch(32, 4096, 1)),
+)
 LATENT_HEADS = (16, 128)
-LATENT_DIM, LATENT_VALUE_DIM = 576, 512
+DEEPSEEK = LatentConfig(rank=512, rotary_dim=64, key_dim=128, value_dim=128)
+LATENT_DIM, LATENT_VALUE_DIM = DEEPSEEK.cached_dim, DEEPSEEK.rank
 CPU_BATCHES = (Batch(1, 0, 512), Batch(1, 2048, 256), Batch(8, 1024, 1), Batch(7, 128, 1, Batch(1, 4096, 16)))
 
 
@@ -152,17 +171,20 @@ class Bench:
         a, b = (torch.ones(size, dtype=torch.uint8, device=self.device) for _ in range(2))
         return 2 * size / self.seconds(lambda: b.copy_(a))[0]
 
-    def attend(self, ways: list[Attend], batch: Batch, page_size: int, mask: Mapping[str, Any] = {}) -> list[float]:
-        """Seconds of one layer, each way."""
-        views = [self._view(layer, page_size) for layer in range(self.num_layers)]
+    def segments(self, batch: Batch, page_size: int) -> PagedSegments:
         prefixes, q_lens = np.array(batch.lengths, np.int64).T
         kv_lens = prefixes + q_lens
         num_pages = -(-kv_lens // page_size)
         starts = np.cumsum(num_pages) - num_pages
         table = torch.randperm(self.num_tokens // page_size)[: num_pages.sum()].to(self.device, torch.int32)
         on_device = (torch.from_numpy(starts).to(self.device), torch.from_numpy(kv_lens).to(self.device))
-        segments = PagedSegments(table, page_size, starts, kv_lens, q_lens.copy(), *on_device)
-        heads, head_dim = self.shape.heads, self.shape.head_dim
+        return PagedSegments(table, page_size, starts, kv_lens, q_lens.copy(), *on_device)
+
+    def attend(self, ways: list[Attend], batch: Batch, page_size: int, mask: Mapping[str, Any] = {}) -> list[float]:
+        """Seconds of one layer, each way."""
+        views = [self.view(layer, page_size) for layer in range(self.num_layers)]
+        segments = self.segments(batch, page_size)
+        q_lens, heads, head_dim = segments.q_lens, self.shape.heads, self.shape.head_dim
         q = torch.randn(q_lens.sum(), heads, head_dim, dtype=self.dtype, device=self.device)
         meta = AttentionMetadata(tuple(q_lens.tolist()), head_dim**-0.5, **mask)
 
@@ -181,7 +203,7 @@ class Bench:
         per_token = len(self._memory) * self.shape.kv_heads * self.shape.head_dim * self._memory.itemsize
         return sum(map(sum, batch.lengths)) * per_token
 
-    def _view(self, layer: int, page_size: int) -> KVView:
+    def view(self, layer: int, page_size: int) -> KVView:
         kv = self._memory[:, layer].view(-1, self.num_tokens // page_size, page_size, *self._memory.shape[3:])
         return KVView(*kv) if self.shape.value_dim is None else KVView(kv[0], kv[0, ..., : self.shape.value_dim])
 
@@ -223,7 +245,11 @@ def main() -> None:
     del bench
     latents = latent_rows(device, args.rounds, kv_dtype, names)
     print_table(f"Latents of {LATENT_DIM}, pages of 64 and 1", latents)
-    write_json(report, vars(args), rows + masked + latents)
+    expanded: list[dict[str, object]] = []
+    if device == "cuda" and "triton" in names:
+        expanded = expanded_rows(args.rounds, kv_dtype, EXPANDED_GPU_BATCHES)
+        print_table("Long extends, as queries of latents and by keys and values of the heads", expanded)
+    write_json(report, vars(args), rows + masked + latents + expanded)
 
 
 def measured(bench: Bench, names: list[str], batch: Batch, page_size: int) -> list[dict[str, object]]:
@@ -261,6 +287,96 @@ def latent_rows(device: str, rounds: int, kv_dtype: torch.dtype | None, names: l
             for page_size in (64, 1):
                 rows += [{"heads": heads, **row} for row in measured(bench, names, batch, page_size)]
     return rows
+
+
+@dataclass(frozen=True)
+class _Pool:
+    """See `KVPool`: one layer, which has its latents."""
+
+    only: KVView
+
+    def view(self, layer_id: int) -> KVView:
+        return self.only
+
+    def store(self, layer_id: int, loc: torch.Tensor, *values: torch.Tensor) -> None:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class _Given:
+    """See `AttentionBatch`."""
+
+    segments: PagedSegments
+    attn: AttentionMetadata
+
+    @property
+    def windowed_segments(self) -> PagedSegments:
+        return self.segments
+
+
+def expanded_rows(
+    rounds: int, kv_dtype: torch.dtype | None, batches: Sequence[Batch], device: str = "cuda"
+) -> list[dict[str, object]]:
+    """Of a layer of DeepSeek's attention, between its projections of queries and of its output. Without a scale of
+    latents."""
+    rows: list[dict[str, object]] = []
+    latent = DEEPSEEK
+    for heads in LATENT_HEADS:
+        bench = Bench(Shape(heads, 1, LATENT_DIM, LATENT_VALUE_DIM), device, rounds, kv_dtype, batches)
+        scale = (latent.key_dim + latent.rotary_dim) ** -0.5
+        attention = LatentAttention(0, make_attention_backend("triton", device), KVScale(), None, latent)
+        weight = torch.randn(heads, latent.key_dim + latent.value_dim, latent.rank, device=device)
+        attention.projections = LatentProjections(latent, (weight * latent.rank**-0.5).to(bench.dtype))
+        for batch in batches:
+            segments, q_lens = bench.segments(batch, 64), tuple(new for _, new in batch.lengths)
+            given = _Given(segments, AttentionMetadata(q_lens, scale))
+            q = torch.randn(sum(q_lens), heads, latent.key_dim + latent.rotary_dim, device=device).to(bench.dtype)
+            assert attention.expands(given), "the batch has a long extend"
+            ways: dict[str, Callable[[KVView], torch.Tensor]] = {
+                "absorbed": lambda view: absorbed(attention, q, given, view),  # noqa: B023
+                "keys and values": lambda view: attention(q, given, _Pool(view)),  # noqa: B023
+            }
+            views = [bench.view(layer, 64) for layer in range(bench.num_layers)]
+            right, got = (way(views[0]).float() for way in ways.values())
+            error = ((got - right).abs().max() / right.abs().max()).item()
+            works = [partial(_each, way, views) for way in ways.values()]
+            products = products_of(batch, heads)
+            for way, seconds, flops in zip(ways, bench.seconds(*works), products, strict=True):
+                seconds /= bench.num_layers
+                row = {"heads": heads, "batch": batch.name, "beside": batch.beside.name if batch.beside else ""}
+                rows.append(
+                    row | {"way": way, "ms": seconds * 1e3, "TFLOP/s": flops / seconds / 1e12, "error": error}
+                )
+    return rows
+
+
+def _each(way: Callable[[KVView], torch.Tensor], views: Sequence[KVView]) -> None:
+    for view in views:
+        way(view)
+
+
+def absorbed(attention: LatentAttention, q: torch.Tensor, given: _Given, view: KVView) -> torch.Tensor:
+    """As a model computes it where nothing is expanded: (num_tokens, heads, value_dim)."""
+    projections, latent = attention.projections, attention.latent
+    assert projections is not None
+    queries = q.new_empty(*q.shape[:2], latent.cached_dim)
+    queries[..., : latent.rank] = projections.queries(q[..., : latent.key_dim])
+    queries[..., latent.rank :] = q[..., latent.key_dim :]
+    return projections.values(attention(queries, given, _Pool(view)))
+
+
+def products_of(batch: Batch, heads: int) -> tuple[float, float]:
+    """Multiplications and additions of a layer, in the absorbed form and by keys and values of requests that are
+    long, projections included."""
+    latent, of_absorbed, of_expanded = DEEPSEEK, 0, 0
+    of_token = latent.rank * (latent.key_dim + latent.value_dim)
+    for prefix, new in batch.lengths:
+        pairs = new * prefix + new * (new + 1) // 2
+        in_latents = pairs * (LATENT_DIM + latent.rank) + new * of_token
+        by_heads = pairs * (latent.key_dim + latent.rotary_dim + latent.value_dim) + (prefix + new) * of_token
+        of_absorbed += in_latents
+        of_expanded += by_heads if new >= LONG_EXTEND else in_latents
+    return 2.0 * heads * of_absorbed, 2.0 * heads * of_expanded
 
 
 def masked_rows(bench: Bench, names: list[str]) -> list[dict[str, object]]:

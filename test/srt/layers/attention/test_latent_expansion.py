@@ -11,6 +11,7 @@ import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,9 +29,14 @@ from sglang.srt.layers.attention.latent_expansion import (
     KeyRange,
     LatentExpansion,
     divided,
+    in_words,
 )
+from sglang.srt.layers.kv_scale import KVScale
+from sglang.srt.layers.latent_attention import LatentAttention
+from sglang.srt.layers.latent_projections import LatentProjections
 from sglang.srt.mem_cache.kv_view import KVView, PagedSegments
 from sglang.srt.model_executor.forward_batch_info import StreamedRequest
+from support.no_waiting import DEVICE, NoWaiting
 from support.thread_group import thread_groups
 from support.tiny_runner import TinyRunner
 from support.triton_runs import SHARED_BYTES, compile_kernel, needs_triton, run_interpreted
@@ -104,6 +110,16 @@ def test_pieces_have_whole_requests_or_parts_of_one():
     assert divided([], kv_lens, 384) == []
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn], ids=str)
+def test_bytes_in_words_are_the_same(dtype: torch.dtype):
+    memory = torch.randn(5 * 4 * 48 + 8).to(dtype)
+    for first, stride, is_whole in ((0, 192, True), (8, 192, True), (1, 192, False), (0, 161, False)):
+        k = memory[first:].as_strided((5, 3, 1, 48), (stride, 48, 48, 1), first)
+        words = in_words(k)
+        assert (words.dtype == torch.int64) == is_whole
+        assert torch.equal(words[[3, 1], [2, 0]].view(dtype).float(), k.float()[[3, 1], [2, 0]])
+
+
 def test_a_piece_is_bounded():
     def takes(*given: object) -> bool:
         return True
@@ -111,7 +127,7 @@ def test_a_piece_is_bounded():
     expansion = LatentExpansion(None, takes)  # type: ignore[arg-type]
     for heads in (1, 16, 128):
         num_tokens = expansion.piece_tokens(DEEPSEEK, heads, torch.bfloat16)
-        per_token = 2 * (heads * (128 + 128) + 2 * 576)
+        per_token = 2 * (heads * (128 + 128) + 3 * 576)
         assert num_tokens % PIECE_PAGE == 0 and num_tokens >= 1024
         assert PIECE_BYTES - per_token * PIECE_PAGE < num_tokens * per_token <= PIECE_BYTES
     # What it saves: products of a head in the absorbed form, and by its own keys and values.
@@ -132,6 +148,57 @@ def test_a_cpu_never_expands(tmp_path):
     batch = runner.batch([(seq, 2 * LONG_EXTEND - 200)])
     state = runner.model.embed(batch)
     assert not state.expands and runner.model.project(0, state, runner.pool).shape[2] == 32 + 16
+
+
+def test_nothing_waits_for_a_device():
+    """Long requests, whole and in parts, beside short ones."""
+
+    class Heads:
+        def plan_heads(self, q, view, reqs):
+            planned.append((q.shape[0], view.k.shape[0], reqs))
+            return reqs
+
+        def attend_heads(self, q, view, table, plan, scale, out, lse):
+            assert view.k.shape[:2] == view.v.shape[:2] == view.rotary.shape[:2] and view.rotary.shape[2] == 1
+            assert out.shape[:2] == q.shape[:2] and len(table) >= len(view.k)
+            assert any(plan is each for *_, each in planned)
+            attended.append((out.dtype, lse is not None))
+
+    planned: list[Any] = []
+    attended: list[Any] = []
+    short: list[Any] = []
+    expansion = LatentExpansion(Heads(), lambda *given: True)
+    latent = LatentConfig(rank=32, rotary_dim=16, key_dim=16, value_dim=16)
+
+    def forward(q, view, segments, meta):
+        short.append((q.shape, meta.q_lens))
+        return q.new_empty(*q.shape[:2], latent.rank)
+
+    backend: Any = SimpleNamespace(expansion=expansion, capturing=False, computes_masked=True, forward=forward)
+    attention = LatentAttention(0, backend, KVScale(sums=0.5), None, latent)
+    with DEVICE:
+        attention.projections = LatentProjections(latent, torch.empty(3, 32, 32, dtype=torch.bfloat16))
+        view = KVView(torch.empty(9, 16, 1, 48, dtype=torch.float8_e4m3fn))
+        q_lens, kv_lens = (256, 3, 300, 1, 270), (256, 9, 1000, 70, 270)
+        columns = np.zeros(5, np.int64), np.array(kv_lens), np.array(q_lens)
+        of_device = torch.empty(5, dtype=torch.int64), torch.empty(5, dtype=torch.int64)
+        segments = PagedSegments(torch.empty(200, dtype=torch.int32), 16, *columns, *of_device)
+        q = torch.empty(sum(q_lens), 3, 32, dtype=torch.bfloat16)
+    pool: Any = SimpleNamespace(view=lambda layer: view)
+    batch: Any = SimpleNamespace(segments=segments, attn=AttentionMetadata(q_lens, 0.2))
+    expansion.piece_bytes = 4 * PIECE_PAGE * 2 * (3 * 48 + 3 * 32)
+    assert attention.expands(batch)
+    with NoWaiting():
+        for _ in range(2):
+            out = attention(q, batch, pool)
+            assert out.shape == (sum(q_lens), 3, 16) and out.device == DEVICE
+    # Their plans are made once: of the first request, of two parts of the third one, and of the last one.
+    assert [each[:2] for each in planned] == [(830, 2), (300, 4), (300, 4), (830, 3)]
+    assert [each[2].rows.tolist() for each in planned] == [[0], [0], [0], [560]]
+    assert [each[2].before.tolist() for each in planned] == [[0], [700], [700 - 512], [0]]
+    whole, part = (torch.bfloat16, False), (torch.float32, True)
+    assert attended == [whole, part, part, whole] * 2
+    assert short == [((4, 3, 48), (3, 1))] * 2
 
 
 # -- with Triton ---------------------------------------------------------------------------------------------------
@@ -280,7 +347,7 @@ def heads(path: str) -> None:
             both = torch.einsum("nr,hdr->nhd", given[:, :32].float(), weight).to(given.dtype)  # noqa: B023
             return both[..., :16], both[..., 16:], given[:, None, 32:]
 
-        per_page = PIECE_PAGE * dtype.itemsize * (2 * latent.cached_dim + num_heads * 32)
+        per_page = PIECE_PAGE * dtype.itemsize * (3 * latent.cached_dim + num_heads * 32)
         expansion.piece_bytes = per_page * piece_pages
         assert expansion.piece_tokens(latent, num_heads, dtype) == piece_pages * PIECE_PAGE
         for _ in range(2):  # the second call finds the first one's plan
@@ -326,7 +393,7 @@ def model(path: str) -> None:
         backend = small_backend()
         backend.expansion.fewest_queries = fewest
         num_heads = 4 if group is None else 4 // group.size
-        backend.expansion.piece_bytes = PIECE_PAGE * 4 * (2 * 48 + num_heads * 32)
+        backend.expansion.piece_bytes = PIECE_PAGE * 4 * (3 * 48 + num_heads * 32)
         runner = PagedRunner(config, backend=backend, **({} if group is None else {"group": group}))
         seqs = runner.start(prompts, page_size=3)
         found: list[list[torch.Tensor]] = [[] for _ in prompts]

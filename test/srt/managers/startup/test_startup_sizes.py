@@ -11,17 +11,21 @@ import pytest
 import torch
 
 from sgl_kernel.kvcacheio import pick
+from sglang.srt.configs.latent import LatentConfig
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import SINGLE_RANK, TensorParallelGroup
+from sglang.srt.layers.attention.latent_expansion import PIECE_BYTES
 from sglang.srt.managers.startup import sizes
 from sglang.srt.managers.startup.device import page_layout
-from sglang.srt.managers.startup.sizes import build_config, graph_batch_size_for, kernel_links
+from sglang.srt.managers.startup.sizes import build_config, device_pages, graph_batch_size_for, kernel_links
 from sglang.srt.mem_cache.memory_pool_host import _RESERVE_BYTES
 from sglang.srt.mem_cache.transfer import H2D, P2D
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.child_process import StartupError
 from sglang.srt.utils.device import CPU
 from support.tiny_model import tiny_llama
+
+GPU = torch.device("cuda")
 
 
 def test_a_gpu_with_small_pages_says_how_large_they_should_be(
@@ -91,6 +95,22 @@ def test_ranks_that_cache_the_same_count_once(
     assert build(hicache_size=50.0) == max(0, (free - taken) // num_pools - reserve) // page_bytes
     monkeypatch.setattr(sizes, "has_shared_memory", lambda: False)
     assert build(hicache_size=0.1) == int(1e8 / 4) // page_bytes
+
+
+def test_keys_and_values_of_latents_have_room_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long extends make them for a while, beside the pool."""
+    model = tiny_llama(tmp_path)
+    latents = replace(model, latent=LatentConfig(rank=12, rotary_dim=4, key_dim=8, value_dim=8))
+    args = ServerArgs(model_path="embedded", page_size=16)
+    free = PIECE_BYTES + (1 << 20)
+    monkeypatch.setattr(sizes, "kv_cache_bytes", lambda args, device, num_ranks: free)
+    for each, device, left in ((model, GPU, free), (latents, GPU, 1 << 20), (latents, CPU, free)):
+        num_pages, page_bytes = device_pages(args, each, SINGLE_RANK, device)
+        enough = 4 * each.context_length // 16 if device == CPU else num_pages
+        assert num_pages == min(left // page_bytes, enough)
+    free = PIECE_BYTES // 2
+    with pytest.raises(StartupError, match="the KV cache has 0 pages"):
+        device_pages(args, latents, SINGLE_RANK, GPU)
 
 
 def test_buffers_that_leave_the_device_nothing_are_refused(tmp_path: Path) -> None:

@@ -188,8 +188,8 @@ class LatentExpansion:
 
     def piece_tokens(self, latent: LatentConfig, num_heads: int, dtype: torch.dtype) -> int:
         """The most of a piece: whole pages."""
-        # Latents as they are stored, and as they are multiplied.
-        per_token = 2 * latent.cached_dim + num_heads * (latent.key_dim + latent.value_dim)
+        # Latents as they are stored, in the queries' dtype, and scaled.
+        per_token = 3 * latent.cached_dim + num_heads * (latent.key_dim + latent.value_dim)
         return max(1, self.piece_bytes // (per_token * dtype.itemsize * PIECE_PAGE)) * PIECE_PAGE
 
     def batches_of_kernels(self, piece_tokens: int) -> list[tuple[tuple[int, int], ...]]:
@@ -204,7 +204,7 @@ class LatentExpansion:
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _expanded(self, view: KVView, piece: _Piece, expand: Expand, dtype: torch.dtype) -> ExpandedView:
-        found = indexable(view.k)[:, :, 0][piece.pages, piece.offsets]
+        found = in_words(view.k)[:, :, 0][piece.pages, piece.offsets]
         latents = found.view(view.k.dtype).to(dtype)
         return ExpandedView(*(each.unflatten(0, (-1, PIECE_PAGE)) for each in expand(latents)))
 
@@ -241,6 +241,13 @@ class LatentExpansion:
         starts = np.cumsum(num_pages) - num_pages
         reqs = RequestsOfPiece(rows[index], segments.q_lens[index], end - first, before, starts)
         return _Piece(table[torch.cat(entries)].long(), torch.cat(offsets), reqs)
+
+
+def in_words(x: torch.Tensor) -> torch.Tensor:
+    """The same bytes, 8 in an element, or fewer where strides do not allow that: torch copies element by element."""
+    per_word = 8 // x.itemsize
+    is_whole = not any(each % per_word for each in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))
+    return x.view(torch.int64) if is_whole else indexable(x)
 
 
 def divided(long: Sequence[int], kv_lens: np.ndarray, piece_tokens: int) -> list[list[list[KeyRange]]]:
