@@ -247,10 +247,11 @@ def rotations_into_slots(device: str = "cpu") -> None:
 def latents_into_slots(device: str = "cpu") -> None:
     from sgl_kernel.elementwise import reference, triton_kernels
 
-    for dtype, num_heads, (rank, rotary_dim), page_size, interleaved in (
-        (torch.float16, 40, (512, 64), 4, True),
-        (torch.bfloat16, 16, (512, 64), 1, True),
-        (torch.float16, 3, (48, 24), 6, False),
+    # Queries of latents, or with as many values before the rotated ones as a head's own keys have.
+    for dtype, num_heads, (rank, rotary_dim, before), page_size, interleaved in (
+        (torch.float16, 40, (512, 64, 512), 4, True),
+        (torch.bfloat16, 16, (512, 64, 128), 1, True),
+        (torch.float16, 3, (48, 24, 48), 6, False),
     ):
         angles = torch.rand(50, rotary_dim // 2, generator=torch.Generator().manual_seed(14)) * 6
         angles[0] = 0
@@ -265,7 +266,7 @@ def latents_into_slots(device: str = "cpu") -> None:
         weight[5] = 1500
         results = []
         for way in (triton_kernels, reference):
-            q_out = torch.zeros(3, num_heads, rank + rotary_dim, dtype=dtype, device=device)
+            q_out = torch.zeros(3, num_heads, before + rotary_dim, dtype=dtype, device=device)
             memory = torch.zeros(12 // page_size, 3, page_size, 1, rank + rotary_dim, dtype=dtype, device=device)
             way.store_latent(positions, q, q_out, latent, weight, 1e-6, table, memory[:, 1], loc, interleaved)
             results.append((q_out, memory))

@@ -65,6 +65,7 @@ SHAPE: dict[str, Any] = dict(
     eos_token_id=None,
     pad_token_id=None,
 )
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 DEEPSEEK = LatentConfig(rank=512, rotary_dim=64, key_dim=128, value_dim=128)
 
 
@@ -306,6 +307,51 @@ def test_compiles_without_spills(capability: int, dtype: str, is_part: bool):
         command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "STACK:0" in usage, usage
+
+
+@needs_triton
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize("num_heads", [16, 128])
+def test_on_a_gpu(num_heads: int, page_size: int, kv_dtype: torch.dtype):
+    from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+
+    reqs = ((3000, 300), (5000, 1), (9000, 2048), (257, 257), (40, 7))
+    beside_absorbed(TritonAttnBackend(), reqs, num_heads, page_size, torch.bfloat16, kv_dtype, "cuda")
+
+
+def beside_absorbed(
+    backend: Any,
+    reqs: tuple[tuple[int, int], ...],
+    num_heads: int,
+    page_size: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    device: str,
+) -> None:
+    """Of DeepSeek's sizes, in several pieces: what the absorbed form computes, with a scale of what is stored."""
+    torch.manual_seed(3)
+    attention = LatentAttention(0, backend, KVScale(scores=0.5, sums=0.5), None, DEEPSEEK)
+    weight = torch.randn(num_heads, 256, 512) * 512**-0.5
+    attention.projections = LatentProjections(DEEPSEEK, weight.to(dtype).to(device))
+    counts = [-(-kv_len // page_size) for kv_len, _ in reqs]
+    pages = list((torch.randperm(sum(counts)) + 1).split(counts))
+    k = torch.randn(sum(counts) + 1, 2, page_size, 1, 576).to(kv_dtype).to(device)[:, 1]
+    pool: Any = SimpleNamespace(view=lambda layer: KVView(k))
+    q_lens = tuple(q_len for _, q_len in reqs)
+    segments = paged(pages, [kv_len for kv_len, _ in reqs], q_lens, page_size)
+    on_device = {name: getattr(segments, name).to(device) for name in ("table", "device_starts", "device_kv_lens")}
+    batch: Any = SimpleNamespace(segments=replace(segments, **on_device), attn=AttentionMetadata(q_lens, 192**-0.5))
+    q = torch.randn(sum(q_lens), num_heads, 192).to(dtype).to(device)
+    of_latents = torch.cat((attention.projections.queries(q[..., :128]), q[..., 128:]), dim=2)
+    want = attention.projections.values(attention(of_latents, batch, pool)).float()
+    backend.expansion.piece_bytes = 4096 * 2 * (num_heads * 256 + 3 * 576)
+    assert attention.expands(batch)
+    for _ in range(2):
+        got = attention(q, batch, pool).float()
+        assert (got - want).abs().max() < (2e-2 if dtype == torch.bfloat16 else 1e-5) * want.abs().max()
 
 
 # -- under the interpreter -----------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -96,8 +96,7 @@ class _Piece:
     plan: Any = None
 
 
-@dataclass(frozen=True)
-class _Group:
+class _Group(NamedTuple):
     """Pieces of the same requests; if they are several, of one request. rows: of q, that `RequestsOfPiece` counts."""
 
     rows: slice
@@ -141,8 +140,8 @@ class LatentExpansion:
         self._recent: RecentPlans[_Plan] = RecentPlans()
 
     def takes(self, latent: LatentConfig, dtype: torch.dtype) -> bool:
-        """Whether keys and values of these sizes can be read, and take fewer products than latents. dtype: of
-        queries; stored latents may have any."""
+        """Whether a head's keys and values can be read, and take fewer products than latents. dtype: of queries;
+        stored latents may have any."""
         is_less = latent.key_dim == latent.value_dim < latent.rank
         return is_less and self._has_tiles(dtype, latent.value_dim, latent.rotary_dim)
 
@@ -168,22 +167,28 @@ class LatentExpansion:
             piece_tokens = self.piece_tokens(latent, q.shape[1], q.dtype)
             plan = self._recent.keep(self._make_plan(segments, meta, piece_tokens))
         out = q.new_empty((*q.shape[:2], latent.value_dim))
-        for group in plan.groups:
-            queries, found = q[group.rows], None
-            for piece in group.pieces:
-                expanded = self._expanded(view, piece, expand, q.dtype)
-                if piece.plan is None:
-                    piece.plan = self._backend.plan_heads(queries, expanded, piece.reqs)
-                attend = (queries, expanded, plan.table, piece.plan, meta.scale)
-                if len(group.pieces) == 1:
-                    self._backend.attend_heads(*attend, out[group.rows], None)
-                    continue
-                part = torch.empty_like(out[group.rows], dtype=torch.float32)
+
+        def attend(rows: slice, piece: _Piece, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+            """Its keys and values live as long as the call."""
+            latents = in_words(view.k)[:, :, 0][piece.pages, piece.offsets].view(view.k.dtype)
+            parts = expand(latents.to(q.dtype))
+            expanded = ExpandedView(*(each.unflatten(0, (-1, PIECE_PAGE)) for each in parts))
+            if piece.plan is None:
+                piece.plan = self._backend.plan_heads(q[rows], expanded, piece.reqs)
+            self._backend.attend_heads(q[rows], expanded, plan.table, piece.plan, meta.scale, out, lse)
+
+        for rows, pieces in plan.groups:
+            if len(pieces) == 1:
+                attend(rows, pieces[0], out[rows], None)
+                continue
+            found: tuple[torch.Tensor, torch.Tensor] | None = None
+            for piece in pieces:
+                part = torch.empty_like(out[rows], dtype=torch.float32)
                 lse = part.new_empty(part.shape[:2])
-                self._backend.attend_heads(*attend, part, lse)
+                attend(rows, piece, part, lse)
                 found = (part, lse) if found is None else merge_state(*found, part, lse)
-            if found is not None:
-                out[group.rows] = found[0]
+            assert found is not None, "several pieces"
+            out[rows] = found[0]
         return out, plan.short
 
     def piece_tokens(self, latent: LatentConfig, num_heads: int, dtype: torch.dtype) -> int:
@@ -202,11 +207,6 @@ class LatentExpansion:
         return [(whole,), (whole, (more, more)), ((parts, least),), ((parts, more),)]
 
     # -- inside -------------------------------------------------------------------------------------------------
-
-    def _expanded(self, view: KVView, piece: _Piece, expand: Expand, dtype: torch.dtype) -> ExpandedView:
-        found = in_words(view.k)[:, :, 0][piece.pages, piece.offsets]
-        latents = found.view(view.k.dtype).to(dtype)
-        return ExpandedView(*(each.unflatten(0, (-1, PIECE_PAGE)) for each in expand(latents)))
 
     def _make_plan(self, segments: PagedSegments, meta: AttentionMetadata, piece_tokens: int) -> _Plan:
         q_lens = segments.q_lens

@@ -606,7 +606,7 @@ def _heads_of(q: torch.Tensor, view: KVView) -> Heads:
 
 
 def _dims_of(q: torch.Tensor, view: KVView) -> tuple[int, int]:
-    """Values of V, and those that keys have beyond as many: of latents, or made of these. 0 of others."""
+    """Values of V, and how many more a key has: where latents are cached. 0 of other keys."""
     k, v, head_dim, value_dim = view.k, view.v, q.shape[2], view.v.shape[3]
     if view.rotary is not None:
         assert head_dim == k.shape[3] + view.rotary.shape[3], f"queries of {head_dim}"
