@@ -203,9 +203,9 @@ def compiled(
     kv: dtypes, where they are not q's. masked: what of window, cap and sinks there is."""
     names = kernel.arg_names
     of_dtype = {"q_ptr": dtype, "out_ptr": out or dtype, "table_ptr": pages}
-    of_dtype |= dict.fromkeys(("k_ptr", "v_ptr", "rotary_ptr"), kv or dtype)
+    of_dtype["k_ptr"] = of_dtype["v_ptr"] = kv or dtype
     of_dtype["starts_ptr"] = of_dtype["kv_lens_ptr"] = starts or ("i64" if pages == "i32" else "i32")
-    aligned = {"q_ptr", "k_ptr", "v_ptr", "rotary_ptr", "out_ptr", "lse_ptr", "parts_ptr", "part_lses_ptr"}
+    aligned = {"q_ptr", "k_ptr", "v_ptr", "out_ptr", "lse_ptr", "parts_ptr", "part_lses_ptr"}
     aligned |= {name for name in names if name.endswith("stride")}
 
     def type_of(name: str) -> str:
@@ -216,11 +216,9 @@ def compiled(
         return "fp32" if name in ("scale", "cap") else "i64" if name.endswith("stride") else "i32"
 
     types = {name: type_of(name) for name in names}
-    unmasked = {"window", "cap", "sinks_ptr"}.intersection(names).difference(masked)
+    unmasked = {"window", "cap", "sinks_ptr", *NO_ROTARY}.intersection(names).difference(masked)
     # No latents, and splits that are merged one by one.
-    ordinary: dict[str, Any] = {name: value for name, value in (("ROTARY_DIM", 0), ("SPLITS", 1)) if name in names}
-    if not constants.get("ROTARY_DIM"):
-        ordinary |= dict.fromkeys(name for name in names if name in NO_ROTARY)
+    ordinary = {name: value for name, value in (("ROTARY_DIM", 0), ("SPLITS", 1)) if name in names}
     constants = dict.fromkeys(unmasked) | ordinary | constants
     return compile_kernel(kernel, types, constants, aligned, num_warps, num_stages, capability)
 
