@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from sglang.srt.configs import model_config, weights_digest
 from sglang.srt.configs.experts import ClampedExperts, ExpertsConfig
 from sglang.srt.configs.latent import LatentConfig
 from sglang.srt.configs.model_config import ModelConfig, ModelConfigError
+from sglang.srt.configs.model_families import NATIVE
+from sglang.srt.configs.model_files import check_config, rope_parameters_of
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -167,11 +170,55 @@ def test_rope_of_old_and_new_configs(tmp_path, changes, rope_type, theta, factor
             {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 0},
             "has to be 1 or more",
         ),
+        ({"architectures": ["Qwen3ForCausalLM"]}, "Qwen3ForCausalLM, but model_type 'llama' is of LlamaConfig"),
+        (
+            {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+            | {"layer_types": ["chunked_attention", "full_attention"]},
+            "Layers of the kinds chunked_attention",
+        ),
+        (
+            {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+            | {"layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": False},
+            "layers with a window, but there is no sliding_window",
+        ),
     ],
 )
 def test_refuses_with_a_reason(tmp_path, changes, sentence):
     with pytest.raises(ModelConfigError, match=sentence):
         ModelConfig.from_pretrained(write(tmp_path, **changes))
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"factor": "a"}, "factor .* is 'a', but it has to be a number above 0"),
+        ({"factor": 0}, "factor .* is 0, but it has to be a number above 0"),
+        ({"rope_theta": None}, "rope_theta .* is None, but it has to be a number above 0"),
+        ({"rope_theta": -5.0}, "rope_theta .* is -5.0"),
+        ({"rope_theta": math.inf}, "rope_theta .* is inf"),
+        ({"original_max_position_embeddings": "x"}, "original_max_position_embeddings .* is 'x'"),
+        ({"beta_fast": "x"}, "beta_fast .* is 'x', but it has to be a number"),
+        ({"full_attention": {"rope_theta": 1e4}}, "of kinds of layers .full_attention."),
+    ],
+)
+def test_rope_parameters_are_numbers(changes, sentence):
+    hf_config = SimpleNamespace(max_position_embeddings=256, rope_parameters=YARN)
+    assert rope_parameters_of(hf_config) == YARN
+    hf_config.rope_parameters = YARN | {"attention_factor": None}
+    assert rope_parameters_of(hf_config)["factor"] == 4.0
+    hf_config.rope_parameters = YARN | changes
+    with pytest.raises(ModelConfigError, match=sentence):
+        rope_parameters_of(hf_config)
+
+
+def test_a_width_of_experts_that_a_family_does_not_read(tmp_path):
+    raw = LLAMA | {"moe_intermediate_size": 7}
+    assert check_config("x", raw, "auto", None, num_ranks=2) == NATIVE
+    with pytest.raises(ModelConfigError, match="7 intermediate rows cannot be divided"):
+        check_config("x", raw | {"architectures": ["Qwen3MoeForCausalLM"]}, "auto", None, num_ranks=2)
 
 
 QWEN2_MOE = {

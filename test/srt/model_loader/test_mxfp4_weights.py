@@ -149,6 +149,14 @@ def test_experts_that_keep_their_bits_mean_and_compute_the_same(checkpoints, siz
         assert torch.allclose(sum(parts), of_plain.mlp(x), atol=1e-4)
 
 
+def test_made_up_weights_of_experts_that_keep_their_bits(checkpoints):
+    config = replace(ModelConfig.from_pretrained(str(checkpoints[0])), expert_format=KEPT)
+    model = load_model(config, "dummy", TorchNativeAttnBackend(), seed=3)
+    model.finish_loading()
+    out = model.layers[0].mlp(torch.randn(5, 64))
+    assert bool(out.isfinite().all()) and out.std() > 0.01
+
+
 @pytest.mark.parametrize(
     ("dtype", "ranks", "experts"),
     [(torch.bfloat16, 1, KEPT), (torch.bfloat16, 4, KEPT), (torch.float16, 1, None), (torch.float32, 1, None)],
@@ -248,6 +256,9 @@ def of_both(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors
         (of_both(lambda each: each[:, :32].clone()), r"has the shape \(3, 96, 32\), but .* asks for \(3, 96, 64\)"),
         (of_scales(lambda each: each.fill_(255)), f"NaN or infinite numbers, .*: {EXPERTS}.down_proj"),
         (lambda t: t.update({f"{EXPERTS}.down_proj_bias": torch.ones(3, 65)}), r"_bias' has the shape \(3, 65\)"),
+        (lambda t: t.update({f"{EXPERTS}.down_proj": torch.ones(1)}), "down_proj' and .*_blocks' hold the same"),
+        (lambda t: t.update({"model.layers.1.x_proj_scales": torch.ones(1)}), "unexpected: model.layers.1.x_proj_"),
+        (lambda t: t.update({"model.norm.weight": torch.ones(64).long()}), "norm.weight' is of the type I64"),
         (lambda t: t.update({"lm_head.qweight": t.pop("lm_head.weight")}), "'lm_head.qweight' holds packed numbers"),
     ],
 )  # fmt: skip

@@ -11,7 +11,9 @@ from sglang.srt.configs.latent import LATENT_FAMILIES, whole_number
 # Architectures whose feed-forward layers are mixtures, all or some.
 HAVE_SHARED_EXPERTS = ("Qwen2MoeForCausalLM", *LATENT_FAMILIES)
 GPT_OSS = "GptOssForCausalLM"
-MIXTURES = ("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", GPT_OSS, *LATENT_FAMILIES)
+# Those whose config has a width of experts apart from that of dense layers.
+NAME_WIDTH_OF_EXPERTS = ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", *LATENT_FAMILIES)
+MIXTURES = ("MixtralForCausalLM", GPT_OSS, *NAME_WIDTH_OF_EXPERTS)
 
 
 @dataclass(frozen=True)

@@ -140,6 +140,7 @@ class ModelConfig:
         if pick_model_impl(architecture, model_impl) == TRANSFORMERS:
             found = cls._of_transformers(model_path, local_path, architecture, hf_config, dtype, context_length)
             return replace(found, file_stamps=stamps)
+        _check_config_class(architecture, hf_config)
         num_heads = hf_config.num_attention_heads
         try:
             latent = latent_config(hf_config) if architecture in LATENT_FAMILIES else None
@@ -365,6 +366,22 @@ def _head_dim(hf_config: Any) -> int:
     return getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
 
 
+# Config classes of other families that mean the same by their entries.
+_ALSO_READ = {"LlamaForCausalLM": "MistralConfig", "MistralForCausalLM": "MinistralConfig"}
+
+
+def _check_config_class(architecture: str, hf_config: Any) -> None:
+    """transformers picks the class by `model_type`, which tells what entries mean. Raises ModelConfigError."""
+    found = type(hf_config).__name__
+    if found != _ALSO_READ.get(architecture) and found.removesuffix("Config") != architecture.removesuffix(
+        "ForCausalLM"
+    ):
+        raise ModelConfigError(
+            f"architectures in its config names {architecture}, but model_type {hf_config.model_type!r} is of "
+            f"{found}; correct one of them."
+        )
+
+
 def _windows(hf_config: Any, context_length: int) -> tuple[int | None, ...]:
     """See `ModelConfig.windows`."""
     num_layers = hf_config.num_hidden_layers
@@ -373,6 +390,10 @@ def _windows(hf_config: Any, context_length: int) -> tuple[int | None, ...]:
         getattr(hf_config, name) if hasattr(type(hf_config), name) else None
         for name in ("sliding_window", "layer_types")
     )
+    if others := sorted(set(kinds or ()) - {"sliding_attention", "full_attention"}):
+        raise ModelConfigError(f"Layers of the kinds {', '.join(others)} (layer_types) are not supported natively.")
+    if window is None and "sliding_attention" in (kinds or ()):
+        raise ModelConfigError("layer_types in its config has layers with a window, but there is no sliding_window.")
     kinds = kinds or ["sliding_attention"] * num_layers
     if window is None or window >= context_length or "sliding_attention" not in kinds:
         return (None,) * num_layers

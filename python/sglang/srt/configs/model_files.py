@@ -18,7 +18,7 @@ from typing import Any, Literal
 from safetensors import SafetensorError, safe_open
 
 from sglang.srt.configs.embedded_model import ensure_embedded_model
-from sglang.srt.configs.experts import GPT_OSS
+from sglang.srt.configs.experts import GPT_OSS, NAME_WIDTH_OF_EXPERTS
 from sglang.srt.configs.gguf_model import GGUF_TENSORS, NO_TOKENIZER, GGUFError, ensure_gguf_model
 from sglang.srt.configs.model_families import MODEL_FAMILIES, TRANSFORMERS, pick_model_impl
 from sglang.srt.configs.quantization import (
@@ -52,6 +52,12 @@ QUANTIZATION_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json"
 _SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("head_dim", "vocab_size", "max_position_embeddings", "moe_intermediate_size", "num_experts_per_tok"),
+)
+# Numbers of rope parameters; the first two have to be there.
+_ABOVE_ZERO = ("rope_theta", "original_max_position_embeddings", "factor")
+_ROPE_NUMBERS = (
+    *("attention_factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor"),
+    *("mscale", "mscale_all_dim", "partial_rotary_factor"),
 )
 _DTYPE_NAMES = ("float32", "float", "bfloat16", "float16", "half")
 
@@ -237,9 +243,29 @@ def rope_parameters_of(hf_config: Any) -> dict[str, Any]:
     if beside is not None:
         params["original_max_position_embeddings"] = beside
     params.setdefault("original_max_position_embeddings", hf_config.max_position_embeddings)
+    _check_rope(params)
     if params["rope_type"] in ("yarn", "longrope") and params.get("factor") is None:
         params["factor"] = hf_config.max_position_embeddings / params["original_max_position_embeddings"]
     return params
+
+
+def _check_rope(params: Mapping[str, Any]) -> None:
+    """Raises ModelConfigError for numbers that are none, or that give no positions."""
+    if of_kinds := [name for name, value in params.items() if isinstance(value, Mapping)]:
+        raise ModelConfigError(
+            f"rope_parameters in its config are of kinds of layers ({', '.join(of_kinds)}), which is not supported "
+            "natively; use --model-impl transformers."
+        )
+    for name, value in params.items():
+        is_needed = name in _ABOVE_ZERO[:2]
+        if name not in (*_ABOVE_ZERO, *_ROPE_NUMBERS) or (value is None and not is_needed):
+            continue
+        is_number = type(value) in (int, float) and math.isfinite(value)
+        if not is_number or (value <= 0 and name in _ABOVE_ZERO):
+            wanted = "a number above 0" if name in _ABOVE_ZERO else "a number"
+            raise ModelConfigError(
+                f"{name} in the rope parameters of its config is {value!r}, but it has to be {wanted}."
+            )
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
@@ -257,7 +283,8 @@ def check_config(
 ) -> str:
     """Refuses what config.json itself shows to be impossible. What it leaves to transformers' defaults is checked
     later. Returns NATIVE or TRANSFORMERS. Raises ModelConfigError."""
-    impl = pick_model_impl(pick_architecture(model_path, dict(raw), model_impl), model_impl)
+    architecture = pick_architecture(model_path, dict(raw), model_impl)
+    impl = pick_model_impl(architecture, model_impl)
     for name in _SIZES:
         value = raw.get(name)
         if value is not None and (type(value) is not int or value < 1):
@@ -279,7 +306,7 @@ def check_config(
     own = raw.get("max_position_embeddings")
     if isinstance(own, int) and context_length is not None:
         pick_context_length(context_length, own, rope_parameters_of(SimpleNamespace(**raw)))
-    rows = raw.get("moe_intermediate_size", raw.get("intermediate_size"))
+    rows = raw.get("moe_intermediate_size" if architecture in NAME_WIDTH_OF_EXPERTS else "intermediate_size")
     if isinstance(num_heads, int) and isinstance(rows, int) and isinstance(num_kv_heads, int):
         check_tensor_parallel(num_ranks, num_heads, (rows,), num_kv_heads)
     return impl

@@ -48,6 +48,9 @@ logger = logging.getLogger(__name__)
 # Of the names of tensors.
 _PREFIX, _HEAD = "model.", "lm_head."
 
+# Types of weights that are not quantised, as safetensors names them.
+_FLOATS = ("F16", "BF16", "F32", "F64")
+
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
 
@@ -225,6 +228,8 @@ def _copy(name: str, file: Any, targets: list[WeightTarget], config_name: str) -
     """targets: their tensors stand in the file's tensor one below the other, or a few in each entry of its first
     dimension. config_name: in errors."""
     source = file.get_slice(name)
+    if hasattr(source, "get_dtype") and (kind := source.get_dtype()) not in _FLOATS:
+        raise ModelLoadError(f"{name!r} is of the type {kind}, and weights are of {', '.join(_FLOATS)}.")
     shape = tuple(source.get_shape())
     shown, is_stacked = f"{shape}", len(shape) == 3
     if is_stacked:

@@ -166,14 +166,20 @@ def _reason_to_dequantize(
 
 
 def plain_names(names: Iterable[str]) -> dict[str, str]:
-    """The names without quantization -> those of the tensors that hold the values."""
-    held = {}
-    for name in names:
+    """The names without quantization -> those of the tensors that hold the values. Raises ModelConfigError where two
+    hold the same."""
+    stored, held = frozenset(names), dict[str, str]()
+    for name in sorted(stored):
         if name.endswith(BLOCKS):
-            held[_name_of_blocks(name)] = name
-        elif not name.endswith((*_SCALES, *UNUSED, *PARTS, SCALES)):
+            plain = _name_of_blocks(name)
+        elif name.endswith((*_SCALES, *UNUSED, *PARTS)) or name.removesuffix(SCALES) + BLOCKS in stored:
+            continue
+        else:
             stem = stem_of(name)
-            held[name if stem is None else f"{stem}.weight"] = name
+            plain = name if stem is None else f"{stem}.weight"
+        if plain in held:
+            raise ModelConfigError(f"{held[plain]!r} and {name!r} hold the same weights; one of them is too many.")
+        held[plain] = name
     return held
 
 

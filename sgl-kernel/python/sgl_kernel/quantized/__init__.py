@@ -122,9 +122,8 @@ class QuantizedMatrix:
             self.zeros.copy_(zeros)
 
     def quantize(self, weight: torch.Tensor) -> None:
-        """weight: (outputs, inputs) of floats. Each group's largest value gets the largest that can be stored. Not
-        for e2m1."""
-        assert self.format.dtype != E2M1, "its scales are powers of two"
+        """weight: (outputs, inputs) of floats. Each group's largest value gets the largest that can be stored; of
+        e2m1, whose scales are powers of two, that or up to a quarter less (section 6.3 there)."""
         groups = weight.float().unflatten(1, (self.scales.shape[1], -1))
         if self.format.dtype == FOUR_BITS:
             low, high = groups.amin(2).clamp(max=0.0), groups.amax(2).clamp(min=0.0)
@@ -132,6 +131,14 @@ class QuantizedMatrix:
             zeros = (-low / scales).round()
             values = ((groups / scales.unsqueeze(2)).round() + zeros.unsqueeze(2)).clamp(0, 15)
             self.take(values.flatten(1), scales, zeros)
+            return
+        if self.format.dtype == E2M1:
+            # The largest number has the exponent 2, and `frexp` one more than the floor of a logarithm.
+            exponents = (torch.frexp(groups.abs().amax(2)).exponent - 3).clamp(1 - _EXPONENT_BIAS, _EXPONENT_BIAS)
+            scales = torch.ldexp(torch.ones(exponents.shape, device=weight.device), exponents)
+            means = torch.tensor(E2M1_VALUES, device=weight.device)
+            numbers = torch.bucketize((groups.abs() / scales.unsqueeze(2)).flatten(1), (means[1:] + means[:-1]) / 2)
+            self.take(numbers + 8 * (groups < 0).flatten(1), scales, None)
             return
         is_int = self.format.dtype == torch.int8
         most = 127.0 if is_int else torch.finfo(self.format.dtype).max

@@ -32,6 +32,8 @@ _MANY_STAGES_BYTES = 164 << 10
 _TILE = (16, 256)
 # Inputs that share a scale where numbers are e2m1.
 _FLOAT4_GROUP = tl.constexpr(32)
+# Of their numbers, as a kernel has them first. The largest scale times it would be infinite.
+_FLOAT4_FACTOR = tl.constexpr(16384.0)
 
 
 def linear(x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None) -> torch.Tensor:
@@ -140,8 +142,9 @@ def _values(
     MAY_END: tl.constexpr,
 ):
     """(ROWS, COLUMNS): stored numbers of COLUMNS inputs from begin on, in float32, or as they are where they are not
-    quantised. Those of e2m1 are multiplied by their scales, of _FLOAT4_GROUP inputs each. places: of outputs, 64
-    bits, a column. mask: of outputs, a column. MAY_END: some may lie behind the last input, and are 0."""
+    quantised. Those of e2m1 are multiplied by their scales, of _FLOAT4_GROUP inputs each, and lack _FLOAT4_FACTOR.
+    places: of outputs, 64 bits, a column. mask: of outputs, a column. MAY_END: some may lie behind the last input,
+    and are 0."""
     if FORMAT == "int4" or FORMAT == "e2m1":
         # Whole bytes, side by side, so that many come with one load.
         half = begin // 2 + tl.arange(0, COLUMNS // 2)[None, :]
@@ -153,14 +156,14 @@ def _values(
         if FORMAT == "int4":
             return numbers.to(tl.float32)
         numbers = numbers.to(tl.int16)
-        # Exponent and mantissa, and the sign, in their places in a float16, whose exponent is larger by 14.
+        # Exponent and mantissa, and the sign, in their places in a float16, whose exponent is less by 14.
         floats = (((numbers & 7) << 9) | ((numbers & 8) << 12)).to(tl.float16, bitcast=True).to(tl.float32)
         groups = begin // _FLOAT4_GROUP + tl.arange(0, COLUMNS // _FLOAT4_GROUP)[None, :]
         of_groups = mask
         if MAY_END:
             of_groups = mask & (groups < inputs // _FLOAT4_GROUP)
         exponents = tl.load(scales_ptr + places * (inputs // _FLOAT4_GROUP) + groups, mask=of_groups, other=0)
-        scales = (exponents.to(tl.int32) << 23).to(tl.float32, bitcast=True) * 16384.0
+        scales = (exponents.to(tl.int32) << 23).to(tl.float32, bitcast=True)
         floats = tl.reshape(floats, (ROWS, COLUMNS // _FLOAT4_GROUP, _FLOAT4_GROUP)) * scales[:, :, None]
         return tl.reshape(floats, (ROWS, COLUMNS))
     else:
@@ -217,6 +220,8 @@ def product(
             total += tl.dot(weight, x, input_precision="ieee") * scales[:, None]
         else:
             total = tl.dot(weight, x, total, input_precision="ieee")
+    if FORMAT == "e2m1":
+        total *= _FLOAT4_FACTOR
     if SCALES == "last":
         total *= tl.load(scales_ptr + outputs, mask=some_outputs, other=0.0)[:, None]
     return total
@@ -296,4 +301,6 @@ def _dequantize_kernel(
         if FORMAT == "int4":
             values -= tl.load(zeros_ptr + groups, mask=mask, other=0).to(tl.float32)
         values *= tl.load(scales_ptr + groups, mask=mask, other=0.0)
+    else:
+        values *= _FLOAT4_FACTOR
     tl.store(out_ptr + places * inputs + columns[None, :], values, mask=mask)
