@@ -61,8 +61,8 @@ FAMILIES = {
     "gemma": GemmaConfig(**SHAPE),
     # Latents in the cache.
     "deepseek": DeepseekV2Config(**SHAPE | LATENT),
-    # Sinks, and experts with biases. No windows: a load would leave out what these hide.
-    "gpt_oss": GptOssConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+    # Sinks, and experts with biases. No window is reached: a load would leave out what it hides.
+    "gpt_oss": GptOssConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=1 << 20),
 }
 SETUP = StorageSetup(
     backend="file",
