@@ -196,11 +196,15 @@ def product(
 ):
     """(OUTPUTS, ROWS) float32: the matrix's part times the rows' transpose, so that a scale belongs to few of a
     thread's sums, and that few rows fill the tensor cores' tiles. x_rows: pointers to rows, a column. outputs: rows
-    of the matrix, 64 bits. group: a multiple of STEP, or all inputs, but for e2m1. FORMAT: see `format_name`.
-    SCALES: see `scales_of`. MAY_END: the last step has fewer inputs."""
+    of the matrix, 64 bits. group: a multiple of STEP, or all inputs, but for e2m1. FORMAT, SCALES: see
+    `stored_constants`. MAY_END: the last step has fewer inputs."""
     total = tl.zeros((OUTPUTS, ROWS), dtype=tl.float32)
     groups = outputs * (inputs // group)
     places, mask = outputs[:, None], some_outputs[:, None]
+    # Triton loads ahead only what goes into a product. Scales of sums are loaded a step ahead. (With zeros, too, the
+    # values would come late.)
+    if SCALES == "of_sums":
+        next_scales = tl.load(scales_ptr + groups, mask=some_outputs, other=0.0)
     for begin in range(0, inputs, STEP):
         columns = begin + tl.arange(0, STEP)[None, :]
         x_mask = some_rows[:, None]
@@ -208,15 +212,16 @@ def product(
             x_mask = x_mask & (columns < inputs)
         x = tl.load(x_rows + columns, mask=x_mask, other=0.0)
         values = _values(values_ptr, scales_ptr, places, begin, inputs, mask, STEP, OUTPUTS, FORMAT, MAY_END)
-        of_group = groups + begin // group
         if FORMAT == "int4":
-            values -= tl.load(zeros_ptr + of_group, mask=some_outputs, other=0).to(tl.float32)[:, None]
+            zeros = tl.load(zeros_ptr + groups + begin // group, mask=some_outputs, other=0)
+            values -= zeros.to(tl.float32)[:, None]
         if SCALES == "first":
-            values *= tl.load(scales_ptr + of_group, mask=some_outputs, other=0.0)[:, None]
+            values *= tl.load(scales_ptr + groups + begin // group, mask=some_outputs, other=0.0)[:, None]
         # Whole numbers up to 127, and e4m3, are exact in 16 bits. Only float32 could lose something in it.
         weight, x = values.to(x.dtype), tl.trans(x)
         if SCALES == "of_sums":
-            scales = tl.load(scales_ptr + of_group, mask=some_outputs, other=0.0)
+            scales, after = next_scales, begin + STEP
+            next_scales = tl.load(scales_ptr + groups + after // group, some_outputs & (after < inputs), other=0.0)
             total += tl.dot(weight, x, input_precision="ieee") * scales[:, None]
         else:
             total = tl.dot(weight, x, total, input_precision="ieee")
