@@ -371,11 +371,12 @@ _ALSO_READ = {"LlamaForCausalLM": "MistralConfig", "MistralForCausalLM": "Minist
 
 
 def _check_config_class(architecture: str, hf_config: Any) -> None:
-    """transformers picks the class by `model_type`, which tells what entries mean. Raises ModelConfigError."""
-    found = type(hf_config).__name__
-    if found != _ALSO_READ.get(architecture) and found.removesuffix("Config") != architecture.removesuffix(
-        "ForCausalLM"
-    ):
+    """transformers picks the class by `model_type`, which tells what entries mean. A family that transformers does not
+    know may read any. Raises ModelConfigError."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    own, found = architecture.removesuffix("ForCausalLM") + "Config", type(hf_config).__name__
+    if found not in (own, _ALSO_READ.get(architecture)) and own in CONFIG_MAPPING_NAMES.values():
         raise ModelConfigError(
             f"architectures in its config names {architecture}, but model_type {hf_config.model_type!r} is of "
             f"{found}; correct one of them."
