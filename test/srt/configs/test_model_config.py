@@ -199,6 +199,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_pos
         ({"rope_theta": None}, "rope_theta .* is None, but it has to be a number above 0"),
         ({"rope_theta": -5.0}, "rope_theta .* is -5.0"),
         ({"rope_theta": math.inf}, "rope_theta .* is inf"),
+        ({"factor": 10**400}, "factor .* is 1000"),
         ({"original_max_position_embeddings": "x"}, "original_max_position_embeddings .* is 'x'"),
         ({"beta_fast": "x"}, "beta_fast .* is 'x', but it has to be a number"),
         ({"full_attention": {"rope_theta": 1e4}}, "of kinds of layers .full_attention."),
@@ -209,6 +210,9 @@ def test_rope_parameters_are_numbers(changes, sentence):
     assert rope_parameters_of(hf_config) == YARN
     hf_config.rope_parameters = YARN | {"attention_factor": None}
     assert rope_parameters_of(hf_config)["factor"] == 4.0
+    for name in ("rope_parameters", "rope_scaling"):
+        with pytest.raises(ModelConfigError, match=f"{name} in its config is 'yarn', but it has to be an object"):
+            rope_parameters_of(SimpleNamespace(max_position_embeddings=256, **{name: "yarn"}))
     hf_config.rope_parameters = YARN | changes
     with pytest.raises(ModelConfigError, match=sentence):
         rope_parameters_of(hf_config)

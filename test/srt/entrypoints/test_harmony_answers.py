@@ -18,6 +18,7 @@ from sglang.srt.constrained.xgrammar_backend import GrammarCompiler, make_vocabu
 from sglang.srt.entrypoints.answer_parts import AnswerFormat
 from sglang.srt.entrypoints.anthropic.protocol import MessagesRequest
 from sglang.srt.entrypoints.anthropic.serving import serve_messages
+from sglang.srt.entrypoints.openai.harmony_messages import harmony_messages
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.entrypoints.openai.responses_protocol import ResponsesRequest
 from sglang.srt.entrypoints.openai.serving_chat import serve_chat
@@ -345,6 +346,73 @@ def test_a_conversation_with_calls_is_rendered() -> None:
         assert model.prompts[-1].endswith(f"{FINAL}It")
 
     with_model(test)
+
+
+def test_a_call_without_arguments_is_whole_where_its_end_was_drawn() -> None:
+    async def test(model: Model) -> None:
+        model.answer(f"{TO_WEATHER}<|call|>")
+        assert parts(await chat(model, tools=TOOLS))[1:3] == ("", [["get_weather", "{}"]])
+        # Cut off by length, or by a string, it may have gone on.
+        model.answer(TO_WEATHER)
+        assert parts(await chat(model, tools=TOOLS))[1:3] == ("", [])
+        model.answer(f'{TO_WEATHER}{{"a": "x;y"}}<|call|>')
+        assert parts(await chat(model, tools=TOOLS, stop=";"))[2] == [["get_weather", '{"a": "x']]
+
+    with_model(test)
+
+
+def test_reasoning_tokens_do_not_count_a_call_in_the_channel_of_reasoning() -> None:
+    async def test(model: Model) -> None:
+        model.answer('<|channel|>analysis to=functions.get_weather <|message|>{"a": 1}<|call|>')
+        found = await chat(model, tools=TOOLS)
+        assert parts(found)[2] == [["get_weather", '{"a": 1}']]
+        assert found["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0
+
+    with_model(test)
+
+
+def a_call(name: str, **fields: Any) -> Event:
+    return {"type": "function", "function": {"name": name, "arguments": {}}, **fields}
+
+
+def results_of(calls: list[Event], results: list[Event]) -> list[str]:
+    """The texts behind each call."""
+    made = harmony_messages([{"role": "assistant", "content": "", "tool_calls": calls}, *results])
+    behind: list[str] = []
+    for message in made:
+        if message["role"] == "assistant":
+            behind.append("")
+        else:
+            behind[-1] += message["content"]
+    return behind
+
+
+@pytest.mark.parametrize(
+    ("ids", "results", "behind"),
+    [
+        ((None, None), [(None, "A"), (None, "B")], ["A", "B"]),
+        (("x", "x"), [("x", "A"), ("x", "B")], ["A", "B"]),
+        (("x", "y"), [("y", "B"), ("x", "A")], ["A", "B"]),
+        (("x", "y"), [("y", "B"), ("z", "A")], ["A", "B"]),
+        (("x", None), [(None, "B"), ("x", "A"), ("w", "C")], ["A", "BC"]),
+        (("x", "y"), [("x", "A"), ("x", "a")], ["Aa", ""]),
+    ],
+)
+def test_results_of_tools_go_to_their_calls(ids, results, behind) -> None:
+    calls = [a_call("f", **({} if each is None else {"id": each})) for each in ids]
+    texts = [
+        {"role": "tool", "content": text, **({} if each is None else {"tool_call_id": each})}
+        for each, text in results
+    ]
+    assert results_of(calls, texts) == behind
+
+
+def test_instructions_are_one_message() -> None:
+    """The template reads no others."""
+    first, second = {"role": "system", "content": "Be brief."}, {"role": "developer", "content": "In verse."}
+    made = harmony_messages([first, *ASKED, second])
+    assert made == [{"role": "system", "content": "Be brief.\n\nIn verse."}, *ASKED]
+    assert harmony_messages(ASKED) == ASKED
 
 
 def test_parsers_for_a_text_that_a_client_has() -> None:

@@ -287,6 +287,16 @@ def test_an_index_that_names_the_single_file_and_another_is_read(tmp_path):
     assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
 
 
+def test_files_without_an_index_that_hold_the_same_are_refused(tmp_path):
+    save(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    save_file(tensors, tmp_path / "part-1.safetensors")
+    save_file({"model.norm.weight": tensors["model.norm.weight"] * 2}, tmp_path / "part-2.safetensors")
+    with pytest.raises(ModelLoadError, match=r"part-1.* and part-2.* both hold 'model\.norm\.weight'"):
+        load(tmp_path)
+
+
 def test_refuses_other_formats(tmp_path):
     save(tmp_path)
     (tmp_path / "model.safetensors").unlink()

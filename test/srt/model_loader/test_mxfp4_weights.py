@@ -149,6 +149,16 @@ def test_experts_that_keep_their_bits_mean_and_compute_the_same(checkpoints, siz
         assert torch.allclose(sum(parts), of_plain.mlp(x), atol=1e-4)
 
 
+def test_what_is_beside_it_is_bfloat16_where_the_config_names_no_type(checkpoints, tmp_path):
+    raw = json.loads((checkpoints[0] / "config.json").read_text())
+    for name in ("dtype", "torch_dtype"):
+        raw.pop(name, None)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert ModelConfig.from_pretrained(str(tmp_path)).dtype == torch.bfloat16
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": None}))
+    assert ModelConfig.from_pretrained(str(tmp_path)).dtype == torch.float32
+
+
 def test_made_up_weights_of_experts_that_keep_their_bits(checkpoints):
     config = replace(ModelConfig.from_pretrained(str(checkpoints[0])), expert_format=KEPT)
     model = load_model(config, "dummy", TorchNativeAttnBackend(), seed=3)

@@ -169,6 +169,27 @@ def test_cosines_of_gpt_oss_are_transformers():
     assert not torch.equal(*frequencies)
 
 
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"rope_type": "linear", "factor": None},
+        {"rope_type": "longrope", "long_factor": ["x"] * 8, "short_factor": [1.0] * 8, "factor": 2.0},
+        {"rope_type": "longrope", "long_factor": [0.0] * 8, "short_factor": [1.0] * 8, "factor": 2.0},
+        {"rope_type": "longrope", "long_factor": [1.0] * 8, "short_factor": [1.0] * 8, "factor": 2.0}
+        | {"original_max_position_embeddings": 1},
+        {"rope_type": "yarn", "factor": 2.0, "beta_fast": -1.0},
+        {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1.0},
+        {"rope_type": "yarn", "factor": 2.0, "attention_factor": 0.0},
+        {"rope_type": "default", "rope_theta": 1e-320},
+    ],
+    ids=str,
+)
+def test_parameters_that_give_no_frequencies_are_refused(parameters):
+    whole = {"rope_theta": 1e4, "original_max_position_embeddings": 16, **parameters}
+    with pytest.raises(ModelConfigError, match="The rope parameters of its config give no frequencies"):
+        RotaryEmbedding(16, 64, whole, torch.float32)
+
+
 def test_how_far_a_context_may_reach(tmp_path):
     save(tmp_path, "llama", "dynamic")
     with pytest.raises(ModelConfigError, match=rf"more than the model's {EXTENDED} \(max_position_embeddings\)"):

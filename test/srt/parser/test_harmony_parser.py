@@ -151,6 +151,7 @@ def test_the_prompt_tells_where_an_answer_begins() -> None:
     assert find_start(HARMONY, f"…<|start|>assistant{ANALYSIS}") is Start.INSIDE
     continued = {"role": "assistant", "content": "It"}
     assert find_start(HARMONY, f"…<|start|>assistant{FINAL}It", continued) is Start.BEHIND
+    assert find_start(HARMONY, f"…<|start|>assistant{FINAL}", {"role": "assistant", "content": ""}) is Start.BEHIND
 
 
 def test_reasoning_is_held_until_it_is_whole_if_it_is_not_to_stream() -> None:

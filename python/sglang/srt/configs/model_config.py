@@ -38,7 +38,7 @@ from sglang.srt.configs.model_files import (
     unsupported_dtype,
     yarn_mscale,
 )
-from sglang.srt.configs.quantization import WeightQuantization
+from sglang.srt.configs.quantization import Packing, WeightQuantization
 from sglang.srt.configs.transformers_config import check_context, check_transformers_config, max_context, shape_of
 from sglang.srt.configs.weights_digest import FileStamp, digest_weights, stamp_files
 
@@ -147,6 +147,7 @@ class ModelConfig:
             experts = experts_of(architecture, hf_config)
         except ValueError as error:
             raise ModelConfigError(f"{model_path!r} cannot be served: {error}.") from error
+        quantization = quantization_of(model_path, raw, NATIVE)
         rope_parameters = rope_parameters_of(hf_config)
         context = pick_context_length(context_length, hf_config.max_position_embeddings, rope_parameters)
         config = cls(
@@ -156,7 +157,7 @@ class ModelConfig:
             architecture=architecture,
             model_impl=NATIVE,
             file_stamps=stamps,
-            dtype=_pick_dtype(dtype, hf_config),
+            dtype=_pick_dtype(dtype, hf_config, quantization),
             context_length=context,
             hidden_size=hf_config.hidden_size,
             intermediate_size=hf_config.intermediate_size,
@@ -173,7 +174,7 @@ class ModelConfig:
             windows=_windows(hf_config, context),
             mlp_bias=bool(hf_config.mlp_bias) if hasattr(type(hf_config), "mlp_bias") else False,
             tie_word_embeddings=bool(hf_config.tie_word_embeddings),
-            quantization=quantization_of(model_path, raw, NATIVE),
+            quantization=quantization,
             eos_token_ids=_eos_token_ids(local_path, hf_config),
         )
         _refuse_unsupported(config)
@@ -349,12 +350,15 @@ def _auto_config(local_path: Path) -> Any:
         raise ModelConfigError(f"transformers cannot read {what}: {reason}") from e
 
 
-def _pick_dtype(dtype: str, hf_config: Any) -> torch.dtype:
+def _pick_dtype(dtype: str, hf_config: Any, quantization: WeightQuantization | None = None) -> torch.dtype:
+    """gpt-oss's published configs name none: what is beside mxfp4 is bfloat16."""
     if dtype in _DTYPES:
         return _DTYPES[dtype]
     if dtype != "auto":
         raise ModelConfigError(f"dtype {dtype!r} is not supported; choose from {', '.join(DTYPE_CHOICES)}.")
-    stored = getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None) or torch.float32
+    is_mxfp4 = quantization is not None and quantization.packing == Packing.MXFP4
+    usual = torch.bfloat16 if is_mxfp4 else torch.float32
+    stored = getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None) or usual
     if isinstance(stored, str):
         stored = getattr(torch, stored.removeprefix("torch."), None)
     if isinstance(stored, torch.dtype) and stored in _DTYPES.values():
@@ -371,8 +375,8 @@ _ALSO_READ = {"LlamaForCausalLM": "MistralConfig", "MistralForCausalLM": "Minist
 
 
 def _check_config_class(architecture: str, hf_config: Any) -> None:
-    """transformers picks the class by `model_type`, which tells what entries mean. A family that transformers does not
-    know may read any. Raises ModelConfigError."""
+    """transformers picks the class by `model_type`, which tells what entries mean. A family that transformers does
+    not know may read any. Raises ModelConfigError."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     own, found = architecture.removesuffix("ForCausalLM") + "Config", type(hf_config).__name__

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,6 +56,7 @@ _SIZES = (
 )
 # Numbers of rope parameters; the first two have to be there.
 _ABOVE_ZERO = ("rope_theta", "original_max_position_embeddings", "factor")
+_LARGEST = sys.float_info.max
 _ROPE_NUMBERS = (
     *("attention_factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor"),
     *("mscale", "mscale_all_dim", "partial_rotary_factor"),
@@ -232,8 +234,12 @@ def pick_context_length(wanted: int | None, own: int, rope_parameters: dict[str,
 def rope_parameters_of(hf_config: Any) -> dict[str, Any]:
     """hf_config: of transformers, or an object with config.json's entries. transformers 5 writes `rope_parameters`,
     older configs have `rope_theta` and `rope_scaling`."""
-    params = dict(getattr(hf_config, "rope_scaling", None) or {})
-    params.update(getattr(hf_config, "rope_parameters", None) or {})
+    params: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        found = getattr(hf_config, name, None) or {}
+        if not isinstance(found, Mapping):
+            raise ModelConfigError(f"{name} in its config is {found!r}, but it has to be an object.")
+        params.update(found)
     params.setdefault("rope_theta", getattr(hf_config, "rope_theta", 10000.0))
     named = params.get("rope_type") or params.get("type") or "default"
     # The first checkpoints of Phi-3 have the older name.
@@ -260,7 +266,8 @@ def _check_rope(params: Mapping[str, Any]) -> None:
         is_needed = name in _ABOVE_ZERO[:2]
         if name not in (*_ABOVE_ZERO, *_ROPE_NUMBERS) or (value is None and not is_needed):
             continue
-        is_number = type(value) in (int, float) and math.isfinite(value)
+        # Some whole numbers are too large for a float.
+        is_number = type(value) in (int, float) and -_LARGEST < value < _LARGEST
         if not is_number or (value <= 0 and name in _ABOVE_ZERO):
             wanted = "a number above 0" if name in _ABOVE_ZERO else "a number"
             raise ModelConfigError(

@@ -17,7 +17,7 @@ from sglang.srt.entrypoints.tool_request import ToolRequest
 from sglang.srt.function_call.base_format_detector import BaseFormatDetector
 from sglang.srt.function_call.core_types import ToolCallItem
 from sglang.srt.function_call.function_call_parser import FunctionCallParser
-from sglang.srt.function_call.gpt_oss_detector import GptOssDetector, harmony_format
+from sglang.srt.function_call.gpt_oss_detector import MESSAGE_END, GptOssDetector, harmony_format
 from sglang.srt.function_call.json_array_parser import JsonArrayParser
 from sglang.srt.managers.io_struct import FinishReason
 from sglang.srt.managers.tokenizer_manager import Chunk, TokenizerManager
@@ -207,10 +207,16 @@ class AnswerParser:
         self._reasoning = form.reasoning_parser()
         self._tokens = form.token_counter(texts)
         self.num_calls = 0
+        self._is_harmony = isinstance(self._reasoning, HarmonyParser) or (
+            self._reasoning is None and self._calls is not None and _is_harmony(form.detector)
+        )
 
     def push(self, chunk: Chunk) -> AnswerDelta:
         final = chunk.finish_reason is not None
         reasoning, text = "", chunk.text
+        if chunk.finish_reason is not None and isinstance(chunk.finish_reason.matched, int) and self._is_harmony:
+            # The token that ended the message is not in the text: a call without arguments is whole.
+            text += MESSAGE_END
         items: tuple[ToolCallItem, ...] = ()
         if self._reasoning is not None and self._tokens is not None:
             if not self._reasoning.ended:

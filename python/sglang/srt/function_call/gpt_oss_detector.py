@@ -37,8 +37,8 @@ _BLANK_LINE = "\n\n"
 
 ANALYSIS = f"{_CHANNEL}analysis{_MESSAGE}"
 _PREAMBLE = f"{_CHANNEL}commentary{_MESSAGE}"
-_FINAL = f"{_CHANNEL}final{_MESSAGE}"
-ANALYSIS_END = _END
+FINAL = f"{_CHANNEL}final{_MESSAGE}"
+ANALYSIS_END = MESSAGE_END = _END
 _NEXT = f"{_END}{_START}assistant"
 
 
@@ -200,7 +200,7 @@ class GptOssDetector(BaseFormatDetector):
         """Of what follows the reasoning."""
         call = cls.call_format([loose(tool) for tool in tools], template, single)
         preambles = _any_number(_sequence(_free_message(_PREAMBLE), _any_number(_free_message(ANALYSIS))))
-        final = _sequence(_const(_FINAL), {"type": "any_text"})
+        final = _sequence(_const(FINAL), {"type": "any_text"})
         return _sequence(preambles, {"type": "or", "elements": [final, call]})
 
 
@@ -212,7 +212,7 @@ def harmony_format(begin: Begin, call: dict[str, Any] | None, text: dict[str, An
     if call is not None:
         choices.append(_sequence(_const(_NEXT), call) if is_text else call)
     if text is not None:
-        choices.append(text if is_text else _sequence(_const(_FINAL), text))
+        choices.append(text if is_text else _sequence(_const(FINAL), text))
     answer = choices[0] if len(choices) == 1 else {"type": "or", "elements": choices}
     if is_text:
         return answer

@@ -20,10 +20,26 @@ from torch import nn
 
 from sgl_kernel import elementwise
 from sgl_kernel.elementwise import reference
-from sglang.srt.configs.model_files import yarn_mscale
+from sglang.srt.configs.model_files import ModelConfigError, yarn_mscale
 from sglang.srt.layers.kv_scale import KVScale
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.mem_cache.kv_view import KVView
+
+
+def _usable_frequencies(
+    head_dim: int, context_length: int, rope_parameters: dict[str, Any]
+) -> tuple[torch.Tensor, float]:
+    """`rope_frequencies`. Raises ModelConfigError where these are no numbers."""
+    try:
+        frequencies, factor = rope_frequencies(head_dim, context_length, rope_parameters)
+        reason = "" if bool(frequencies.isfinite().all()) and 0 < factor < math.inf else "they are not finite"
+    except (ArithmeticError, KeyError, TypeError, ValueError) as error:
+        reason = str(error)
+    if reason:
+        raise ModelConfigError(
+            f"The rope parameters of its config give no frequencies ({reason}): {rope_parameters}."
+        )
+    return frequencies, factor
 
 
 def rope_frequencies(
@@ -111,7 +127,7 @@ class RotaryEmbedding(nn.Module):
         self.dtype = dtype
         device = torch.get_default_device()
         with torch.device("cpu"):
-            frequencies, factor = rope_frequencies(head_dim, context_length, rope_parameters)
+            frequencies, factor = _usable_frequencies(head_dim, context_length, rope_parameters)
             angles = torch.outer(torch.arange(context_length, dtype=torch.float32), frequencies)
             # (context_length, head_dim): cosines, then sines.
             table = torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(factor).to(dtype).float()

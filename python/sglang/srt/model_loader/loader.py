@@ -149,10 +149,13 @@ def _weight_files(path: Path, load_format: str) -> dict[str, Path]:
         raise ModelLoadError(str(error)) from error
     if isinstance(names, dict):
         return {name: path / file for name, file in names.items()}
-    where = {}
+    where: dict[str, Path] = {}
     for file in names:
         with _open(path / file) as f:
-            where.update(dict.fromkeys(f.keys(), path / file))
+            for name in f.keys():  # noqa: SIM118
+                if name in where:
+                    raise ModelLoadError(f"{where[name].name} and {file} both hold {name!r}; one is too many.")
+                where[name] = path / file
     return where
 
 

@@ -58,7 +58,7 @@ class HarmonyTokens:
         """data: the bytes of a token."""
         self.number = 0
         self._data = data
-        self._detector = GptOssDetector((), BEGINS[start], lambda text: None, reads_calls=False)
+        self._detector = GptOssDetector((), BEGINS[start], lambda text: None)
         # Those of a header that is not whole.
         self._waiting = 0
         # The last bytes, as many as a mark has.

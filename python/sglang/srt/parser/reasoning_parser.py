@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang.srt.function_call.core_types import ToolCallItem
-from sglang.srt.function_call.gpt_oss_detector import ANALYSIS, ANALYSIS_END, GptOssDetector
+from sglang.srt.function_call.gpt_oss_detector import ANALYSIS, ANALYSIS_END, FINAL, GptOssDetector
 from sglang.srt.function_call.text_reader import Steps, TextReader
 
 AUTO = "auto"
@@ -88,7 +88,7 @@ def find_start(form: ReasoningFormat, prompt: str, continued: Mapping[str, Any] 
     prompt = prompt.rstrip()
     if prompt.endswith(form.begin):
         return Start.INSIDE
-    if prompt.endswith(form.end):
+    if prompt.endswith(form.end) or (form.is_harmony and prompt.endswith(FINAL)):
         return Start.BEHIND
     return Start.INSIDE if form.forced else Start.BEFORE
 

@@ -1,8 +1,8 @@
 """A conversation's messages as the chat template of gpt-oss takes them. Pure.
 
-The template reads an assistant's reasoning under the name `thinking`, renders the first call of a message only, gives
-each result of a tool the name of the call before it, and refuses a message with a call that has both a text and a
-reasoning. It renders either of them as reasoning.
+The template reads instructions from the first message alone, and an assistant's reasoning under the name `thinking`.
+It renders the first call of a message only, gives each result of a tool the name of the call before it, and refuses a
+message with a call that has both a text and a reasoning. It renders either of them as reasoning.
 """
 
 from __future__ import annotations
@@ -10,31 +10,59 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+_INSTRUCTIONS = ("system", "developer")
+_BLANK_LINE = "\n\n"
+
 
 def harmony_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """messages: as `template_messages` makes them. Each call becomes a message of its own, with its result behind it.
-    Results that belong to no call of the turn stay behind the last call."""
+    """messages: as `template_messages` makes them. All instructions become one message, the first. Each call becomes
+    a message of its own, with its result behind it; see `_results_of_calls`."""
     made: list[dict[str, Any]] = []
+    instructions = [message for message in messages if message["role"] in _INSTRUCTIONS]
+    if instructions:
+        texts = [text for each in instructions if isinstance(text := each.get("content"), str) and text]
+        made.append({**instructions[0], "content": _BLANK_LINE.join(texts)})
+    others = [message for message in messages if message["role"] not in _INSTRUCTIONS]
     at = 0
-    while at < len(messages):
-        message = _with_thinking(messages[at])
+    while at < len(others):
+        message = _with_thinking(others[at])
         at += 1
         calls = message.get("tool_calls", ())
         if not calls:
             made.append(message)
             continue
         results = []
-        while at < len(messages) and messages[at]["role"] == "tool":
-            results.append(dict(messages[at]))
+        while at < len(others) and others[at]["role"] == "tool":
+            results.append(dict(others[at]))
             at += 1
-        for call in calls:
-            made.append({**message, "tool_calls": [call]})
-            mine = [each for each in results if "id" in call and each.get("tool_call_id") == call["id"]]
-            made += mine
-            results = [each for each in results if each not in mine]
+        for call, of_call in zip(calls, _results_of_calls(calls, results), strict=True):
+            made += ({**message, "tool_calls": [call]}, *of_call)
             message = {key: value for key, value in message.items() if key != "thinking"} | {"content": ""}
-        made += results
     return made
+
+
+def _results_of_calls(
+    calls: Sequence[Mapping[str, Any]], results: Sequence[dict[str, Any]]
+) -> list[list[dict[str, Any]]]:
+    """Those of each call: by its id, where no other call has the same. The others go, in their order, to calls that
+    have none, and then to the last call."""
+    ids = [call.get("id") for call in calls]
+    counts: dict[Any, int] = {}
+    for each in ids:
+        counts[each] = counts.get(each, 0) + 1
+    places = {each: place for place, each in enumerate(ids) if each is not None and counts[each] == 1}
+    found: list[list[dict[str, Any]]] = [[] for _ in calls]
+    others = []
+    for result in results:
+        place = places.get(result.get("tool_call_id"))
+        if place is None:
+            others.append(result)
+        else:
+            found[place].append(result)
+    free = iter([of_call for of_call in found if not of_call])
+    for result in others:
+        next(free, found[-1]).append(result)
+    return found
 
 
 def _with_thinking(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -47,6 +75,6 @@ def _with_thinking(message: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(thinking, str) and thinking:
         made["thinking"] = thinking
         if made.get("tool_calls") and made["content"]:
-            made["thinking"] = f"{thinking}\n\n{made['content']}"
+            made["thinking"] = f"{thinking}{_BLANK_LINE}{made['content']}"
             made["content"] = ""
     return made
