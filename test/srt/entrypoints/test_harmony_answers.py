@@ -393,7 +393,7 @@ def results_of(calls: list[Event], results: list[Event]) -> list[str]:
         ((None, None), [(None, "A"), (None, "B")], ["A", "B"]),
         (("x", "x"), [("x", "A"), ("x", "B")], ["A", "B"]),
         (("x", "y"), [("y", "B"), ("x", "A")], ["A", "B"]),
-        (("x", "y"), [("y", "B"), ("z", "A")], ["A", "B"]),
+        (("x", "y"), [("y", "B"), ("z", "A")], ["", "BA"]),
         (("x", None), [(None, "B"), ("x", "A"), ("w", "C")], ["A", "BC"]),
         (("x", "y"), [("x", "A"), ("x", "a")], ["Aa", ""]),
     ],

@@ -44,24 +44,27 @@ def harmony_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, An
 def _results_of_calls(
     calls: Sequence[Mapping[str, Any]], results: Sequence[dict[str, Any]]
 ) -> list[list[dict[str, Any]]]:
-    """Those of each call: by its id, where no other call has the same. The others go, in their order, to calls that
-    have none, and then to the last call."""
+    """Those of each call: by its id, where no other call has the same. Results without an id, or of an id that several
+    calls have, go to calls without a result, in their order. All others go to the last call."""
     ids = [call.get("id") for call in calls]
     counts: dict[Any, int] = {}
     for each in ids:
         counts[each] = counts.get(each, 0) + 1
     places = {each: place for place, each in enumerate(ids) if each is not None and counts[each] == 1}
     found: list[list[dict[str, Any]]] = [[] for _ in calls]
-    others = []
+    in_order, unknown = [], []
     for result in results:
-        place = places.get(result.get("tool_call_id"))
-        if place is None:
-            others.append(result)
+        of = result.get("tool_call_id")
+        if of in places:
+            found[places[of]].append(result)
+        elif of is None or of in counts:
+            in_order.append(result)
         else:
-            found[place].append(result)
+            unknown.append(result)
     free = iter([of_call for of_call in found if not of_call])
-    for result in others:
+    for result in in_order:
         next(free, found[-1]).append(result)
+    found[-1] += unknown
     return found
 
 
