@@ -7,6 +7,7 @@ message with a call that has both a text and a reasoning. It renders either of t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -44,17 +45,15 @@ def harmony_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, An
 def _results_of_calls(
     calls: Sequence[Mapping[str, Any]], results: Sequence[dict[str, Any]]
 ) -> list[list[dict[str, Any]]]:
-    """Those of each call: by its id, where no other call has the same. Results without an id, or of an id that several
-    calls have, go to calls without a result, in their order. All others go to the last call."""
-    ids = [call.get("id") for call in calls]
-    counts: dict[Any, int] = {}
-    for each in ids:
-        counts[each] = counts.get(each, 0) + 1
+    """Those of each call: by its id, where no other call has the same. Results without an id, or of an id that
+    several calls have, go to calls without a result, in their order. All others go to the last call."""
+    ids = [_id_of(call, "id") for call in calls]
+    counts = Counter(ids)
     places = {each: place for place, each in enumerate(ids) if each is not None and counts[each] == 1}
     found: list[list[dict[str, Any]]] = [[] for _ in calls]
     in_order, unknown = [], []
     for result in results:
-        of = result.get("tool_call_id")
+        of = _id_of(result, "tool_call_id")
         if of in places:
             found[places[of]].append(result)
         elif of is None or of in counts:
@@ -66,6 +65,11 @@ def _results_of_calls(
         next(free, found[-1]).append(result)
     found[-1] += unknown
     return found
+
+
+def _id_of(message: Mapping[str, Any], name: str) -> str | int | None:
+    found = message.get(name)
+    return found if isinstance(found, str | int) else None
 
 
 def _with_thinking(message: Mapping[str, Any]) -> dict[str, Any]:
