@@ -9,14 +9,23 @@ import torch
 import torch.nn.functional as F
 
 from sgl_kernel.experts import group_by_expert, weighted_sum
-from sgl_kernel.quantized import FOUR_BITS, MatrixFormat
-from sglang.srt.configs.experts import ClampedExperts, ExpertsConfig
+from sgl_kernel.quantized import E2M1, FOUR_BITS, MatrixFormat
+from sglang.srt.configs.experts import ClampedExperts, ExpertGroups, ExpertsConfig
 from sglang.srt.distributed.parallel_state import SINGLE_RANK, Shard
 from sglang.srt.layers.expert_router import ExpertRouter
 from sglang.srt.layers.mixture import ExpertNames, Experts, Mixture
+from support.triton_runs import needs_triton, run_interpreted
 
 WAYS = ("_one_by_one", "_in_groups", "_in_tiles")
 HIDDEN, WIDTH = 24, 40
+# How a layer's tokens choose, and how its weights are stored.
+LAYERS = (
+    ({}, None),
+    ({}, MatrixFormat(torch.float8_e4m3fn, 32)),
+    ({"groups": ExpertGroups(4, 2, True, 2.5)}, MatrixFormat(FOUR_BITS, 32)),
+    ({"groups": ExpertGroups(4, 2, False, 1.5)}, MatrixFormat(torch.int8)),
+    ({"clamped": ClampedExperts(1.702, 7.0)}, MatrixFormat(E2M1, 32)),
+)
 NAMES = ExpertNames("gate", "up", "down", "shared")
 
 
@@ -171,6 +180,11 @@ def test_a_shared_expert_and_no_tokens() -> None:
             assert mixture(x[:0]).shape == (0, HIDDEN)
 
 
+@needs_triton
+def test_a_layer_by_a_gpus_kernels_under_the_interpreter() -> None:
+    assert run_interpreted(__file__).count("is right") == len(LAYERS)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -203,3 +217,33 @@ def test_a_gpu_computes_what_the_cpu_does(dtype: torch.dtype, clamped: ClampedEx
         experts_there = [each.cpu() for each in held]
         result = out.clone()
     near(result, experts.cpu()(*experts_there))
+
+
+# -- under the interpreter -----------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """It multiplies no matrices of bfloat16."""
+    from sgl_kernel import experts
+    from sgl_kernel.experts import triton_kernels
+
+    for seed, (how, format) in enumerate(LAYERS):
+        torch.manual_seed(seed)
+        config = ExpertsConfig(8, 2, 64, True, 0, (True,), **how)
+        mixture = Mixture(config, 64, torch.float16, SINGLE_RANK, NAMES, None, format)
+        for target in mixture.weight_targets().values():
+            target.fill(torch.randn(target.shape) * 0.2)
+        x = torch.randn(9 + 30 * seed, 64).half()
+        want = mixture(x)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(experts, "_module", lambda x: triton_kernels)
+            weights, chosen = mixture.router(x)
+            groups = group_by_expert(chosen, 8)
+            got = weighted_sum(mixture.experts._in_tiles(x, groups), weights)
+        error = ((got - want).abs().max() / want.abs().max()).item()
+        assert error < 5e-3, f"{how}, {format}: off by {error}"
+        print(f"layer {seed} is right")
+
+
+if __name__ == "__main__":
+    main()
