@@ -54,9 +54,9 @@ _SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("head_dim", "vocab_size", "max_position_embeddings", "moe_intermediate_size", "num_experts_per_tok"),
 )
+_LARGEST = sys.float_info.max
 # Numbers of rope parameters; the first two have to be there.
 _ABOVE_ZERO = ("rope_theta", "original_max_position_embeddings", "factor")
-_LARGEST = sys.float_info.max
 _ROPE_NUMBERS = (
     *("attention_factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor"),
     *("mscale", "mscale_all_dim", "partial_rotary_factor"),

@@ -207,14 +207,11 @@ class AnswerParser:
         self._reasoning = form.reasoning_parser()
         self._tokens = form.token_counter(texts)
         self.num_calls = 0
-        self._is_harmony = isinstance(self._reasoning, HarmonyParser) or (
-            self._reasoning is None and self._calls is not None and _is_harmony(form.detector)
-        )
 
     def push(self, chunk: Chunk) -> AnswerDelta:
-        final = chunk.finish_reason is not None
-        reasoning, text = "", chunk.text
-        if chunk.finish_reason is not None and isinstance(chunk.finish_reason.matched, int) and self._is_harmony:
+        end = chunk.finish_reason
+        final, reasoning, text = end is not None, "", chunk.text
+        if isinstance(self._reasoning, HarmonyParser) and end is not None and isinstance(end.matched, int):
             # The token that ended the message is not in the text: a call without arguments is whole.
             text += MESSAGE_END
         items: tuple[ToolCallItem, ...] = ()

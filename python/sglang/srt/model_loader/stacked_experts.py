@@ -11,14 +11,18 @@ mxfp4_weights.py does, gives them by a method `expert`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from sglang.srt.configs.model_files import ModelConfigError
 from sglang.srt.layers.weights import QuantizedSource, WeightTarget
 from sglang.srt.model_loader.packed_weights import Readable, bounds
+
+T = TypeVar("T")
+# As of `QuantizedSource`.
+Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 def fill_stacked(
@@ -57,28 +61,30 @@ def alternating(matrix: Any, number: int) -> list[Any]:
     they are to be such."""
     if number == 1:
         return [matrix]
-    kind = _QuantizedEveryOther if isinstance(matrix, QuantizedSource) else _EveryOther
-    read = _LastRead(matrix)
-    return [kind(matrix, read, place, number) for place in range(number)]
+    read = _LastRead(matrix.__getitem__)
+    if isinstance(matrix, QuantizedSource):
+        read_parts = _LastRead(matrix.parts)
+        return [_QuantizedEveryOther(matrix, read, read_parts, place, number) for place in range(number)]
+    return [_EveryOther(matrix, read, place, number) for place in range(number)]
 
 
-class _LastRead:
+class _LastRead(Generic[T]):
     """Keeps what was read last of a matrix: each part is asked for once by gate and once by up."""
 
-    def __init__(self, matrix: Any) -> None:
-        self._matrix = matrix
-        self._last: tuple[tuple[slice, ...], torch.Tensor] | None = None
+    def __init__(self, read: Callable[..., T]) -> None:
+        self._read = read
+        self._last: tuple[tuple[Any, ...], T] | None = None
 
-    def __call__(self, index: tuple[slice, ...]) -> torch.Tensor:
-        if self._last is None or self._last[0] != index:
-            self._last = index, self._matrix[index]
+    def __call__(self, *asked: Any) -> T:
+        if self._last is None or self._last[0] != asked:
+            self._last = asked, self._read(*asked)
         return self._last[1]
 
 
 class _EveryOther:
     """Of the outputs of a matrix, those of a place among `step` that alternate."""
 
-    def __init__(self, matrix: Any, read: _LastRead, place: int, step: int) -> None:
+    def __init__(self, matrix: Any, read: _LastRead[torch.Tensor], place: int, step: int) -> None:
         self._matrix, self._read, self._place, self._step = matrix, read, place, step
 
     def get_shape(self) -> list[int]:
@@ -94,8 +100,14 @@ class _EveryOther:
 
 
 class _QuantizedEveryOther(_EveryOther):
-    def parts(self, index: tuple[slice, ...], group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def __init__(
+        self, matrix: Any, read: _LastRead[torch.Tensor], read_parts: _LastRead[Parts], place: int, step: int
+    ) -> None:
+        super().__init__(matrix, read, place, step)
+        self._read_parts = read_parts
+
+    def parts(self, index: tuple[slice, ...], group: int) -> Parts:
         """See `QuantizedSource`."""
-        values, scales, zeros = self._matrix.parts(self._wider(index), group)
+        values, scales, zeros = self._read_parts(self._wider(index), group)
         which = slice(self._place, None, self._step)
         return values[which], scales[which], None if zeros is None else zeros[which]
