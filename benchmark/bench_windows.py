@@ -1,4 +1,4 @@
-"""What is saved where layers with a window have no more than they show: by loads, and on the device.
+"""What is saved where layers with a window have no more than they show: by loads, on the device, and on the host.
 
     python benchmark/bench_windows.py [--rounds N]
 
@@ -10,6 +10,8 @@ prefix that has just been loaded without what its windows do not show.
 
 Pools: the device has the same memory, as one pool, or with a pool of its own for layers with a window. Documents are
 asked in turn, which the one has room for and the other has not; then requests come together, longer than a window.
+
+Host pools: the host has the same memory, as one pool or as two, and the device has room for less than two documents.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from common import print_table, write_json
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.attention.base_attn_backend import WINDOW_TILE
 from sglang.srt.managers.scheduler_config import SchedulerConfig
-from sglang.srt.managers.startup.sizes import with_windowed_pool
+from sglang.srt.managers.startup.sizes import with_windowed_host_pool, with_windowed_pool
 from sglang.srt.mem_cache.transfer import H2D, Tier
 from sglang.srt.sampling.sampling_params import SamplingParams
 from support.local_engine import LocalEngine
@@ -35,6 +37,8 @@ PREFIXES = (2048, 8192)
 NEW_TOKENS, WINDOW, NUM_LAYERS, LAYERS_PER_FULL = 64, 512, 12, 6
 # Tokens of the device where it has one pool, of a document, of a prompt of those that come together; how many.
 MEMORY, DOCUMENT, LONG, NUM_DOCUMENTS, NUM_TOGETHER = 8192, 3000, 2000, 6, 8
+# Of the device where pools of the host are compared.
+DEVICE_MEMORY = 2560
 RATES = {"memory": None, "0.5 GB/s": 0.5e9}
 RATIO = 0.25
 CHUNKS = {"chunked_prefill_size": 512}
@@ -204,6 +208,43 @@ def measure_pools(model: ModelConfig, rounds: int, num_host_pages: int) -> dict[
     return {**row, "rounds": rounds}
 
 
+class HostRig(PoolRig):
+    """The device has two pools. The host's memory is one pool, or two."""
+
+    def __init__(self, model: ModelConfig, is_hybrid: bool) -> None:
+        config = SchedulerConfig(1, DEVICE_MEMORY, MEMORY, 1, model.context_length, num_layers=NUM_LAYERS, **CHUNKS)
+        config = with_windowed_pool(config, model.windows, RATIO, None)
+        if is_hybrid:
+            config = with_windowed_host_pool(config, model.windows, RATIO)
+        sizes = ("num_device_pages", "num_windowed_pages", "num_host_pages", "num_windowed_host_pages")
+        self.engine = LocalEngine(
+            model,
+            debug=False,
+            load_format="dummy",
+            write_policy="write_through",
+            **{name: getattr(config, name) for name in sizes},
+            **CHUNKS,
+        )
+
+
+def measure_host_pools(model: ModelConfig, rounds: int) -> dict[str, object]:
+    rigs = {"one": HostRig(model, False), "two": HostRig(model, True)}
+    for rig in rigs.values():
+        rig.ask_in_turn(0)
+    samples = [{name: rig.ask_in_turn(number) for name, rig in rigs.items()} for number in range(1, rounds + 1)]
+    row: dict[str, object] = {}
+    for name, rig in rigs.items():
+        config = rig.engine.scheduler.config
+        row[f"device tokens, {name}"], row[f"host tokens, {name}"] = config.num_device_pages, config.num_host_pages
+    for what in samples[0]["one"]:
+        for name in rigs:
+            row[f"{what}, {name}"] = float(np.median([each[name][what] for each in samples]))
+    row["first token s, ratio"] = float(
+        np.median([each["two"]["first token s"] / each["one"]["first token s"] for each in samples])
+    )
+    return {**row, "rounds": rounds}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
@@ -213,9 +254,11 @@ def main() -> None:
         model = ModelConfig.from_pretrained(folder)
         rows = [row for rate in RATES for row in measure(model, rate, args.rounds)]
         pools = [measure_pools(model, args.rounds, num_host_pages) for num_host_pages in (0, 4 * MEMORY)]
+        host_pools = [measure_host_pools(model, args.rounds)]
     print_table("Loads that leave out what windows hide; a whole load is 1", rows)
     print_table("The same memory of the device as one pool, or as two", pools)
-    write_json("windows", {**vars(args), "model": "random, float32"}, [*rows, *pools])
+    print_table("The same memory of the host as one pool, or as two", host_pools)
+    write_json("windows", {**vars(args), "model": "random, float32"}, [*rows, *pools, *host_pools])
 
 
 if __name__ == "__main__":

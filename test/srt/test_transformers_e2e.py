@@ -182,6 +182,7 @@ def test_loads_leave_out_what_windows_hide(
         assert counters["hit_tokens_host"] > 400
         assert ("load_full_only_tokens" not in counters) == (pools == "whole"), counters
         assert ("windowed" in state["tiers"]["device"]) == (pools == "two pools")
+        assert ("windowed" in state["tiers"]["host"]) == (pools != "whole")
         assert (counters.get("evicted_tokens_windowed", 0) > 0) == (pools == "two pools"), counters
 
 

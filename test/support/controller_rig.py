@@ -21,13 +21,14 @@ from sglang.srt.mem_cache.transfer import (
     Tier,
     TransferOp,
 )
+from sglang.srt.mem_cache.windowed_pool import WindowedPool
 from sglang.srt.utils.time_units import LaunchClock, LaunchSeq
 from support.storage_rig import DEVICE, HOST, tokens
 
 
 class Rig:
     """A tree of letters, page size 1, over small pools. window_reach: see `SchedulerConfig`; half of the layers have
-    a window."""
+    a window. windowed_host: pages of the host's pool for these, 0 for none; with one the device has one, too."""
 
     def __init__(
         self,
@@ -37,6 +38,7 @@ class Rig:
         eviction: str = "lru",
         peer: int = 0,
         window_reach: int = 0,
+        windowed_host: int = 0,
     ) -> None:
         self.tree = HiRadixTree(1, eviction, window_reach)
         self.device = FrameTable(device)
@@ -44,7 +46,12 @@ class Rig:
         self.peer = FrameTable(peer) if peer else None
         self.clock = LaunchClock()
         self.clock.next = LaunchSeq(1000)
-        self.ledger = TransferLedger(self.tree, Pools(self.device, self.host, self.peer), self.clock, 100, 0.5)
+        self.windowed = WindowedPool(self.tree, self.device, device) if windowed_host else None
+        self.windowed_host = None
+        if self.host is not None and windowed_host:
+            self.windowed_host = WindowedPool(self.tree, self.host, windowed_host, Tier.HOST)
+        pools = Pools(self.device, self.host, self.peer, None, self.windowed, self.windowed_host)
+        self.ledger = TransferLedger(self.tree, pools, self.clock, 100, 0.5)
         self.controller = HiCacheController(self.ledger, write_policy)
 
     def at(self, done: int, next: int = 1000) -> HiCacheController:
@@ -55,12 +62,15 @@ class Rig:
     def insert(self, text: str, below: Node | None = None, fence: int = 0, now: int = 0) -> Node:
         frames = self.device.allocate(len(text))
         assert frames is not None
+        if self.windowed is not None:
+            self.windowed.give(frames)
         result = self.tree.insert_prefix("", below, tokens(text), frames, LaunchSeq(fence), LaunchSeq(now))
         for node in result.created:
             created = node.frames[DEVICE]
             assert created is not None
             self.device.transition(created, FrameState.HELD, FrameState.CACHED)
         self.device.free_after(result.duplicates, FrameState.HELD, fence)
+        self.ledger.free(result.replaced, DEVICE)
         self.check()
         return result.node
 

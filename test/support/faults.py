@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.check_link import CheckLink
 from sglang.srt.mem_cache.layer_stream_cache import LayerStreamCache, Piece
 from sglang.srt.mem_cache.link import CopyLink, Fence
 from sglang.srt.mem_cache.memory_pool import DevicePool
-from sglang.srt.mem_cache.storage_link import StorageLink, StoreSlot
+from sglang.srt.mem_cache.storage_link import HasWindowed, StorageLink, StoreSlot
 from sglang.srt.mem_cache.transfer import LoadFailedError, OpResult, TransferOp
 from sglang.srt.model_executor.executor import ModelExecutor, StepResult, _Run
 from sglang.srt.utils.cuda_stream import KernelLaunch
@@ -116,9 +116,16 @@ class LateStorageLink(StorageLink):
     """late_rate: as for links. What fails is the store's business."""
 
     def __init__(
-        self, name: str, slot: StoreSlot, stream: Stream, seed: int, late_rate: float, clock: Callable[[], float]
+        self,
+        name: str,
+        slot: StoreSlot,
+        stream: Stream,
+        seed: int,
+        late_rate: float,
+        clock: Callable[[], float],
+        host_pool: HasWindowed,
     ) -> None:
-        super().__init__(name, slot, stream, clock=clock)
+        super().__init__(name, slot, stream, clock=clock, host_pool=host_pool)
         self._late = _Late(random.Random(seed), late_rate)
 
     def poll(self) -> list[OpResult]:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.mem_cache.node import Node
+from sglang.srt.mem_cache.node import Node, is_partial_on
 from sglang.srt.mem_cache.transfer import Tier
 from sglang.srt.utils.device import to_device
 from support.pool_pages import Pool, pages_of
@@ -71,11 +71,11 @@ def check_kv(
             frames = node.frames[tier]
             if frames is None or node.tickets[tier] is not None or node.fences[tier] >= scheduler.clock.done:
                 continue
-            is_cut = tier == Tier.DEVICE and node.is_partial
+            is_cut = is_partial_on(node, tier)
             # Of a pool of its own for layers with a window.
             windowed = None
-            if tier == Tier.DEVICE and not is_cut and scheduler.cache.windowed.pool is not None:
-                windowed = scheduler.cache.windowed.pool.frame_of[frames]
+            if not is_cut and (of_tier := scheduler.cache.ledger.windowed.get(tier)) is not None:
+                windowed = of_tier.frame_of[frames]
                 if (windowed < 0).any():
                     raise OracleError(f"{node}: is whole, and has no frames in the pool for layers with a window")
             there = to_device(frames.astype(np.int64), pool.kv.device)

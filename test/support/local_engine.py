@@ -44,6 +44,7 @@ from sglang.srt.managers.startup.sizes import with_windows
 from sglang.srt.managers.storage_setup import StorageSetup
 from sglang.srt.mem_cache.block_store import BlockStore
 from sglang.srt.mem_cache.check_link import CheckLink
+from sglang.srt.mem_cache.hybrid_pages import HybridPages
 from sglang.srt.mem_cache.layer_stream_cache import LayerStreamCache
 from sglang.srt.mem_cache.link import CopyOptions, HasPages, kernel_links_of
 from sglang.srt.mem_cache.memory_pool import DevicePool, MHATokenToKVPool
@@ -79,7 +80,7 @@ from sglang.srt.utils.device import CPU, settle_memory
 from sglang.srt.utils.stream import ThreadStream
 from sglang.srt.utils.time_units import Seconds
 from support.faults import FaultyExecutor, FaultyLink
-from support.pool_pages import fill_all, poison, poison_windowed
+from support.pool_pages import Pool, fill_all, poison, poison_windowed
 
 GREEDY = SamplingParams(max_new_tokens=16, temperature=0.0, ignore_eos=True, sampling_seed=0)
 
@@ -106,7 +107,7 @@ def _poison(pool: DevicePool | MHATokenToKVPoolHost | ElasticPool, frames: np.nd
         torch.cuda.synchronize(pool.kv.device)
 
 
-def _poison_windowed(pool: DevicePool, frames: np.ndarray) -> None:
+def _poison_windowed(pool: Pool, frames: np.ndarray) -> None:
     poison_windowed(pool, frames)
     if pool.kv.is_cuda:
         torch.cuda.synchronize(pool.kv.device)
@@ -268,7 +269,10 @@ class LocalEngine:
         self.host_pool: MHATokenToKVPoolHost | None = None
         self.peer_pool: MHATokenToKVPoolHost | ElasticPool | None = self.borrowed.pool if self.borrowed else None
         if num_host_pages:
-            self.host_pool = host = shared_host or MHATokenToKVPoolHost(pool, num_host_pages, host_layout)
+            num_windowed_host = config.num_windowed_host_pages
+            self.host_pool = host = shared_host or MHATokenToKVPoolHost(
+                pool, num_host_pages, host_layout, num_windowed_pages=num_windowed_host, windowed=windowed
+            )
         if num_peer_pages and self.peer_pool is None:
             self.peer_pool = MHATokenToKVPoolHost(pool, num_peer_pages)
         below = {Tier.PEER: self.peer_pool, Tier.HOST: self.host_pool}
@@ -322,7 +326,9 @@ class LocalEngine:
                 self._slot.attach("")
             for name in STORAGE_LINKS:
                 self._streams.append(ThreadStream(name))
-                storage_links[name] = StorageLink(name, self._slot, self._streams[-1], self._woken.set)
+                storage_links[name] = StorageLink(
+                    name, self._slot, self._streams[-1], self._woken.set, host_pool=self.host_pool
+                )
         if debug:
             for filled in (pool, self.host_pool, self.peer_pool):
                 # What is borrowed is not there yet, and poisoned as it comes.
@@ -330,7 +336,11 @@ class LocalEngine:
                     fill_all(filled, float("nan"))
             if self.layer_stream is not None:
                 self.layer_stream.kv.view(torch.uint8).fill_(255)
-        poisons_windowed = partial(_poison_windowed, pool) if debug and num_windowed else None
+        poisons_windowed = {
+            tier: partial(_poison_windowed, each)
+            for tier, each in ((Tier.DEVICE, pool), (Tier.HOST, self.host_pool))
+            if debug and each is not None and isinstance(each.kv_pages, HybridPages)
+        }
         self.core = EngineCore(
             Scheduler(config),
             executor,

@@ -86,6 +86,8 @@ class SoakConfig:
     # The pool of the device for layers with a window has one in so many of its pages, or as few as possible; 0: there
     # is one pool for all layers.
     windowed_part: int = 0
+    # The same of the host.
+    windowed_host_part: int = 0
     host_layout: str = "page_first"
     io_backend: str = "auto"
     num_peer_pages: int = 0
@@ -204,15 +206,19 @@ class SoakConfig:
         sizes = [rng.choice((1, 2, 5, 12, None)) for _ in range(HashModel.NUM_LAYERS - 1)]
         windows = [*sizes, rng.choice((3, 8))]
         rng.shuffle(windows)
-        return replace(self, windows=tuple(windows), windowed_part=rng.choice((0, 1, 2, 4)))
+        device_part, host_part = rng.choice((0, 1, 2, 4)), rng.choice((0, 2, 4, 8))
+        return replace(self, windows=tuple(windows), windowed_part=device_part, windowed_host_part=host_part)
 
     @property
     def has_windowed_pool(self) -> bool:
         """Whether the device has a pool of its own for layers with a window, see `windowed_part`."""
+        return bool(self.windowed_part and self.has_both_kinds and not self.lend_rate)
+
+    @property
+    def has_both_kinds(self) -> bool:
+        """Whether some layers have a window of more than a token, others none, and no request streams."""
         is_seen = any(window is not None and window > 1 for window in self.windows)
-        return bool(
-            self.windowed_part and None in self.windows and is_seen and not self.streams and not self.lend_rate
-        )
+        return is_seen and None in self.windows and not self.streams
 
     @property
     def window_reach(self) -> int:
@@ -398,7 +404,10 @@ def scheduler_config(config: SoakConfig, page_bytes: int) -> SchedulerConfig:
         canary_rate=config.canary_rate,
         canary_idle_s=0.0,
     )
-    if not config.has_windowed_pool:
+    if config.has_windowed_pool:
+        part = made.num_device_pages // config.windowed_part
+        made = replace(made, num_windowed_pages=max(part, made.least_windowed_pages))
+    if not config.windowed_host_part or not made.num_host_pages or not config.has_both_kinds:
         return made
-    part = made.num_device_pages // config.windowed_part
-    return replace(made, num_windowed_pages=max(part, made.least_windowed_pages))
+    part = made.num_host_pages // config.windowed_host_part
+    return replace(made, num_windowed_host_pages=min(made.num_host_pages, max(part, made.least_windowed_pages)))

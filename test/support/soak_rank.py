@@ -124,11 +124,23 @@ def build_rank(
     stores: list[MemoryStore] = []
     slabs: ComingAndGoing | LentOut | None = None
     poisons: dict[Tier, Callable[[np.ndarray], None]] = {Tier.DEVICE: partial(poison, pool)}
+    poisons_windowed: dict[Tier, Callable[[np.ndarray], None]] = {}
+    if num_windowed:
+        poisons_windowed[Tier.DEVICE] = partial(poison_windowed, pool)
     if config.lend_rate:
         slabs = LentOut(scheduler.config.slabs, config.lend_rate, config.seed * 10 + rank, poisons[Tier.DEVICE])
     if config.num_host_pages:
-        host_pool = sources[Tier.HOST] = host = MHATokenToKVPoolHost(pool, config.num_host_pages, config.host_layout)
-        host.kv.fill_(empty)
+        num_windowed_host = scheduler.config.num_windowed_host_pages
+        host_pool = sources[Tier.HOST] = host = MHATokenToKVPoolHost(
+            pool,
+            config.num_host_pages,
+            config.host_layout,
+            num_windowed_pages=num_windowed_host,
+            windowed=windowed,
+        )
+        fill_all(host, empty)
+        if num_windowed_host:
+            poisons_windowed[Tier.HOST] = partial(poison_windowed, host)
         poisons[Tier.HOST] = partial(poison, host)
         below: dict[str, HasPages] = {H2D: host, D2H: host}
         upper: dict[str, HasPages] = {P2H: host}
@@ -170,6 +182,7 @@ def build_rank(
                     config.seed * 100 + rank * 10 + i,
                     config.store_late_rate,
                     RandomClock(config.seed, config.fetch_s),
+                    host,
                 )
     checks: dict[str, FaultyCheckLink] = {}
     if config.canary_rate:
@@ -177,8 +190,7 @@ def build_rank(
             pool, emulator.stream(CHECK), seed=config.seed * 10 + rank, fail_rate=config.check_fail_rate
         )
     if "poison" not in nets:
-        poisons = {}
-    poisons_windowed = partial(poison_windowed, pool) if num_windowed and "poison" in nets else None
+        poisons = poisons_windowed = {}
     core = EngineCore(
         scheduler,
         executor,

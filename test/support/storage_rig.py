@@ -54,6 +54,7 @@ class StorageRig:
         max_store_pages: int = 64,
         window_reach: int = 0,
         windowed: int = 0,
+        windowed_host: int = 0,
         **config: object,
     ) -> None:
         self.tree = HiRadixTree(1, window_reach=window_reach)
@@ -62,7 +63,8 @@ class StorageRig:
         self.clock = LaunchClock()
         self.clock.next, self.clock.done = LaunchSeq(20), LaunchSeq(DONE)
         pool = WindowedPool(self.tree, self.device, windowed) if windowed else None
-        pools = Pools(self.device, self.host, table, windowed=pool)
+        self.windowed_host = WindowedPool(self.tree, self.host, windowed_host, HOST) if windowed_host else None
+        pools = Pools(self.device, self.host, table, windowed=pool, windowed_host=self.windowed_host)
         self.ledger = TransferLedger(self.tree, pools, self.clock, 100)
         self.controller = HiCacheController(self.ledger, "write_through")
         config = {"policy": "wait_complete", "threshold": 1} | config

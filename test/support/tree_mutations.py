@@ -10,7 +10,7 @@ from unittest import mock
 from sglang.srt.mem_cache import eviction_order, hiradix_tree
 from sglang.srt.mem_cache.eviction_order import EvictionOrder
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
-from sglang.srt.mem_cache.node import Node
+from sglang.srt.mem_cache.node import Dropped, Node
 from sglang.srt.mem_cache.placement import COVERED, LAST, class_of_copy
 
 TREE_MUTATIONS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {}
@@ -44,7 +44,7 @@ def computed_hole_stays_lossy() -> Any:
     insert_prefix = HiRadixTree.insert_prefix
 
     def patched(self: Any, *args: Any) -> Any:
-        with mock.patch.object(hiradix_tree, "is_hole", lambda node: False):
+        with mock.patch.object(hiradix_tree, "is_nowhere_whole", lambda node: False):
             return insert_prefix(self, *args)
 
     return mock.patch.object(HiRadixTree, "insert_prefix", patched)
@@ -55,13 +55,13 @@ def fetched_hole_leaves_exact_what_is_below() -> Any:
     """A lossy fetch into a hole leaves what is below it marked as exact."""
     begin_fetch = HiRadixTree.begin_fetch
 
-    def patched(self: Any, *args: Any) -> Node:
+    def patched(self: Any, *args: Any) -> tuple[Node, Dropped]:
         marks = [(node, node.is_lossy) for node in self.walk()]
-        fetched = begin_fetch(self, *args)
+        fetched, replaced = begin_fetch(self, *args)
         for node, mark in marks:
             if node is not fetched:
                 node.is_lossy = mark
-        return fetched
+        return fetched, replaced
 
     return mock.patch.object(HiRadixTree, "begin_fetch", patched)
 

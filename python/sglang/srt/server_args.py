@@ -244,9 +244,9 @@ class ServerArgs:
     swa_full_tokens_ratio: float | None = arg(
         SCHEDULING,
         None,
-        "of models with sliding windows in some layers: pages that these layers have on the device, per page of the "
+        "of models with sliding windows in some layers: pages of such layers on device and host, per page of the "
         "others",
-        unset="0.25 where that gives the device more tokens, else 1",
+        unset="0.25 where that gives more tokens, else 1",
     )
     disable_hybrid_swa_memory: bool = arg(
         SCHEDULING, False, "give layers with a sliding window as many pages as the others, and load what windows hide"

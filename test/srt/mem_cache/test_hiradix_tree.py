@@ -952,7 +952,7 @@ def fetch(tree: HiRadixTree, text: str, first: int, seq: int = 0, is_lossy: bool
     keys = NAMES.of_prompt("", tokens(text))[m.total_len // 4 :]
     n = (len(text) - m.total_len) // tree.page_size
     run = FilledRun(tokens(text[m.total_len :]), pages(first, n), Ticket(FETCH, seq), NO_LAUNCH)
-    node = tree.begin_fetch(m, run, keys, 1, is_lossy)
+    node, _ = tree.begin_fetch(m, run, keys, 1, is_lossy)
     tree.check_invariants()
     return node
 

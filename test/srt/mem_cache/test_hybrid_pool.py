@@ -24,7 +24,7 @@ from sglang.srt.mem_cache.hybrid_pages import HybridPages, runs_alike
 from sglang.srt.mem_cache.link import CopyLink, CopyOptions
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
-from sglang.srt.mem_cache.page_layout import PageLayout
+from sglang.srt.mem_cache.page_layout import Component, PageLayout
 from sglang.srt.mem_cache.page_memory import ORDERS
 from sglang.srt.mem_cache.transfer import D2H, H2D, CheckOp, Ticket, Tier, TransferOp
 from sglang.srt.model_executor.executor import ExecutorOptions, ModelExecutor
@@ -69,6 +69,39 @@ def ids(*frames: int) -> np.ndarray:
 
 
 # -- memory -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("head_dims", [(4, 4), (4, 6)])
+def test_storage_sees_whole_pages_of_a_hybrid_host(order: str, head_dims: tuple[int, int]):
+    """As of a host with one pool, wherever the layers of a page lie."""
+    components = tuple(Component(name, (2, dim), "float32") for name, dim in zip("KV", head_dims))
+    layout = PageLayout(components, len(WINDOWED), 4)
+    device = MHATokenToKVPool(PAGES, layout, CPU, False, WINDOWED, WINDOWED_PAGES)
+    host = MHATokenToKVPoolHost(device, HOST_PAGES, order, num_windowed_pages=9, windowed=WINDOWED)
+    assert host.buffers(ids(0)) is None
+    rng = np.random.default_rng(7)
+    blocks = rng.integers(0, 256, (5, layout.page_bytes), dtype=np.uint8)
+    for start, stop in layout.padding:
+        blocks[:, start:stop] = 0
+    frames, of_windows = ids(4, 5, 6, 19, 0), ids(8, 0, 1, -1, 2)
+    host.set_windowed(frames, of_windows)
+    before = host.kv.clone()
+    host.copy_in(frames, blocks)
+    whole = np.flatnonzero(of_windows >= 0)
+    found = np.empty((4, layout.page_bytes), np.uint8)
+    host.copy_out(frames[whole], found)
+    assert np.array_equal(found, blocks[whole])
+    plain = MHATokenToKVPoolHost(MHATokenToKVPool(1, layout), HOST_PAGES)
+    plain.copy_in(frames, blocks)
+    there, of_windows_there = (torch.from_numpy(each[whole].astype(np.int64)) for each in (frames, of_windows))
+    both = (pages_of(host, there, of_windows_there), pages_of(plain, there))
+    assert torch.equal(*(each.view(-1).view(torch.uint8) for each in both))
+    with pytest.raises(AssertionError, match="a page lacks layers"):
+        host.copy_out(frames, np.empty((5, layout.page_bytes), np.uint8))
+    # Nothing else is written: of page 19 only layers with full attention, and no other page of layers with a window.
+    changed = host.kv != before
+    assert changed.sum() <= 5 * host._regions[0].layout.page_bytes + 4 * host._regions[1].layout.page_bytes
 
 
 def test_each_kind_of_layer_has_as_many_pages_as_it_is_given():
@@ -139,13 +172,25 @@ def test_poison_and_copies_of_pages():
 
 
 class Links:
-    """Both links of a hybrid pool, and what their operations should leave."""
+    """Both links of a hybrid pool, and what their operations should leave. windowed_host: of the host's pool for
+    layers with a window; 0 for a host without one."""
 
-    def __init__(self, stream: ThreadStream, seed: int, page_size: int, order: str, io_backend: str) -> None:
+    def __init__(
+        self,
+        stream: ThreadStream,
+        seed: int,
+        page_size: int,
+        order: str,
+        io_backend: str,
+        windowed_host: int = 0,
+    ) -> None:
         self.rng = np.random.default_rng(seed)
         self.device = hybrid(page_size)
-        self.host = MHATokenToKVPoolHost(self.device, HOST_PAGES, order)
-        self.host.kv.copy_(torch.from_numpy(self.rng.normal(size=tuple(self.host.kv.shape))))
+        self.host = MHATokenToKVPoolHost(
+            self.device, HOST_PAGES, order, num_windowed_pages=windowed_host, windowed=WINDOWED
+        )
+        raw = self.host.kv.view(-1).view(torch.uint8)
+        raw.copy_(torch.from_numpy(self.rng.integers(0, 256, len(raw), dtype=np.uint8)))
         self.links = {
             name: CopyLink(name, self.device, self.host, stream, lambda seq: None, options=CopyOptions(io_backend))
             for name in (H2D, D2H)
@@ -153,24 +198,31 @@ class Links:
         self.wanted, self.wanted_below = bytes_of(self.device), self.below()
         self.num = {H2D: 0, D2H: 0}
 
-    def below(self) -> torch.Tensor:
-        """(HOST_PAGES, 2, num_layers, bytes of a page)."""
-        return pages_of(self.host, torch.arange(HOST_PAGES)).flatten(3).view(torch.uint8)
+    def below(self) -> list[list[torch.Tensor]]:
+        """As `bytes_of`."""
+        layers = [self.host.kv_pages.part(range(i, i + 1)).components for i in range(len(WINDOWED))]
+        return [[each[0].flatten(1).contiguous().view(torch.uint8).clone() for each in layer] for layer in layers]
 
     def op(self, link: str) -> TransferOp:
         """Of a few pages: a backup, or a load of all layers, or without some of them."""
         n = int(self.rng.integers(1, WINDOWED_PAGES + 1))
         full_only, windowed_only = 0, 0
-        if link == H2D:
-            full_only, windowed_only = [(0, 0), (int(self.rng.integers(n + 1)), 0), (0, n)][self.rng.integers(3)]
-        there, here, of_windows = (
-            self.rng.permutation(count)[:n].astype(np.int32) for count in (HOST_PAGES, PAGES, WINDOWED_PAGES)
+        windowed_host = self.host.num_windowed_pages
+        if link == H2D or windowed_host:
+            full_only = int(self.rng.integers(n + 1))
+            full_only, windowed_only = [(0, 0), (full_only, 0), (0, n)][self.rng.integers(3 if link == H2D else 2)]
+        there, here, of_windows, of_windows_there = (
+            self.rng.permutation(count)[:n].astype(np.int32)
+            for count in (HOST_PAGES, PAGES, WINDOWED_PAGES, max(n, windowed_host))
         )
         tiers, frames = (Tier.HOST, Tier.DEVICE), (there, here)
         if link == D2H:
             tiers, frames = tiers[::-1], frames[::-1]
         size = n * self.device.page_layout.page_bytes
-        cut = {"full_only": full_only, "windowed_only": windowed_only, "windowed_frames": of_windows[full_only:]}
+        cut: dict[str, object] = {"full_only": full_only, "windowed_only": windowed_only}
+        cut["dst_windowed" if link == H2D else "src_windowed"] = of_windows[full_only:]
+        if windowed_host:
+            cut["src_windowed" if link == H2D else "dst_windowed"] = of_windows_there[full_only:]
         self.num[link] += 1
         return TransferOp(Ticket(link, self.num[link] - 1), *tiers, *frames, size, **cut)
 
@@ -180,11 +232,13 @@ class Links:
         for layer, is_windowed in enumerate(WINDOWED):
             above, below = (op.dst_frames, op.src_frames) if loads else (op.src_frames, op.dst_frames)
             first = op.full_only if is_windowed else op.windowed_only
-            above, below = (op.windowed_frames if is_windowed else above[first:]), below[first:]
-            assert above is not None
+            above, below = above[first:], below[first:]
+            if is_windowed:
+                of_windows = (op.src_windowed, op.dst_windowed)[:: -1 if loads else 1]
+                above, below = (y if x is None else x for x, y in zip(of_windows, (above, below)))
             for mine, theirs in zip(above.tolist(), below.tolist(), strict=True):
-                for i, component in enumerate(self.wanted[layer]):
-                    there = self.wanted_below[theirs, i, layer]
+                for component, of_host in zip(self.wanted[layer], self.wanted_below[layer], strict=True):
+                    there = of_host[theirs]
                     to, of = (component[mine], there) if loads else (there, component[mine])
                     to.copy_(of)
 
@@ -198,10 +252,13 @@ def stream() -> Iterator[ThreadStream]:
 
 @pytest.mark.parametrize(("order", "io_backend"), [(ORDERS[0], "auto"), (ORDERS[1], "dma"), (ORDERS[0], "direct")])
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_loads_and_backups_are_exact(stream: ThreadStream, page_size: int, order: str, io_backend: str):
+@pytest.mark.parametrize("windowed_host", [0, 9])
+def test_loads_and_backups_are_exact(
+    stream: ThreadStream, page_size: int, order: str, io_backend: str, windowed_host: int
+):
     for seed in range(3):
         print(f"seed {seed}")
-        links = Links(stream, seed, page_size, order, io_backend)
+        links = Links(stream, seed, page_size, order, io_backend, windowed_host)
         for _ in range(12):
             link = (H2D, D2H)[links.rng.integers(2)]
             links.links[link].submit(op := links.op(link))
@@ -212,20 +269,24 @@ def test_loads_and_backups_are_exact(stream: ThreadStream, page_size: int, order
         stream.record().synchronize()
         results = [result for link in links.links.values() for result in link.poll()]
         assert len(results) == 12 and all(result.ok for result in results), results
-        assert are_equal(bytes_of(links.device), links.wanted) and torch.equal(links.below(), links.wanted_below)
+        assert are_equal(bytes_of(links.device), links.wanted) and are_equal(links.below(), links.wanted_below)
 
 
-def test_kernels_load_layers_of_one_kind_at_once():
+@pytest.mark.parametrize("windowed_host", [0, 10])
+def test_kernels_load_layers_of_one_kind_at_once(windowed_host: int):
     with emulated_device(2):
         device, kinds = torch.device("cuda", 0), (True, False, True, False, True)
         layout = PageLayout.kv(4, len(kinds), 2, 4, torch.float32)
         pool = MHATokenToKVPool(PAGES, layout, device, False, kinds, WINDOWED_PAGES)
-        host = MHATokenToKVPoolHost(pool, HOST_PAGES)
-        host.kv.copy_(torch.arange(host.kv.numel(), dtype=torch.float32).view(host.kv.shape))
+        host = MHATokenToKVPoolHost(pool, HOST_PAGES, num_windowed_pages=windowed_host, windowed=kinds)
+        raw = host.kv.view(-1).view(torch.uint8).view(torch.float32)
+        raw.copy_(torch.arange(len(raw), dtype=torch.float32))
         settle_memory(device)
         stream = make_stream(H2D, device)
         link = CopyLink(H2D, pool, host, stream, lambda seq: None, options=CopyOptions("persistent"))
-        frames = {"src_frames": ids(3, 9, 5), "dst_frames": ids(11, 0, 2), "windowed_frames": ids(6, 0, 1)}
+        frames = {"src_frames": ids(3, 9, 5), "dst_frames": ids(11, 0, 2), "dst_windowed": ids(6, 0, 1)}
+        if windowed_host:
+            frames["src_windowed"] = ids(2, 1, 8)
         link.submit(TransferOp(Ticket(H2D, 0), Tier.HOST, Tier.DEVICE, size_bytes=0, **frames))
         gate = link.gate(Ticket(H2D, 0))
         for layer in range(len(kinds)):
@@ -234,8 +295,9 @@ def test_kernels_load_layers_of_one_kind_at_once():
             time.sleep(1e-4)
         assert results[0].ok
         frames = {name: torch.from_numpy(each.astype(np.int64)) for name, each in frames.items()}
-        found = pages_of(pool, frames["dst_frames"].to(device), frames["windowed_frames"].to(device)).cpu()
-        assert torch.equal(found, host.kv[frames["src_frames"]])
+        found = pages_of(pool, frames["dst_frames"].to(device), frames["dst_windowed"].to(device)).cpu()
+        of_windows = frames.get("src_windowed", frames["src_frames"])
+        assert torch.equal(found, pages_of(host, frames["src_frames"], of_windows))
 
 
 def test_an_array_is_converted_once_per_operation(stream: ThreadStream, monkeypatch: pytest.MonkeyPatch):
@@ -244,21 +306,23 @@ def test_an_array_is_converted_once_per_operation(stream: ThreadStream, monkeypa
     monkeypatch.setattr(
         "sglang.srt.mem_cache.link.to_device", lambda array, where: converted.append(1) or torch.from_numpy(array)
     )
-    op = TransferOp(Ticket(H2D, 0), Tier.HOST, Tier.DEVICE, ids(1, 2), ids(3, 4), 10, windowed_frames=ids(0, 1))
+    op = TransferOp(Ticket(H2D, 0), Tier.HOST, Tier.DEVICE, ids(1, 2), ids(3, 4), 10, dst_windowed=ids(0, 1))
     links.links[H2D].submit(op)
     stream.record().synchronize()
     assert len(converted) == 3
 
 
-def test_the_page_of_each_scratch_slot_goes_to_the_host_and_back():
+@pytest.mark.parametrize("windowed_host", [0, 1])
+def test_the_page_of_each_scratch_slot_goes_to_the_host_and_back(windowed_host: int):
     pool = hybrid(has_scratch=True)
-    host = MHATokenToKVPoolHost(pool, 2)
+    host = MHATokenToKVPoolHost(pool, 2, num_windowed_pages=windowed_host, windowed=WINDOWED)
     for layer in range(5):
         pool.view(layer).k[-1], pool.view(layer).v[-1] = layer, layer
     before = bytes_of(pool)
     warm_up_transfers(pool, host.kv_pages, "auto", WINDOWED)
     assert are_equal(bytes_of(pool), before)
-    assert [host.kv[0, :, layer].unique().tolist() for layer in range(5)] == [[0], [1], [2], [3], [4]]
+    found = pages_of(host, torch.tensor([0]), torch.tensor([0]))
+    assert [found[0, :, layer].unique().tolist() for layer in range(5)] == [[0], [1], [2], [3], [4]]
 
 
 def test_pages_are_compared_in_both_kinds_of_layers(stream: ThreadStream, tmp_path: Path):
@@ -272,7 +336,7 @@ def test_pages_are_compared_in_both_kinds_of_layers(stream: ThreadStream, tmp_pa
 
     def check(seq: int) -> bool:
         frames = {"src_frames": ids(0, 7), "dst_frames": ids(1, 8)}
-        of_windows = {"windowed_frames": ids(0, 5), "computed_windowed": ids(1, 6)}
+        of_windows = {"src_windowed": ids(0, 5), "dst_windowed": ids(1, 6)}
         tokens = np.arange(8, dtype=np.int32)
         link.submit(
             CheckOp(

@@ -216,6 +216,7 @@ WINDOWED = Qwen2Config(
 WINDOWED_OPTIONS = {
     "window_tile": 1,
     "num_windowed_pages": 176,
+    "num_windowed_host_pages": 176,
     "chunked_prefill_size": 32,
     "insert_every_tokens": 16,
 }

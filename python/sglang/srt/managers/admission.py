@@ -331,7 +331,7 @@ class Admission:
     def _begin_preload(self, req: Req, match: MatchResult) -> bool:
         """Begin a request's load while it waits; False if there is no room."""
         receipt = self._cache.lock(match)
-        has_room = self._cache.windowed.make(self._cache.windowed.num_to_complete(receipt))
+        has_room = self._cache.windowed.make_to_complete(receipt)
         if has_room:
             self._planner.complete_partial(receipt)
             num_pages = (match.total_len - match.device_len) // self.page_size
@@ -389,7 +389,7 @@ class Admission:
         receipt = cache.lock(match)
         num_load = 0 if streams else (match.total_len - match.device_len) // page
         num_own = pages_for(match.total_len + chunk, page) - match.total_len // page
-        if not cache.windowed.make(cache.windowed.num_to_complete(receipt) + num_own):
+        if not cache.windowed.make_to_complete(receipt, num_own):
             cache.unlock(receipt)
             return 0
         completing = planner.complete_partial(receipt)

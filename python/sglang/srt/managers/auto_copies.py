@@ -125,7 +125,7 @@ class AutoCopies:
         for tier, nodes in parts.items():
             if nodes:
                 controller.back_up(nodes[::-1] if is_ahead else nodes, tier, kept=victims)
-        return [part for node, begin in zip(victims, begins) for part in _parts_from(node, begin)]
+        return parts_of(victims, begins)
 
     def room(self, tier: Tier, num_planned: int) -> Room:
         """What a tier could give a copy beside num_planned pages that are about to be copied there."""
@@ -217,10 +217,12 @@ class AutoCopies:
         return whole if whole > 0 else num_pages * self._tree.page_size
 
 
-def _parts_from(node: Node, begin: int) -> list[Node]:
-    """The node and those above it, the last first, which splitting has made of tokens from `begin` on."""
-    parts = [node]
-    while parts[-1].start > begin:
-        assert parts[-1].parent is not None
-        parts.append(parts[-1].parent)
+def parts_of(nodes: list[Node], begins: list[int]) -> list[Node]:
+    """What splitting has made of nodes that began at `begins`: each and those above it, the last first."""
+    parts: list[Node] = []
+    for node, begin in zip(nodes, begins, strict=True):
+        parts.append(node)
+        while parts[-1].start > begin:
+            assert parts[-1].parent is not None
+            parts.append(parts[-1].parent)
     return parts

@@ -23,7 +23,7 @@ from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.managers.storage_breaker import StorageBreaker
 from sglang.srt.managers.storage_setup import StorageSetup
 from sglang.srt.mem_cache.namespaces import is_alone, salt_of
-from sglang.srt.mem_cache.node import Node, is_ready, ready_frames, survivor_of
+from sglang.srt.mem_cache.node import Node, is_whole, ready_frames, survivor_of
 from sglang.srt.mem_cache.transfer import STORE, StorageAction, StorageOp, Ticket, Tier
 from sglang.srt.utils.time_units import Seconds
 
@@ -129,6 +129,11 @@ class BlockWriter:
         if not self.stores_late:
             self._store_ends(nodes)
 
+    def store_leaving(self, nodes: list[Node]) -> None:
+        """The host has these nodes whole, and soon partial: what storage lacks of them is stored before."""
+        if not self.is_off:
+            self._store_ends(self.tree.take_to_store(nodes) if self.stores_late else nodes)
+
     def _store_ends(self, nodes: list[Node]) -> None:
         if self.setup is None or self.tree.names.keys is None:
             return
@@ -139,7 +144,7 @@ class BlockWriter:
             if node.end % size:
                 # The last block ends below.
                 for child in list(node.children.values()):
-                    if is_ready(child, Tier.HOST):
+                    if is_whole(child, Tier.HOST):
                         self.store_path(child)
 
     @property
@@ -172,7 +177,7 @@ class BlockWriter:
         path = tree.path_of(end)
         if not self.setup.is_lossy:
             path = list(takewhile(lambda node: not node.is_lossy, path))
-        while path and not is_ready(path[-1], Tier.HOST):
+        while path and not is_whole(path[-1], Tier.HOST):
             path.pop()
         if not path:
             return
@@ -252,7 +257,7 @@ class BlockWriter:
 
 
 def _host_frames(node: Node, page_size: int) -> np.ndarray:
-    """(pages of the node,) int32; -1 for each if the host does not have it."""
-    if is_ready(node, Tier.HOST):
+    """(pages of the node,) int32; -1 for each if the host does not have all of it."""
+    if is_whole(node, Tier.HOST):
         return ready_frames(node, Tier.HOST)
     return np.full(len(node.key) // page_size, -1, np.int32)

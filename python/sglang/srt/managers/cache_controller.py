@@ -22,9 +22,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from sglang.srt.managers.auto_copies import AutoCopies
+from sglang.srt.managers.auto_copies import AutoCopies, parts_of
 from sglang.srt.managers.backup_links import BackupLinks
 from sglang.srt.managers.transfer_ledger import TransferLedger
+from sglang.srt.managers.windowed_host import WindowedHost
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
 from sglang.srt.mem_cache.namespaces import is_alone
@@ -76,6 +77,7 @@ class HiCacheController:
         self.auto = AutoCopies(self)
         self.counters: Counter[str] = Counter()
         self.clock = ledger.clock
+        self.windowed_host = WindowedHost(self)
         self._peers_written_through = peers_written_through
         self._to_compact: list[Node] = []
         # Whether storage is attached, to which everything comes through the host; and whether what is computed goes
@@ -107,9 +109,10 @@ class HiCacheController:
         """Whether what the device evicts is copied only as far as links take it."""
         return self.write_policy == "auto"
 
-    def watch_host(self, filled: Callable[[list[Node]], None]) -> None:
-        """filled: called with the nodes that a copy has brought to the host."""
-        self._host_filled = filled
+    def watch_host(self, filled: Callable[[list[Node]], None], leaving: Callable[[list[Node]], None]) -> None:
+        """filled: called with the nodes that a copy has brought to the host. leaving: with those that it has whole,
+        and soon partial."""
+        self._host_filled, self.windowed_host.leaving = filled, leaving
 
     @property
     def has_host(self) -> bool:
@@ -121,9 +124,19 @@ class HiCacheController:
         """Load a path of nodes (top first) that are not on the device, each from the nearest tier that has it. The
         caller has made room on the device. Of those that windows do not reach from its end, layers with a window are
         left out."""
-        tickets, cut = [], self.tree.windows.cut(nodes[-1].end)
-        for source, part in self._by_source(nodes).items():
-            unseen = [node for node in part if node.end <= cut]
+        tickets, windows, end = [], self.tree.windows, nodes[-1].end
+        cut, first_seen = windows.cut(end), windows.first_seen(end)
+        for source, part in self._by_source(nodes, first_seen).items():
+            # What the host has partial ends where windows reach begins, which may be behind the cut.
+            num_unseen = max(
+                (
+                    i + 1
+                    for i, node in enumerate(part)
+                    if node.end <= cut or (node.end <= first_seen and not is_whole(node, source))
+                ),
+                default=0,
+            )
+            unseen = part[:num_unseen]
             if not self._may_be_partial(self.pages_of(unseen)):
                 unseen = []
             op = self._begin_copy(LOAD_LINKS[source], (source, Tier.DEVICE), part, num_unseen=len(unseen))
@@ -140,7 +153,7 @@ class HiCacheController:
         """Whether so many more pages may be partial on the device. They need their copies below it: that costs room
         where those are given up for others once the device has them, or were not made before it gives them up. A pool
         of its own for layers with a window has no room for more than that."""
-        if self.ledger.pools.windowed or self.write_policy in ("write_through", "write_through_selective"):
+        if self.ledger.windowed or self.write_policy in ("write_through", "write_through_selective"):
             return True
         host = self.tables[Tier.HOST]
         return self.tree.counts.partial + num_pages <= host.num_pages // _PARTIAL_SHARE + host.num_free
@@ -148,7 +161,7 @@ class HiCacheController:
     def complete_partial(self, nodes: list[Node]) -> list[Ticket]:
         """Load what the device lacks of partial nodes, into the pages that they have."""
         tickets = []
-        for source, part in self._by_source(nodes).items():
+        for source, part in self._by_source(nodes, first_seen=0).items():
             src = np.concatenate([ready_frames(node, source) for node in part])
             dst = np.concatenate([frames for node in part if (frames := node.frames[Tier.DEVICE]) is not None])
             self.tables[Tier.DEVICE].transition(dst, FrameState.CACHED, FrameState.FILLING)
@@ -159,11 +172,14 @@ class HiCacheController:
             self.counters["load_windowed_only_tokens"] += self.tokens_of(part)
         return tickets
 
-    def _by_source(self, nodes: list[Node]) -> dict[Tier, list[Node]]:
-        """Nodes by the nearest tier that has them and is read, else by one that is not read any more."""
+    def _by_source(self, nodes: list[Node], first_seen: int) -> dict[Tier, list[Node]]:
+        """Nodes by the nearest tier that has them and is read, else by one that is not read any more; whole, if they
+        end behind first_seen."""
         by_source: dict[Tier, list[Node]] = {}
         for node in nodes:
-            source = self.tree.source_of(node) or self.tree.order.ready_tier(node)
+            is_seen = node.end > first_seen
+            source = self.tree.whole_source_of(node) if is_seen else self.tree.source_of(node)
+            source = source or self.tree.order.ready_tier(node, whole=is_seen)
             assert source is not None, f"{node} is ready nowhere"
             by_source.setdefault(source, []).append(node)
         return by_source
@@ -216,8 +232,9 @@ class HiCacheController:
                 nodes = whole
         self.make_room(tier, self.pages_of(nodes), kept)
         after = LaunchSeq(max(n.fences[Tier.DEVICE] for n in nodes))
+        num_tokens = self.tokens_of(nodes)
         op = self._begin_copy(BACKUP_LINKS[tier], (Tier.DEVICE, tier), nodes, after)
-        self.count_backup(tier, self.tokens_of(nodes), is_dropped=op is None)
+        self.count_backup(tier, num_tokens, is_dropped=op is None)
         return None if op is None else op.ticket
 
     def _begin_copy(
@@ -228,14 +245,16 @@ class HiCacheController:
         after: LaunchSeq | None = None,
         num_unseen: int = 0,
     ) -> TransferOp | None:
-        """Copy nodes that a tier has whole to another one. None if that has not enough free frames. tiers: source
-        and destination. after: see `TransferOp`. num_unseen: of the first so many layers with a window are left
-        out."""
-        src = np.concatenate([ready_frames(node, tiers[0]) for node in nodes])
+        """Copy nodes to another tier. None if that has not enough free frames. tiers: source and destination. after:
+        see `TransferOp`. num_unseen: of the first so many layers with a window are left out; the source has the
+        others whole."""
+        src = np.concatenate([_frames_of(node, tiers[0], whole=i >= num_unseen) for i, node in enumerate(nodes)])
         first_page = nodes[0].start // self.tree.page_size
         dst = self.tables[tiers[1]].allocate(len(src), FrameState.FILLING, first_page)
         if dst is None:
             return None
+        if tiers[1] == Tier.HOST:
+            nodes, num_unseen = self.windowed_host.fitting(nodes)
         full_only = self.pages_of(nodes[:num_unseen])
         op = self.ledger.begin_transfer(link, tiers, src, dst, after, full_only=full_only)
         self.tree.begin_fill(nodes, *tiers, dst, op.ticket, num_unseen)
@@ -293,9 +312,10 @@ class HiCacheController:
 
     def copy_to_host(self, nodes: list[Node]) -> None:
         """Copy nodes that peers have to the host, which has room for them."""
+        num_tokens = self.tokens_of(nodes)
         op = self._begin_copy(P2H, (Tier.PEER, Tier.HOST), nodes)
         assert op is not None, "there was room"
-        self.counters["moved_to_host_tokens"] += self.tokens_of(nodes)
+        self.counters["moved_to_host_tokens"] += num_tokens
 
     def begin_spill(
         self, below: Node, tokens: np.ndarray, src: np.ndarray, fence: LaunchSeq, priority: int, tiers: list[Tier]
@@ -383,7 +403,7 @@ class HiCacheController:
         """Give up what went to peers only to measure how slow they are: once they alone have it, all behind it that
         the host has would be computed, too. What a request uses stays: one that streams may have had it copied."""
         for node in nodes:
-            is_elsewhere = not is_lacking(node) or node.frames[Tier.HOST] is not None
+            is_elsewhere = not is_lacking(node) or (node.frames[Tier.HOST] is not None and not node.is_host_partial)
             if is_elsewhere and not node.lock and not self.links.is_worth_copying(Tier.PEER, node.start, node.end):
                 self.drop(node, Tier.PEER)
 
@@ -499,8 +519,7 @@ class HiCacheController:
     def shed(self, num_pages: int, reads_from: Mapping[int, tuple[int, int]]) -> None:
         """Give up what layers with a window have of so many device pages; their nodes are partial then. What no other
         tier has is saved first, as in `evict`. reads_from: see `WindowedPool.victims`."""
-        pool = self.ledger.pools.windowed
-        assert pool is not None
+        pool = self.ledger.windowed[Tier.DEVICE]
         # Deepest first, as victims of the device are.
         victims = sorted(pool.victims(num_pages, reads_from), key=lambda node: -node.start)
         for node in self._save(victims):
@@ -525,15 +544,17 @@ class HiCacheController:
             return victims
         if self.write_policy == "auto":
             return self.auto.copy_before_eviction(victims)
+        begins = [node.start for node in victims]
         for tier in (Tier.PEER, Tier.HOST) if self.write_policy == "write_back" else (Tier.PEER,):
             if tier not in self.tables or tier in self.unwritten or BACKUP_LINKS[tier] in self.links.failing.links:
                 continue
             lacking = [node for node in reversed(victims) if node.frames[tier] is None and not node.is_partial]
             fitting = self._fitting(lacking, tier, kept=victims)
+            num_lacking, num_fitting = self.tokens_of(lacking), self.tokens_of(fitting)
             if fitting:
                 self.back_up(fitting, tier, kept=victims)
-            self.count_backup(tier, self.tokens_of(lacking) - self.tokens_of(fitting), is_dropped=True)
-        return victims
+            self.count_backup(tier, num_lacking - num_fitting, is_dropped=True)
+        return parts_of(victims, begins)
 
     def pages_of(self, nodes: Iterable[Node]) -> int:
         return self.tokens_of(nodes) // self.tree.page_size
@@ -552,10 +573,12 @@ class HiCacheController:
         return nodes
 
     def _give_up(self, victims: list[Node], tier: Tier, kept: Sequence[Node] = (), ages: bool = True) -> None:
+        begins = [node.start for node in victims]
         if tier == Tier.PEER and self._moves_unstored:
             self.move_to_host(self._unstored(victims), [*victims, *kept])
         elif tier == Tier.PEER and self.has_host and self.write_policy != "auto":
             self.move_to_host(victims, kept)
+        victims = parts_of(victims, begins)
         aged = self._aged_with(victims, tier, kept) if ages else []
         self._take_off(victims, tier)
         if aged:
@@ -588,6 +611,10 @@ class HiCacheController:
         self.num_looked_at[tier] = max(0, self.num_looked_at[tier] - num_evicted)
         table.reap(self.clock.done)
 
+    def compact_later(self, node: Node) -> None:
+        """It was cut; see `tidy`."""
+        self._to_compact.append(node)
+
     def tidy(self) -> None:
         """Merge what eviction has cut, when nothing else looks at nodes: the device gives up a page per decode step
         when it is full, and each would become a node on the host."""
@@ -595,7 +622,7 @@ class HiCacheController:
             return
         cut, self._to_compact = self._to_compact, []
         for node in cut:
-            if node.parent is not None and node.is_partial:
+            if node.parent is not None and (node.is_partial or node.is_host_partial):
                 self.tree.compact(node, self.clock.done)
             if node.parent is not None and len(node.children) == 1:
                 self.tree.compact(next(iter(node.children.values())), self.clock.done)
@@ -656,6 +683,15 @@ class HiCacheController:
             self.counters["peer_backup_dropped_tokens"] += num_tokens
         else:
             self.counters["peer_backup_tokens"] += num_tokens
+
+
+def _frames_of(node: Node, tier: Tier, whole: bool) -> np.ndarray:
+    """The frames of a node that a tier has ready. whole: with all layers."""
+    if whole:
+        return ready_frames(node, tier)
+    frames = node.frames[tier]
+    assert frames is not None and is_ready(node, tier), f"{node} is not ready on the {tier.name.lower()}"
+    return frames
 
 
 class _AllBut:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import BinaryIO, Protocol
 
 import msgspec
@@ -49,7 +49,7 @@ class Recorder(Protocol):
 
 class EngineCore:
     """links may be empty (no host tier). poison: tier -> a function that fills freed frames with NaN (tests);
-    poison_windowed: of the pool for layers with a window. record: takes every step's inputs and the digest of its
+    poison_windowed: of the pools for layers with a window. record: takes every step's inputs and the digest of its
     decision. slabs: lent or borrowed memory, if any."""
 
     def __init__(
@@ -60,13 +60,13 @@ class EngineCore:
         poison: dict[Tier, Callable[[np.ndarray], None]] | None = None,
         record: Recorder | None = None,
         slabs: SlabSource | None = None,
-        poison_windowed: Callable[[np.ndarray], None] | None = None,
+        poison_windowed: Mapping[Tier, Callable[[np.ndarray], None]] | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.links = links
         self.poison = poison or {}
-        self.poison_windowed = poison_windowed
+        self.poison_windowed = poison_windowed or {}
         self.record = record
         self.slabs = slabs
         self._borrowed = slabs if isinstance(slabs, BorrowedSlabs) else None
@@ -222,12 +222,11 @@ class EngineCore:
             self._failures[EXEC] = [s for s in self._failures[EXEC] if s >= decision.reset]
 
     def _carry_out(self, decision: BatchDecision) -> None:
-        for tier, frames in decision.freed.items():
-            poison = self.poison.get(Tier(tier))
-            if poison is not None and len(frames):
-                poison(frames)
-        if self.poison_windowed is not None and decision.freed_windowed is not None and len(decision.freed_windowed):
-            self.poison_windowed(decision.freed_windowed)
+        for freed, poisons in ((decision.freed, self.poison), (decision.freed_windowed, self.poison_windowed)):
+            for tier, frames in freed.items():
+                poison = poisons.get(Tier(tier))
+                if poison is not None and len(frames):
+                    poison(frames)
         # Before slabs go back, for which a lender that does not know of it would lend others.
         if decision.peer_demand is not None and self._borrowed is not None:
             self._borrowed.set_demand(*decision.peer_demand)

@@ -337,6 +337,7 @@ class KVCache:
         if len(result.duplicates):
             self.device.free_after(result.duplicates, FrameState.HELD, req.last_launch)
             page_runs.append(PageRun(req.slot, start // page, result.frames))
+        self.controller.windowed_host.drop_partial_ends(result.node)
         self.controller.back_up_inserted(result.node)
         if end // COMPACT_EVERY_TOKENS > start // COMPACT_EVERY_TOKENS:
             self.tree.compact(result.node, self.clock.done)
@@ -508,6 +509,10 @@ class KVCache:
         if self.swap is not None:
             self.swap.take_freed()
         return {tier.value: table.take_freed() for tier, table in self.tables.items()}
+
+    def take_freed_windowed(self) -> dict[int, np.ndarray]:
+        """The same of the tiers' pools for layers with a window."""
+        return {tier.value: pool.table.take_freed() for tier, pool in self.ledger.windowed.items()}
 
     def oldest_copies(self) -> dict[str, TransferOp | None]:
         """By link from the device, the first operation in flight."""
@@ -717,11 +722,10 @@ class KVCache:
                 "free_pages": table.num_free,
                 "pages": counts,
             }
-        if self.windowed.pool is not None:
-            table = self.windowed.pool.table
-            tiers["device"]["windowed"] = {
-                "total_tokens": table.num_pages * page,
-                "free_tokens": table.num_free * page,
+        for tier, pool in self.ledger.windowed.items():
+            tiers[TIER_NAMES[tier]]["windowed"] = {
+                "total_tokens": pool.table.num_pages * page,
+                "free_tokens": pool.table.num_free * page,
             }
         return tiers
 
@@ -785,10 +789,13 @@ def _open_pools(config: SchedulerConfig, tree: HiRadixTree) -> Pools:
     # Blocks of consecutive pages are one read or write of storage.
     block_pages = max(1, HOST_BLOCK_TOKENS // config.page_size)
     device = FrameTable(config.num_device_pages, lowest_first=config.lending is not None)
+    host = FrameTable(config.num_host_pages, block_pages) if config.num_host_pages else None
+    num_windowed = config.num_windowed_host_pages
     return Pools(
         device,
-        FrameTable(config.num_host_pages, block_pages) if config.num_host_pages else None,
+        host,
         FrameTable(config.num_peer_pages) if config.num_peer_pages else None,
         FrameTable(config.num_swap_pages) if config.num_swap_pages and config.layer_stream else None,
         WindowedPool(tree, device, config.num_windowed_pages) if config.num_windowed_pages else None,
+        WindowedPool(tree, host, num_windowed, Tier.HOST) if host is not None and num_windowed else None,
     )

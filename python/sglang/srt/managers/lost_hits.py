@@ -17,7 +17,7 @@ import numpy as np
 from sglang.srt.mem_cache.block_history import FORGOTTEN, BlockHistory, Left
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
 from sglang.srt.mem_cache.namespaces import is_private
-from sglang.srt.mem_cache.node import Node, is_alone_and_partial, is_hole, is_ready
+from sglang.srt.mem_cache.node import Node, is_nowhere_whole, is_ready
 from sglang.srt.mem_cache.radix import common_len
 from sglang.srt.mem_cache.transfer import FRAME_TIERS
 
@@ -104,7 +104,7 @@ class LostHits:
             reasons["page_tail"] += len(lookup.tokens) - end
         pos, reason = lookup.matched, "switched_off"
         for node, num_tokens in self._beyond(lookup, end):
-            if is_hole(node) or is_alone_and_partial(node):
+            if is_nowhere_whole(node):
                 self._by_history(lookup, pos, pos + num_tokens, reasons, was_there=True)
                 reason = "behind_hole"
             else:

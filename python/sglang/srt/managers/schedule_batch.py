@@ -368,7 +368,7 @@ class BatchDecision:
     ops: tuple[TransferOp | StorageOp, ...] = ()
     launch: Launch | None = None
     freed: dict[int, np.ndarray] = field(default_factory=dict)
-    freed_windowed: np.ndarray | None = None
+    freed_windowed: dict[int, np.ndarray] = field(default_factory=dict)
     outputs: tuple[TokenOutput, ...] = ()
     replies: tuple[ControlReply, ...] = ()
     slabs_drained: tuple[int, ...] = ()

@@ -212,7 +212,7 @@ class Scheduler:
             ops=ops,
             launch=launch,
             freed=self.cache.take_freed(),
-            freed_windowed=self.cache.windowed.take_freed(),
+            freed_windowed=self.cache.take_freed_windowed(),
             outputs=tuple(self._outputs),
             replies=tuple(replies),
             slabs_drained=drained,

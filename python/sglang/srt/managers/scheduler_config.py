@@ -79,6 +79,8 @@ class SchedulerConfig:
     window_reach: int = 0
     # Of the device's pool for layers with a window, see `WindowedPool`; 0: one pool has all layers.
     num_windowed_pages: int = 0
+    # The same of the host.
+    num_windowed_host_pages: int = 0
     # The order of the queue, see `QUEUE_POLICIES`.
     schedule_policy: str = "fcfs"
     # None: priorities do not order the queue. Else they come before `schedule_policy`, and age only within one.
@@ -193,6 +195,7 @@ class SchedulerConfig:
         if self.num_windowed_pages:
             assert self.window_reach and self.lending is None, "pages that are lent have all layers"
             assert self.num_windowed_pages >= self.least_windowed_pages, "a request could not go on"
+        assert self.window_reach or not self.num_windowed_host_pages, "there are no layers with a window"
         if self.layer_stream is None:
             return
         if not self.num_host_pages or not self.enable_radix_cache:

@@ -129,7 +129,7 @@ class StorageController:
         # on the second storage tier.
         self._fetches: dict[Ticket, tuple[int, int]] = {}
         self._trial = StorageTrial(controller, self.reads)
-        controller.watch_host(self.writer.store_nodes)
+        controller.watch_host(self.writer.store_nodes, self.writer.store_leaving)
 
     def consult(self, advice: StorageAdvice) -> None:
         self._advice = advice
@@ -468,25 +468,32 @@ class StorageController:
 
     # -- operations ---------------------------------------------------------------------------------------------
 
-    def begin_fetch(self, match: MatchResult, tokens: np.ndarray, keys: np.ndarray, far_from: int) -> Ticket:
+    def begin_fetch(
+        self, match: MatchResult, tokens: np.ndarray, keys: np.ndarray, far_from: int, num_partial: int = 0
+    ) -> Ticket:
         """Fetch the blocks that cover tokens [match.total_len, …), of which the first may begin before. The caller
         has made room on the host.
 
         match: made with `fetching`. tokens: int32, up to the end of the last block, or of the node that is filled.
-        keys: (n, 16). far_from: see `Prefetch`.
+        keys: (n, 16). far_from: see `Prefetch`. num_partial: of the first so many pages layers with a window are left
+        out.
         """
         names, page, host = self.tree.names.keys, self.tree.page_size, self.controller.tables[Tier.HOST]
         assert names is not None and self.setup is not None
         num_pages = len(keys) * names.block_tokens // page
         frames = host.allocate(num_pages, FrameState.FILLING)
         assert frames is not None, "a fetch needs free frames: make room first"
+        if (pool := self.ledger.windowed.get(Tier.HOST)) is not None:
+            pool.give(frames[num_partial:])
         ticket = self.ledger.begin_storage_op(FETCH, StorageAction.GET, keys, frames, skips=self._skips)
         self._fetches[ticket] = match.total_len // names.block_tokens, far_from
         first = match.total_len % names.block_tokens // page
         last = first + len(tokens) // page
-        run = FilledRun(tokens, frames[first:last], ticket, NO_LAUNCH)
+        num_partial = min(max(0, num_partial - first), last - first)
+        run = FilledRun(tokens, frames[first:last], ticket, NO_LAUNCH, num_partial=num_partial)
         num_ended = (match.total_len + len(tokens)) // names.block_tokens - match.total_len // names.block_tokens
-        self.tree.begin_fetch(match, run, keys[:num_ended], self._clock.next, self.setup.is_lossy)
+        _, replaced = self.tree.begin_fetch(match, run, keys[:num_ended], self._clock.next, self.setup.is_lossy)
+        self.ledger.free(replaced, Tier.HOST)
         # The parts of the first and last block that are there already are read into pages that no node gets.
         host.free_after(np.concatenate((frames[:first], frames[last:])), FrameState.FILLING, NO_LAUNCH)
         self.fetching_pages += num_pages
@@ -532,7 +539,8 @@ class StorageController:
         """Join what others fetch of a prompt, and ask storage for the rest."""
         names, config = self.tree.names.keys, self.config
         assert names is not None
-        match = self._match(prefetch, len(prefetch.tokens))
+        # How far storage goes on is not known.
+        match = self.tree.match(prefetch.namespace, prefetch.tokens, fetching=True)
         # What is being fetched for others may not come.
         coming = next((n.start for n in match.path if is_fetching(n)), match.total_len)
         prefetch.reach = max(prefetch.reach, coming)
@@ -654,8 +662,9 @@ class StorageController:
         self._join(rid, prefetch, match)
         return match.total_len >= prefetch.end
 
-    def _begin_next(self, rid: str, prefetch: Prefetch) -> Attempt:
-        """Begin the next operation for one of the unfinished."""
+    def _begin_next(self, rid: str, prefetch: Prefetch, tries: int = 2) -> Attempt:
+        """Begin the next operation for one of the unfinished. tries: how often room is made anew where that changes
+        what is to be fetched."""
         names, limits = self.tree.names.keys, self.limits
         assert limits is not None and names is not None
         match = self._match(prefetch, prefetch.end)
@@ -676,7 +685,8 @@ class StorageController:
         num_pages = (last - first) * size // self.tree.page_size
         if not self._may_fetch(num_pages):
             return Attempt.FULL
-        if not self._make_room(num_pages, match):
+        num_partial = self._num_without_windows(num_pages, match, prefetch.end)
+        if not self._make_room(num_pages, num_pages - num_partial, match):
             if self._is_room_to_come():
                 return Attempt.FULL
             self.counters["prefetch_dropped_tokens"] += prefetch.end - start
@@ -684,9 +694,13 @@ class StorageController:
             return Attempt.OVER
         # Once more: making room may have merged nodes, or removed a hole.
         match, end = self._match(prefetch, prefetch.end), last * size
+        if match.total_len != start:
+            # Windows reach other pages from where it ends now.
+            return self._begin_next(rid, prefetch, tries - 1) if tries else Attempt.OVER
         if (node := self.tree.next_unmatched(match, prefetch.tokens)) is not None:
             end = node.start + common_len(node.key, prefetch.tokens, node.start, end, self.tree.page_size)
-        ticket = self.begin_fetch(match, prefetch.tokens[start:end], prefetch.keys[first:last], prefetch.far_from)
+        keys = prefetch.keys[first:last]
+        ticket = self.begin_fetch(match, prefetch.tokens[start:end], keys, prefetch.far_from, num_partial)
         self._num_begun += last - first
         self._advice.fetch_begun(ticket.seq, (last - first) * size)
         prefetch.blocks_left = max(1, prefetch.blocks_left - (last - first))
@@ -695,13 +709,23 @@ class StorageController:
         self._let_join(rid, prefetch, ticket, first)
         return Attempt.OVER if end >= prefetch.end else Attempt.BEGUN
 
+    def _num_without_windows(self, num_pages: int, match: MatchResult, wanted: int) -> int:
+        """Of so many pages that are fetched behind a match, the first from which layers with a window are left out:
+        windows do not reach them from token `wanted` on, and the host has no room to spare for that."""
+        names, page = self.tree.names.keys, self.tree.page_size
+        if names is None or self.controller.windowed_host.make(num_pages, match.path):
+            return 0
+        begin = match.total_len // names.block_tokens * names.block_tokens
+        return min(max(0, self.tree.windows.cut(wanted) - begin) // page, num_pages)
+
     def _is_to_fill(self, node: Node) -> bool:
-        """Whether storage brings what a node of the tree lacks: a hole, what the device alone has and has partial, or
-        what only peers have that are not read. Not where a request reads it there, as its slab could not go before
-        the fetch ends; nor in the place of exact pages what is not."""
+        """Whether storage brings what a node of the tree lacks: a hole, what no tier has whole, or what only peers
+        have that are not read. Not where a request reads it there, as its slab could not go before the fetch ends, or
+        loads it; nor in the place of exact pages what is not."""
         if is_hole(node):
             return True
-        is_apart = node.frames[Tier.HOST] is None and not self.tree.is_coming(node)
+        is_partial = node.is_host_partial and node.tickets[Tier.DEVICE] is None
+        is_apart = (node.frames[Tier.HOST] is None or is_partial) and not self.tree.is_coming(node)
         is_read = node.lock > 0 and not is_alone_and_partial(node)
         return is_apart and not is_read and self.setup is not None and not self.setup.is_lossy
 
@@ -715,15 +739,17 @@ class StorageController:
             if joining.keys[first].tobytes() == key:
                 self._wait(other, joining, ticket)
 
-    def _make_room(self, num_pages: int, match: MatchResult) -> bool:
-        """Make room on the host for a fetch, unless what was given up already will be enough."""
+    def _make_room(self, num_pages: int, num_whole: int, match: MatchResult) -> bool:
+        """Make room on the host for a fetch, unless what was given up already will be enough. num_whole: so many of
+        the pages have all layers."""
         host = self.controller.tables[Tier.HOST]
         host.reap(self._clock.done)
         missing = num_pages - host.num_free
         num_coming = host.counts[FrameState.PENDING_FREE] - (self.writer.storing_pages if self.writes.is_late else 0)
         if 0 < missing <= num_coming and self._is_room_to_come():
             return False
-        return self.controller.make_room(Tier.HOST, num_pages, match.path, spares_pinned=True)
+        has_room = self.controller.make_room(Tier.HOST, num_pages, match.path, spares_pinned=True)
+        return has_room and self.controller.windowed_host.make(num_whole, match.path)
 
     def _is_room_to_come(self) -> bool:
         """Whether an operation is in flight after which `begin_fetches` is called."""
@@ -731,7 +757,7 @@ class StorageController:
         return any(self.ledger.oldest(link) is not None for link in links)
 
     def _match(self, prefetch: Prefetch, end: int) -> MatchResult:
-        return self.tree.match(prefetch.namespace, prefetch.tokens[:end], fetching=True)
+        return self.tree.match(prefetch.namespace, prefetch.tokens[:end], fetching=True, wanted=end)
 
     def _join(self, rid: str, prefetch: Prefetch, match: MatchResult) -> None:
         for ticket in self._fetching(match):

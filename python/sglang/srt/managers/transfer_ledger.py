@@ -44,8 +44,9 @@ class Pools:
     peer: FrameTable | None = None
     # The swap file of a request that streams. It is no tier: the tree has nothing of it.
     swap: FrameTable | None = None
-    # Of the device, for layers with a window; None where one pool has all layers.
+    # Of the device and of the host, for layers with a window; None where one pool has all layers.
     windowed: WindowedPool | None = None
+    windowed_host: WindowedPool | None = None
 
 
 class TransferLedger:
@@ -61,6 +62,9 @@ class TransferLedger:
         self._windowed_share = windowed_share
         tables = {Tier.DEVICE: pools.device, Tier.PEER: pools.peer, Tier.HOST: pools.host}
         self.tables: dict[Tier, FrameTable] = {tier: table for tier, table in tables.items() if table is not None}
+        windowed = {Tier.DEVICE: pools.windowed, Tier.HOST: pools.windowed_host}
+        # Of the tiers that have one.
+        self.windowed: dict[Tier, WindowedPool] = {tier: pool for tier, pool in windowed.items() if pool is not None}
         self.in_flight: dict[Ticket, TransferOp | StorageOp] = {}
         # The same of each link; the first of an OrderedDict is found at once, whatever has gone before it.
         self._by_link: dict[str, OrderedDict[Ticket, TransferOp | StorageOp]] = {
@@ -102,7 +106,8 @@ class TransferLedger:
         src, dst = tiers
         self._table(src).pin(src_frames)
         self._table(dst).pin(dst_frames)
-        windowed = self._windowed_frames(tiers, src_frames, dst_frames, full_only)
+        src_windowed = self._windowed_of(src, src_frames[full_only:])
+        dst_windowed = self._give_windowed(dst, dst_frames[full_only:])
         left_out = full_only * self._windowed_share + windowed_only * (1 - self._windowed_share)
         size_bytes = round((len(src_frames) - left_out) * self.page_bytes)
         op = TransferOp(
@@ -115,7 +120,8 @@ class TransferLedger:
             after,
             full_only,
             windowed_only,
-            windowed,
+            src_windowed,
+            dst_windowed,
         )
         self._pages_in_flight[link] += len(src_frames)
         self._begin(op)
@@ -123,7 +129,7 @@ class TransferLedger:
 
     def begin_check(self, cached: np.ndarray, computed: np.ndarray, tokens: np.ndarray, came_from: Tier) -> None:
         """See `CheckOp`. Pins both, so that neither is written until the operation is over."""
-        windowed = self._of_checked(cached), self._of_checked(computed)
+        windowed = [self._windowed_of(Tier.DEVICE, frames) for frames in (cached, computed)]
         for frames in (cached, computed):
             self.tables[Tier.DEVICE].pin(frames)
         op = CheckOp(
@@ -133,8 +139,8 @@ class TransferLedger:
             cached,
             computed,
             len(cached) * self.page_bytes,
-            windowed_frames=windowed[0],
-            computed_windowed=windowed[1],
+            src_windowed=windowed[0],
+            dst_windowed=windowed[1],
             tokens=tokens,
             came_from=came_from,
         )
@@ -149,11 +155,15 @@ class TransferLedger:
         frames: np.ndarray = NO_FRAMES,
         **more: Any,
     ) -> Ticket:
-        """keys, frames, more: see `StorageOp`."""
+        """keys, frames, more: see `StorageOp`. What is read got its frames for layers with a window before."""
+        windowed = None
         if len(frames):
             self.tables[Tier.HOST].pin(frames)
+            if (pool := self.windowed.get(Tier.HOST)) is not None:
+                windowed = pool.frame_of[frames] if action == StorageAction.GET else pool.of(frames)
+                pool.table.pin(windowed[windowed >= 0])
         ticket = self._take_ticket(link)
-        self._begin(StorageOp(ticket, action, keys, frames, len(frames) * self.page_bytes, **more))
+        self._begin(StorageOp(ticket, action, keys, frames, len(frames) * self.page_bytes, windowed=windowed, **more))
         return ticket
 
     def end(self, ticket: Ticket) -> TransferOp | StorageOp:
@@ -161,17 +171,17 @@ class TransferLedger:
         op = self.in_flight.pop(ticket)
         del self._by_link[ticket.link][ticket]
         self._num_done[ticket.link] += 1
+        is_released = ticket in self._released
+        self._released.discard(ticket)
         if isinstance(op, TransferOp):
             self._pages_in_flight[ticket.link] -= len(op.src_frames)
-            is_released = ticket in self._released
-            self._released.discard(ticket)
             if not is_released:
                 self._table(op.src).unpin(op.src_frames)
             self._table(op.dst).unpin(op.dst_frames)
-            for frames in self._pinned_windowed(op, is_released):
-                self._windowed.table.unpin(frames)
         elif len(op.frames):
             self.tables[Tier.HOST].unpin(op.frames)
+        for tier, frames in self._pinned_windowed(op, is_released):
+            self.windowed[tier].table.unpin(frames)
         return op
 
     def can_release(self, ticket: Ticket) -> bool:
@@ -188,8 +198,8 @@ class TransferLedger:
         """Unpin the device pages that an operation reads, though it is not over: what it brings must not be used."""
         op = self.in_flight[ticket]
         assert isinstance(op, TransferOp) and not self.tree.nodes_of(ticket), "what it brings is still wanted"
-        for frames in self._pinned_windowed(op, is_released=False):
-            self._windowed.table.unpin(frames)
+        if op.src_windowed is not None:
+            self.windowed[op.src].table.unpin(op.src_windowed)
         self._released.add(ticket)
         self._table(op.src).unpin(op.src_frames)
 
@@ -224,14 +234,13 @@ class TransferLedger:
             table.check_invariants()
             self._check_pins(tier, table)
             self._check_residency(tier, table)
-        if (windowed := self.pools.windowed) is not None:
-            windowed.check_invariants(self.pools.device.state == FrameState.FREE)
-            pins = np.zeros_like(windowed.table.pins)
-            for op in self.in_flight.values():
-                if isinstance(op, TransferOp):
-                    for frames in self._pinned_windowed(op, op.ticket in self._released):
-                        np.add.at(pins, frames, 1)
-            assert (pins == windowed.table.pins).all(), "pins of layers with a window differ from the operations"
+        pins = {tier: np.zeros_like(pool.table.pins) for tier, pool in self.windowed.items()}
+        for op in self.in_flight.values():
+            for tier, frames in self._pinned_windowed(op, op.ticket in self._released):
+                np.add.at(pins[tier], frames, 1)
+        for tier, pool in self.windowed.items():
+            pool.check_invariants(self.tables[tier].state == FrameState.FREE)
+            assert (pins[tier] == pool.table.pins).all(), f"{tier.name}: pins of layers with a window differ"
 
     def _check_pins(self, tier: Tier, table: FrameTable) -> None:
         pins = np.zeros_like(table.pins)
@@ -271,36 +280,29 @@ class TransferLedger:
         is_lost = (rest == FrameState.CACHED) | (rest == FrameState.FILLING)
         assert not is_lost.any(), f"{tier.name}: a page is lost"
 
-    @property
-    def _windowed(self) -> WindowedPool:
-        assert self.pools.windowed is not None
-        return self.pools.windowed
-
-    def _windowed_frames(
-        self, tiers: tuple[Tier, Tier], src_frames: np.ndarray, dst_frames: np.ndarray, full_only: int
-    ) -> np.ndarray | None:
-        """See `TransferOp`. Pins them. Pages that are loaded get theirs here."""
-        if self.pools.windowed is None or Tier.DEVICE not in tiers:
+    def _windowed_of(self, tier: Tier, pages: np.ndarray) -> np.ndarray | None:
+        """What a tier's pages are in its pool for layers with a window, if it has one. Pins that."""
+        if (pool := self.windowed.get(tier)) is None:
             return None
-        is_load = tiers[1] == Tier.DEVICE
-        frames = self._windowed.give(dst_frames[full_only:]) if is_load else self._windowed.of(src_frames)
-        self._windowed.table.pin(frames)
+        frames = pool.of(pages)
+        pool.table.pin(frames)
         return frames
 
-    def _of_checked(self, pages: np.ndarray) -> np.ndarray | None:
-        """The same of pages that are compared."""
-        if self.pools.windowed is None:
+    def _give_windowed(self, tier: Tier, pages: np.ndarray) -> np.ndarray | None:
+        """The same of pages that are filled, and get it now."""
+        if (pool := self.windowed.get(tier)) is None:
             return None
-        frames = self._windowed.of(pages)
-        self._windowed.table.pin(frames)
+        frames = pool.give(pages)
+        pool.table.pin(frames)
         return frames
 
     @staticmethod
-    def _pinned_windowed(op: TransferOp, is_released: bool) -> list[np.ndarray]:
-        """Frames for layers with a window that an operation has pinned."""
-        more = op.computed_windowed if isinstance(op, CheckOp) else None
-        frames = [each for each in (op.windowed_frames, more) if each is not None]
-        return [] if is_released else frames
+    def _pinned_windowed(op: TransferOp | StorageOp, is_released: bool) -> list[tuple[Tier, np.ndarray]]:
+        """By tier, frames for layers with a window that an operation has pinned. is_released: its source is not."""
+        if isinstance(op, StorageOp):
+            return [] if op.windowed is None else [(Tier.HOST, op.windowed[op.windowed >= 0])]
+        parts = [(op.dst, op.dst_windowed), (op.src, None if is_released else op.src_windowed)]
+        return [(tier, frames) for tier, frames in parts if frames is not None]
 
     def _take_ticket(self, link: str) -> Ticket:
         ticket = Ticket(link, self._next_seq[link])

@@ -108,10 +108,6 @@ class WindowedRoom:
         """See `Launch.windowed_frames`."""
         return self.pool.take_given() if self.pool is not None else None
 
-    def take_freed(self) -> np.ndarray | None:
-        """Frames that became free since the last call."""
-        return self.pool.table.take_freed() if self.pool is not None else None
-
     # -- what requests need -------------------------------------------------------------------------------------
 
     def num_to_complete(self, receipt: Receipt) -> int:
@@ -121,6 +117,15 @@ class WindowedRoom:
         first = max(0, self._tree.windows.cut(receipt.node.end))
         path = [node for node in path_of(receipt.node) if node.end > first and is_lacking(node)]
         return sum(node.end - max(first, node.start) for node in path) // self._page
+
+    def make_to_complete(self, receipt: Receipt, num_more: int = 0) -> bool:
+        """Make room for what a locked path lacks, and num_more pages. False also if what is partial is whole nowhere
+        any more: making room moves copies, too."""
+        if not self.make(self.num_to_complete(receipt) + num_more):
+            return False
+        first, path = self._tree.windows.first_seen(receipt.node.end), path_of(receipt.node)
+        partial = [node for node in path if node.is_partial and node.end > first]
+        return all(self._tree.has_whole_below(node) for node in partial)
 
     def lacking(self, req: Req, match: MatchResult, active: list[Req], num_preloads: int) -> int:
         """By how many pages the pool is too small for a waiting request to start beside others. A launch computes new

@@ -119,7 +119,7 @@ class CheckLink:
 
     def _read_both(self, op: CheckOp, part: slice) -> list[list[torch.Tensor]]:
         """Some of the pages as they were cached, and as they were computed."""
-        cached, computed = (op.src_frames, op.windowed_frames), (op.dst_frames, op.computed_windowed)
+        cached, computed = (op.src_frames, op.src_windowed), (op.dst_frames, op.dst_windowed)
         return [
             self._read(frames[part], None if windowed is None else windowed[part])
             for frames, windowed in (cached, computed)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Container, Iterable
 from functools import partial
 
 from sglang.srt.mem_cache.eviction import RETIRED_PRIORITY, Rank
-from sglang.srt.mem_cache.node import Node, is_hole, is_lacking, last_access_on
+from sglang.srt.mem_cache.node import Node, is_hole, is_lacking, is_ready, is_whole, last_access_on
 from sglang.srt.mem_cache.placement import SPARE, class_of_copy
 from sglang.srt.mem_cache.transfer import FRAME_TIERS, Tier
 from sglang.srt.utils.time_units import LaunchSeq
@@ -216,6 +216,7 @@ class EvictionOrder:
         """See `class_of_copy`."""
         ready = [frames is not None and ticket is None for frames, ticket in zip(node.frames, node.tickets)]
         ready[_DEVICE] = ready[_DEVICE] and not node.is_partial
+        ready[_HOST] = ready[_HOST] and not node.is_host_partial
         other = _PEER if tier == _HOST else _HOST
         is_first = self.load_order[0] == tier
         on_other = ready[other] and not is_first
@@ -227,9 +228,9 @@ class EvictionOrder:
         on_farther = is_first and tier == _PEER and ready[_HOST]
         return class_of_copy(ready[_DEVICE] or on_other, on_farther, is_next, is_covered, is_pinned)
 
-    def ready_tier(self, node: Node) -> Tier | None:
-        """The first tier of the load order that has a node ready."""
-        ready = (t for t in self.load_order if node.frames[t] is not None and node.tickets[t] is None)
+    def ready_tier(self, node: Node, whole: bool = False) -> Tier | None:
+        """The first tier of the load order that has a node ready. whole: with all layers."""
+        ready = (t for t in self.load_order if (is_whole if whole else is_ready)(node, t))
         return next(ready, None)
 
     def next_of(self, tier: Tier) -> Node | None:

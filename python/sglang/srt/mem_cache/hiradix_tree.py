@@ -44,9 +44,10 @@ from sglang.srt.mem_cache.node import (
     Node,
     Receipt,
     Root,
-    is_alone_and_partial,
     is_fetching,
     is_hole,
+    is_nowhere_whole,
+    is_partial_on,
     is_ready,
     is_whole,
     path_of,
@@ -102,11 +103,11 @@ class HiRadixTree:
 
     # -- reading ------------------------------------------------------------------------------------------------
 
-    def match(self, namespace: str, tokens: np.ndarray, fetching: bool = False) -> MatchResult:
+    def match(self, namespace: str, tokens: np.ndarray, fetching: bool = False, wanted: int = 0) -> MatchResult:
         """The longest cached prefix of tokens (int32), in whole pages. Changes nothing.
 
         fetching: also what is on its way from storage to the host, up to what storage may have; see
-        `WindowReach.known`.
+        `WindowReach.known`, also for wanted.
         """
         node: Node | None = self.roots.get(namespace)
         path: list[Node] = []
@@ -138,8 +139,8 @@ class HiRadixTree:
             node = child
         match = MatchResult(namespace, tuple(path), last_len, device_len, pos, tuple(peer_runs))
         if fetching:
-            return self.windows.known(match, lambda node: self.source_of(node) is not None or self.is_coming(node))
-        return self.windows.longest_whole(match, self.source_of)
+            return self.windows.known(match, self._comes_whole, wanted)
+        return self.windows.longest_whole(match, self.whole_source_of)
 
     def source_of(self, node: Node) -> Tier | None:
         """The first tier of the load order that is read and has a node; None while all it has is on its way."""
@@ -148,9 +149,25 @@ class HiRadixTree:
                 return tier
         return None
 
+    def whole_source_of(self, node: Node) -> Tier | None:
+        """The same of those that have all its layers."""
+        for tier in self.order.load_order:
+            if is_whole(node, tier) and tier not in self._unread:
+                return tier
+        return None
+
+    def has_whole_below(self, node: Node) -> bool:
+        """Whether a tier below the device has all layers of a node, read or not."""
+        return self.order.ready_tier(node, whole=True) is not None
+
     def is_coming(self, node: Node) -> bool:
         """Whether a tier that is read will have a node that is under way to it."""
         return any(node.tickets[tier] is not None for tier in self.order.load_order if tier not in self._unread)
+
+    def _comes_whole(self, node: Node) -> bool:
+        """Whether such a tier has all its layers, or will."""
+        read = [tier for tier in self.order.load_order if tier not in self._unread]
+        return any([node.frames[tier] is not None and not is_partial_on(node, tier) for tier in read])
 
     def next_unmatched(self, match: MatchResult, tokens: np.ndarray) -> Node | None:
         """The node at which the match ended though it continues the tokens: a hole, one that has left the device
@@ -349,7 +366,7 @@ class HiRadixTree:
                 taken.append(mine)
                 duplicates.append(offered)
             else:
-                if is_hole(child) or is_alone_and_partial(child):
+                if is_nowhere_whole(child):
                     child.is_lossy = node.is_lossy
                     child.came_from = Tier.DEVICE
                     # A request has missed it: what counts as stored may not be.
@@ -387,8 +404,8 @@ class HiRadixTree:
         ticket: Ticket,
         num_partial: int = 0,
     ) -> None:
-        """Give nodes (of a path, top first) frames that the operation will fill from those of `source`, in order. On
-        the device the first num_partial will be partial."""
+        """Give nodes (of a path, top first) frames that the operation will fill from those of `source`, in order. The
+        first num_partial will be partial."""
         pos = 0
         for i, node in enumerate(nodes):
             assert node.frames[tier] is None
@@ -411,15 +428,18 @@ class HiRadixTree:
             self._count_in(node, _DEVICE)
         self._by_ticket[ticket] = list(nodes)
 
-    def make_partial(self, node: Node) -> None:
-        """The device loses what layers with a window have of a node."""
-        assert is_whole(node, Tier.DEVICE)
+    def make_partial(self, node: Node, tier: Tier = Tier.DEVICE) -> None:
+        """The device, or the host, loses what layers with a window have of a node."""
+        assert is_whole(node, tier)
         self._changed(node)
-        self._count_out(node, _DEVICE)
-        node.is_partial = True
-        self._count_in(node, _DEVICE)
-        if is_alone_and_partial(node):
-            self.lost(node, Tier.DEVICE)
+        self._count_out(node, tier)
+        if tier == _DEVICE:
+            node.is_partial = True
+        else:
+            node.is_host_partial = True
+        self._count_in(node, tier)
+        if is_nowhere_whole(node):
+            self.lost(node, tier)
         self._offer(node, _PEER)
         self._offer(node, _HOST)
 
@@ -469,17 +489,40 @@ class HiRadixTree:
 
     def begin_fetch(
         self, match: MatchResult, run: FilledRun, block_keys: np.ndarray, launch: LaunchSeq, is_lossy: bool
-    ) -> Node:
+    ) -> tuple[Node, Dropped]:
         """Enter what storage has below a match (made with `fetching`), in host frames that the operation will fill.
+        Returns their end, and the frames in whose place they come, of what the host has partial.
 
-        run: its tokens end with a block, or where the node ends that it fills: a hole, or one that peers have.
-        block_keys: of the blocks that end in it.
+        run: its tokens end with a block, or where the node ends that it fills: a hole, one that peers have, or that
+        the host has partial. block_keys: of the blocks that end in it.
         """
-        parent = self._end_of(match)
+        parent, replaced = self._end_of(match), Dropped()
+        if (node := self.child_on(parent, run.tokens)) is not None and node.is_host_partial:
+            self._take_partial(node, replaced)
         node = self.put_run(parent, run, Tier.HOST, launch)
         self.names.name_fetched(node, block_keys)
+        self._note_fetch(node, parent, is_lossy)
+        if num_tokens := run.num_partial * self.page_size:
+            front = self.split(node, num_tokens) if num_tokens < len(node.key) else node
+            front.is_host_partial = True
+        return node, replaced
+
+    def _take_partial(self, node: Node, replaced: Dropped) -> None:
+        """Take off the host what it has partial, as all of it comes at once."""
+        frames = node.frames[_HOST]
+        assert frames is not None and node.tickets[_HOST] is None
+        self._changed(node)
+        self._count_out(node, _HOST)
+        self.pages.left(node, _HOST)
+        replaced.cached.append((frames, node.last_stream))
+        node.frames[_HOST], node.is_host_partial = None, False
+        self._count_in(node, _HOST)
+
+    @staticmethod
+    def _note_fetch(node: Node, parent: Node, is_lossy: bool) -> None:
+        """How exact, and how much used, is what storage brings."""
         if node.frames[_PEER] is not None or node.frames[_DEVICE] is not None:
-            return node  # it is as exact, and as much used, as before
+            return  # as before
         # No request has computed it.
         node.hits = 0
         if parent.parent is not None:
@@ -491,7 +534,6 @@ class HiRadixTree:
             child = stack.pop()
             child.is_lossy = True
             stack.extend(child.children.values())
-        return node
 
     def replace_frames(self, node: Node, tier: Tier, frames: np.ndarray) -> None:
         """The tier has the node's pages in other frames, ready, int32, one per page."""
@@ -648,7 +690,7 @@ class HiRadixTree:
                 or (upper.is_lossy, upper.came_from) != (node.is_lossy, node.came_from)
                 or not self._is_settled(upper, done)
                 or any((upper.frames[t] is None) != (node.frames[t] is None) for t in FRAME_TIERS)
-                or upper.is_partial != node.is_partial
+                or (upper.is_partial, upper.is_host_partial) != (node.is_partial, node.is_host_partial)
                 or (upper.block_keys is None) != (node.block_keys is None)
             ):
                 break
@@ -728,7 +770,7 @@ class HiRadixTree:
         node.start = upper.end
         upper.be_used_as(node)
         upper.num_device_children = int(node.frames[_DEVICE] is not None)
-        upper.is_partial = node.is_partial
+        upper.is_partial, upper.is_host_partial = node.is_partial, node.is_host_partial
         for tier in FRAME_TIERS:
             frames = node.frames[tier]
             if frames is None:
@@ -752,13 +794,15 @@ class HiRadixTree:
         fence: LaunchSeq,
         is_partial: bool = False,
     ) -> None:
-        """is_partial: on the device."""
+        """is_partial: on that tier."""
         assert node.parent is not None
         self._changed(node)
         self._count_out(node, tier)
         if tier == _DEVICE:
             node.parent.num_device_children += node.frames[tier] is None
             node.is_partial = is_partial
+        elif tier == _HOST:
+            node.is_host_partial = is_partial
         node.frames[tier] = trimmed(frames)
         node.tickets[tier] = ticket
         node.fences[tier] = fence
@@ -797,8 +841,10 @@ class HiRadixTree:
         node.tickets[tier] = None
         if tier == _DEVICE:
             node.is_partial = False
+        elif tier == _HOST:
+            node.is_host_partial = False
         self._count_in(node, tier)
-        if ticket is None and (is_hole(node) or is_alone_and_partial(node)):
+        if ticket is None and is_nowhere_whole(node):
             self.lost(node, tier)
         if tier == _DEVICE:
             assert node.num_device_children == 0

@@ -1,4 +1,6 @@
-"""`HybridPages`: the pages of a device pool whose layers with a window have memory of their own, with fewer pages.
+"""`HybridPages`: the pages of a pool whose layers with a window have memory of their own, with fewer pages.
+
+    memory    | layers with full attention: num_pages | layers with a window: num_windowed_pages |
 
 Owns no memory. A range of layers of one kind is pages like any other's; the pages of all layers have no common
 numbers, and no view.
@@ -7,15 +9,17 @@ numbers, and no view.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 
 import torch
 
 from sgl_kernel.kvcacheio import KVPages
+from sglang.srt.mem_cache.page_layout import PageLayout
 
 
 class HybridPages:
-    """Takes the place of `KVPages` in a device pool. windowed: of each layer, whether it has a window.
+    """Takes the place of `KVPages` in a pool. windowed: of each layer, whether it has a window.
 
     full, of_windows: the layers of each kind, in order.
     """
@@ -50,6 +54,21 @@ class HybridPages:
         before = sum(self.windowed[: layers.start])
         first = before if is_windowed else layers.start - before
         return (self.of_windows if is_windowed else self.full).part(range(first, first + len(layers)))
+
+
+def regions_of(
+    layout: PageLayout, num_pages: int, windowed: Sequence[bool], num_windowed_pages: int
+) -> list[tuple[int, PageLayout]]:
+    """Of each part of a pool's memory, how many pages it has and what they hold: one part for all layers, or with
+    num_windowed_pages one for each kind."""
+    if not num_windowed_pages:
+        return [(num_pages, layout)]
+    assert len(windowed) == layout.num_layers, f"{len(windowed)} kinds of {layout.num_layers} layers"
+    num_windowed = sum(windowed)
+    return [
+        (num_pages, replace(layout, num_layers=layout.num_layers - num_windowed)),
+        (num_windowed_pages, replace(layout, num_layers=num_windowed)),
+    ]
 
 
 def runs_alike(kinds: Sequence[bool]) -> list[range]:

@@ -27,7 +27,7 @@ import torch
 
 from sgl_kernel.kvcacheio import KVPages, pick_backend, transfer_kv_per_layer
 from sglang.srt.mem_cache.kv_view import KVSegment, KVView
-from sglang.srt.mem_cache.link import CopiesPages, HasDevicePages, HasPages, page_numbers_device
+from sglang.srt.mem_cache.link import CopiesPages, HasPages, page_numbers_device
 from sglang.srt.mem_cache.memory_pool import DevicePool
 from sglang.srt.mem_cache.page_memory import PageMemory
 from sglang.srt.mem_cache.rate_limit import RateLimit
@@ -163,7 +163,7 @@ class LayerStreamCache:
         """The piece that was filled last has been read when the event passes."""
         self._read[(self._next - 1) % self.num_buffers] = event
 
-    def _pool(self, tier: Tier) -> HasDevicePages:
+    def _pool(self, tier: Tier) -> HasPages:
         return self._device_pool if tier == Tier.DEVICE else self._sources[tier]
 
     def _copy(self, layer: int, piece: Piece, buffer: KVPages) -> None:

@@ -53,14 +53,7 @@ LAYERS_AT_ONCE = 4
 
 
 class HasPages(Protocol):
-    """A pool below the device: the host's, or memory of peers."""
-
-    @property
-    def kv_pages(self) -> KVPages: ...
-
-
-class HasDevicePages(Protocol):
-    """The device pool, or what takes its place."""
+    """A pool: the device's, or below it the host's, or memory of peers."""
 
     @property
     def kv_pages(self) -> KVPages | HybridPages: ...
@@ -160,7 +153,7 @@ class CopyLink:
     def __init__(
         self,
         name: str,
-        device_pool: HasDevicePages,
+        device_pool: HasPages,
         host_pool: HasPages,
         stream: Stream,
         fence: Callable[[int], Fence | None],
@@ -177,15 +170,16 @@ class CopyLink:
         self.rate_limit = options.rate_limit
         # Where kernels run.
         self._device = options.device or device_pool.kv_pages.device
-        pages, below = device_pool.kv_pages, host_pool.kv_pages
+        pages = device_pool.kv_pages
         # Any layer: all are alike.
-        above = pages.part(range(1))
+        above, below = pages.part(range(1)), host_pool.kv_pages.part(range(1))
         self._load_backend = self._backend(options.io_backend, below, above)
         self._backup_backend = self._backend(options.io_backend, above, below)
         in_groups = self._device.type != "cpu" and self._copier is None and self._load_backend in KERNELS
-        self._is_hybrid = isinstance(pages, HybridPages)
+        hybrids = [each for each in (pages, host_pool.kv_pages) if isinstance(each, HybridPages)]
+        self._is_hybrid = bool(hybrids)
         # Of each layer, whether it has a window.
-        self._windowed = pages.windowed if isinstance(pages, HybridPages) else options.windowed
+        self._windowed = hybrids[0].windowed if hybrids else options.windowed
         self._windowed = self._windowed or (False,) * pages.num_layers
         at_once = LAYERS_AT_ONCE if in_groups else 1
         # For loads that leave some layers out, and for those to a hybrid pool.
@@ -227,8 +221,11 @@ class CopyLink:
             if fence is not None:
                 self.stream.wait(fence.event)
             for layers in self._backup_runs:
-                work = partial(self._back_up, op, fence=fence, layers=layers)
-                self._enqueue(op, operation, work, of_windows=self._windowed[layers[0]])
+                of_windows = self._is_hybrid and self._windowed[layers[0]]
+                first = op.full_only if of_windows else 0
+                if first < len(op.src_frames):
+                    work = partial(self._back_up, op, fence=fence, layers=layers)
+                    self._enqueue(op, operation, work, first, of_windows)
         self.stream.enqueue(partial(self._end, operation))
         self.stream.when_done(partial(self._finish, operation))
 
@@ -274,9 +271,9 @@ class CopyLink:
             transfer_kv_all_layer_pf_lf(host_pages, pages, src, dst, backend=self._load_backend)
 
     def _load_by_one_kernel(self, op: TransferOp, src: torch.Tensor, dst: torch.Tensor, launch: KernelLaunch) -> None:
-        pages = self.device_pool.kv_pages
-        assert self._flags is not None and isinstance(pages, KVPages)
-        launch.begin(load_layers(self.host_pool.kv_pages, pages, src, dst, self._flags))
+        pages, below = self.device_pool.kv_pages, self.host_pool.kv_pages
+        assert self._flags is not None and isinstance(pages, KVPages) and isinstance(below, KVPages)
+        launch.begin(load_layers(below, pages, src, dst, self._flags))
 
     def _back_up(
         self, op: TransferOp, src: torch.Tensor, dst: torch.Tensor, fence: Fence | None, layers: range
@@ -284,7 +281,7 @@ class CopyLink:
         if fence is not None and fence.failed:
             raise LoadFailedError(f"launch {op.after}, which writes the source of this backup, failed")
         pages = self.device_pool.kv_pages.part(layers)
-        with self._pace(op.size_bytes * len(layers) // len(self._windowed)):
+        with self._pace(len(src) * sum(pages.run_bytes) * len(layers)):
             if self._copier is not None:
                 self._copier.back_up(pages, src, dst, self._backup_backend, layers)
                 return
@@ -321,8 +318,8 @@ class CopyLink:
     def _frames(
         self, op: TransferOp, operation: _Operation, first: int, of_windows: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Source and destination of a part, from its first page on. of_windows: those on the device are in the pool
-        for layers with a window."""
+        """Source and destination of a part, from its first page on. of_windows: in the pools for layers with a
+        window, where a tier has one."""
 
         def there(name: str, start: int) -> torch.Tensor:
             found = operation.frames.get((name, start))
@@ -333,12 +330,10 @@ class CopyLink:
                 operation.frames[name, start] = found
             return found
 
-        src, dst = ("src_frames", first), ("dst_frames", first)
-        if of_windows and op.src == Tier.DEVICE:
-            src = "windowed_frames", 0
-        elif of_windows:
-            dst = "windowed_frames", 0
-        return there(*src), there(*dst)
+        # These begin behind what is left out.
+        of_src = ("src_windowed", 0) if of_windows and op.src_windowed is not None else ("src_frames", first)
+        of_dst = ("dst_windowed", 0) if of_windows and op.dst_windowed is not None else ("dst_frames", first)
+        return there(*of_src), there(*of_dst)
 
     def _backend(self, io_backend: str, src: KVPages, dst: KVPages) -> str:
         """What `auto` is; the CPU's code chooses for itself."""
@@ -376,7 +371,7 @@ def layer_groups(num_layers: int, most: int, kinds: Sequence[Any] = ()) -> list[
     return groups
 
 
-def page_numbers_device(pool: HasDevicePages, io_backend: str, device: torch.device) -> torch.device:
+def page_numbers_device(pool: HasPages, io_backend: str, device: torch.device) -> torch.device:
     """Where page numbers must lie for copies between a pool and the device."""
     if isinstance(pool, CopiesPages) and pool.page_numbers_on_host:
         return CPU

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -15,7 +14,7 @@ from sgl_kernel import elementwise
 from sgl_kernel.cpu.elementwise import store_rows, takes_rows
 from sgl_kernel.cpu.huge_pages import ask_for_huge_pages
 from sgl_kernel.kvcacheio import KVPages
-from sglang.srt.mem_cache.hybrid_pages import HybridPages
+from sglang.srt.mem_cache.hybrid_pages import HybridPages, regions_of
 from sglang.srt.mem_cache.kv_view import KVView
 from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.page_memory import PageMemory, indexable
@@ -60,9 +59,7 @@ class MHATokenToKVPool:
     one more page behind the others, for what has to be written somewhere and is never read; scratch_slot is in it.
 
     windowed: of each layer, whether it has a window. With num_windowed_pages these layers have pages of their own,
-    and a scratch page; there are layers of both kinds then, and kv is bytes:
-
-        kv    | layers with full attention: num_pages | layers with a window: num_windowed_pages |
+    and a scratch page; there are layers of both kinds then, and kv is bytes, see `HybridPages`.
     """
 
     def __init__(
@@ -78,15 +75,7 @@ class MHATokenToKVPool:
         self.num_pages = num_pages
         self.num_windowed_pages = num_windowed_pages
         self.page_size = layout.page_size
-        # Of each region: its pages, and what they hold.
-        regions = [(num_pages, layout)]
-        if num_windowed_pages:
-            assert len(windowed) == layout.num_layers, f"{len(windowed)} kinds of {layout.num_layers} layers"
-            num_windowed = sum(windowed)
-            regions = [
-                (num_pages, replace(layout, num_layers=layout.num_layers - num_windowed)),
-                (num_windowed_pages, replace(layout, num_layers=num_windowed)),
-            ]
+        regions = regions_of(layout, num_pages, windowed, num_windowed_pages)
         slots = [count * layout.page_size if has_scratch else None for count, _ in regions]
         self.scratch_slot, self.windowed_scratch_slot = slots[0], slots[-1]
         sizes = [(count + has_scratch) * of_region.page_bytes for count, of_region in regions]

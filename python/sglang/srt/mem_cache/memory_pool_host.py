@@ -10,13 +10,17 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from sgl_kernel.cpu.huge_pages import ask_for_huge_pages, populate
+from sgl_kernel.kvcacheio import KVPages
+from sglang.srt.mem_cache.hybrid_pages import HybridPages, regions_of, runs_alike
 from sglang.srt.mem_cache.memory_pool import DevicePool
+from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.page_memory import PageMemory
 from sglang.srt.utils.byte_sizes import shown_size
 from sglang.srt.utils.shared_memory import SharedMemory
@@ -43,6 +47,10 @@ class MHATokenToKVPoolHost:
     itself, for another process; it begins at a page of the system, as reads and writes past the page cache and GPUs
     want it; by default it is allocated. register: see `pin_memory`; by default CUDA's where the device pool is on a
     GPU. Raises ValueError for another order.
+
+    num_windowed_pages: above 0, layers with a window have so many pages of their own, see `HybridPages`. windowed: of
+    each layer, whether it has one. kv is the memory then, bytes. A store names pages by their frames alone:
+    `set_windowed` tells which they are in layers with a window.
     """
 
     def __init__(
@@ -52,34 +60,56 @@ class MHATokenToKVPoolHost:
         layout: str = "page_first",
         register: Callable[[int, int], None] | None = None,
         shared: SharedMemory | None = None,
+        num_windowed_pages: int = 0,
+        windowed: Sequence[bool] = (),
     ) -> None:
         self.page_layout = device_pool.page_layout
         self.num_pages = num_pages
+        self.num_windowed_pages = num_windowed_pages
         self.page_size = self.page_layout.page_size
         self.page_bytes = self.page_layout.page_bytes
         self.layout = layout
         # Given to the offload proxy, where there is one, which writes what it fetches into it.
-        size_bytes = num_pages * self.page_bytes
+        regions = regions_of(self.page_layout, num_pages, windowed, num_windowed_pages)
+        sizes = [count * of_region.page_bytes for count, of_region in regions]
+        size_bytes = sum(sizes)
         self.shared = shared or SharedMemory.allocate(size_bytes, HOST_POOL)
         assert self.shared.size_bytes == size_bytes, f"{self.shared.size_bytes} bytes of {size_bytes}"
         self._bytes = self.shared.memory
         memory = torch.from_numpy(self._bytes)
-        self._memory = PageMemory(self.page_layout, num_pages, memory, layout)
-        self.kv, self.kv_pages = self._memory.kv, self._memory.kv_pages
+        self._regions = [
+            PageMemory(of_region, count, part, layout)
+            for (count, of_region), part in zip(regions, memory.split(sizes), strict=True)
+        ]
+        self.kv: torch.Tensor
+        self.kv_pages: KVPages | HybridPages
+        if num_windowed_pages:
+            full, of_windows = (each.kv_pages for each in self._regions)
+            self.kv, self.kv_pages = memory, HybridPages(full, of_windows, windowed)
+        else:
+            self.kv, self.kv_pages = self._regions[0].kv, self._regions[0].kv_pages
+        # By page, -1 for none; of pages that operations of storage read or write.
+        self._windowed_of = np.full(num_pages if num_windowed_pages else 0, -1, np.int32)
         if register is None and device_pool.kv.is_cuda:
             register = cuda_register
             # CUDA must let go before the memory does.
             weakref.finalize(self, cuda_unregister, memory.data_ptr()).atexit = False
         if register is not None:
             pin_memory(memory, register)
+        self._page_is_one_run = not num_windowed_pages and self._regions[0].page_is_one_run
         self._parts = self._canonical_parts()
         # Of canonical pages; part of the memory only where pages lie in it as they are.
-        self._padding = () if self._memory.page_is_one_run else self.page_layout.padding
+        self._padding = () if self._page_is_one_run else self.page_layout.padding
+
+    def set_windowed(self, frames: np.ndarray, windowed: np.ndarray) -> None:
+        """What pages `frames` (n,) int32 are in layers with a window, (n,) int32; -1: what is written there of such
+        layers is left out."""
+        self._windowed_of[frames] = windowed
 
     def buffers(self, frames: np.ndarray) -> list[memoryview] | None:
         """The memory of pages `frames` (n,) int32 itself, in this order and without a copy: writable, adjacent
-        ascending frames as one buffer. None where a page is not one run of bytes (layer-first)."""
-        if not self._memory.page_is_one_run:
+        ascending frames as one buffer. None where a page is not one run of bytes (layer-first, or hybrid)."""
+        if not self._page_is_one_run:
             return None
         size, memory = self.page_bytes, self._bytes.data
         return [memory[first * size : (first + n) * size] for _, first, n in self._runs(frames)]
@@ -90,49 +120,93 @@ class MHATokenToKVPoolHost:
         pages = out.reshape(len(frames), self.page_bytes)
         for start, end in self._padding:
             pages[:, start:end] = 0
-        runs = list(self._runs(frames))
-        for mine, start, end in self._parts:
-            part = pages[:, start:end].reshape(len(frames), *mine.shape[1:])
-            for at, first, n in runs:
-                np.copyto(part[at : at + n], mine[first : first + n])
+        assert not self.num_windowed_pages or (self._windowed_of[frames] >= 0).all(), "a page lacks layers"
+        whole, of_windows = self._runs(frames), self._windowed_runs(frames)
+        for each in self._parts:
+            part = pages[:, each.start : each.end].reshape(len(frames), *each.mine.shape[1:])
+            for at, first, n in of_windows if each.is_windowed else whole:
+                np.copyto(part[at : at + n], each.mine[first : first + n])
 
     def copy_in(self, frames: np.ndarray, data: np.ndarray) -> None:
         """Overwrite pages `frames` (n,) int32, each once, with data: (n * page_bytes,) uint8, page after page."""
         pages = data.reshape(len(frames), self.page_bytes)
-        runs = list(self._runs(frames))
-        for mine, start, end in self._parts:
-            part = pages[:, start:end].reshape(len(frames), *mine.shape[1:])
-            for at, first, n in runs:
-                np.copyto(mine[first : first + n], part[at : at + n])
+        whole, of_windows = self._runs(frames), self._windowed_runs(frames)
+        for each in self._parts:
+            part = pages[:, each.start : each.end].reshape(len(frames), *each.mine.shape[1:])
+            for at, first, n in of_windows if each.is_windowed else whole:
+                np.copyto(each.mine[first : first + n], part[at : at + n])
 
-    def _canonical_parts(self) -> list[tuple[np.ndarray, int, int]]:
-        """The memory as runs of canonical bytes: views (num_pages, ...) uint8, and the first and last byte of a
-        canonical page that each is."""
-        if self._memory.page_is_one_run:
-            return [(self._bytes.reshape(self.num_pages, self.page_bytes), 0, self.page_bytes)]
-        layout, parts = self.page_layout, []
-        if layout.is_uniform:
+    def _canonical_parts(self) -> list[_Part]:
+        """The memory as runs of canonical bytes."""
+        if self._page_is_one_run:
+            return [_Part(self._bytes.reshape(self.num_pages, self.page_bytes), 0, self.page_bytes)]
+        layout = self.page_layout
+        if layout.is_uniform and not self.num_windowed_pages:
             shape = (len(layout.components), layout.num_layers, self.num_pages, layout.run_bytes[0])
-            return [(np.moveaxis(self._bytes.reshape(shape), 2, 0), 0, self.page_bytes)]
-        begins = layout.offsets(self.num_pages)
-        for begin, start, run_bytes in zip(begins, layout.offsets(), layout.run_bytes):
-            size = layout.num_layers * run_bytes
-            runs = self._bytes[begin : begin + self.num_pages * size]
-            by_page = runs.reshape(layout.num_layers, self.num_pages, run_bytes).swapaxes(0, 1)
-            parts.append((by_page, start, start + size))
+            return [_Part(np.moveaxis(self._bytes.reshape(shape), 2, 0), 0, self.page_bytes)]
+        pages, parts = self.kv_pages, []
+        windowed = pages.windowed if isinstance(pages, HybridPages) else (False,) * layout.num_layers
+        for layers in runs_alike(windowed):
+            is_windowed = windowed[layers.start]
+            first = windowed[: layers.start].count(is_windowed)
+            for i, (begin, run_bytes) in enumerate(zip(layout.offsets(), layout.run_bytes)):
+                runs = _runs_of(self._regions[is_windowed], i)[:, first : first + len(layers)]
+                start = begin + layers.start * run_bytes
+                parts.append(_Part(runs, start, start + len(layers) * run_bytes, is_windowed))
         return parts
 
-    def _runs(self, frames: np.ndarray) -> Iterator[tuple[int, int, int]]:
+    def _runs(self, frames: np.ndarray) -> list[tuple[int, int, int]]:
         """(position in frames, first frame, length) of each run of adjacent ascending frames."""
         if len(frames) == 0:
-            return iter(())
+            return []
         # A slice past the end would be shortened, one from below 0 would count from the end.
         assert frames.min() >= 0 and frames.max() < self.num_pages, (
             f"frames beyond the pool of {self.num_pages} pages"
         )
-        starts = np.concatenate(([0], np.flatnonzero(np.diff(frames) != 1) + 1))
-        lengths = np.diff(starts, append=len(frames))
-        return zip(starts.tolist(), frames[starts].tolist(), lengths.tolist())
+        return _adjacent(frames)
+
+    def _windowed_runs(self, frames: np.ndarray) -> list[tuple[int, int, int]]:
+        """The same in layers with a window, where they have pages of their own; without those that have none."""
+        return _adjacent(self._windowed_of[frames]) if self.num_windowed_pages and len(frames) else []
+
+
+class _Part(NamedTuple):
+    """A run of a canonical page's bytes, start to end, in a pool's memory: (num_pages, ...) uint8. is_windowed: by
+    the numbers of pages of layers with a window."""
+
+    mine: np.ndarray
+    start: int
+    end: int
+    is_windowed: bool = False
+
+
+def _runs_of(memory: PageMemory, component: int) -> np.ndarray:
+    """(num_pages, num_layers, bytes of a run) uint8, a view."""
+    layout, count, data = memory.layout, memory.num_pages, memory.memory.numpy()
+    run_bytes = layout.run_bytes[component]
+    size = layout.num_layers * run_bytes
+    if memory.page_is_one_run:
+        begin = layout.offsets()[component]
+        rows = data.reshape(count, layout.page_bytes)[:, begin : begin + size]
+        return rows.reshape(count, layout.num_layers, run_bytes)
+    begin = layout.offsets(count)[component]
+    return data[begin : begin + count * size].reshape(layout.num_layers, count, run_bytes).swapaxes(0, 1)
+
+
+def _adjacent(frames: np.ndarray) -> list[tuple[int, int, int]]:
+    """(position, first frame, length) of each run of adjacent ascending frames, at least one; none of -1."""
+    starts = np.concatenate(([0], np.flatnonzero((np.diff(frames) != 1) | (frames[:-1] < 0)) + 1))
+    lengths = np.diff(starts, append=len(frames))
+    runs = zip(starts.tolist(), frames[starts].tolist(), lengths.tolist())
+    return [run for run in runs if run[1] >= 0]
+
+
+def host_pool_bytes(
+    layout: PageLayout, num_pages: int, windowed: Sequence[bool] = (), num_windowed_pages: int = 0
+) -> int:
+    """Of the memory of a host pool, see `MHATokenToKVPoolHost`. windowed: of each layer, whether it has a window."""
+    regions = regions_of(layout, num_pages, windowed, num_windowed_pages)
+    return sum(count * each.page_bytes for count, each in regions)
 
 
 class HostMemoryError(RuntimeError):

@@ -25,6 +25,7 @@ class Node:
         "frames",
         "hits",
         "id",
+        "is_host_partial",
         "is_lossy",
         "is_next",
         "is_partial",
@@ -64,6 +65,8 @@ class Node:
         self.fences: list[LaunchSeq] = [NO_LAUNCH] * NUM_TIERS
         # Whether the device frames lack what layers with a window have of it, as those that load it did not see it.
         self.is_partial = False
+        # The same of the host, where layers with a window have pages of their own there.
+        self.is_host_partial = False
         # Children that have device frames.
         self.num_device_children = 0
         # Locks that end here, plus those of the children.
@@ -171,7 +174,12 @@ def is_ready(node: Node, tier: Tier) -> bool:
 
 def is_whole(node: Node, tier: Tier) -> bool:
     """Whether a tier has all layers of a node, ready."""
-    return is_ready(node, tier) and not (node.is_partial and tier == Tier.DEVICE)
+    return is_ready(node, tier) and not is_partial_on(node, tier)
+
+
+def is_partial_on(node: Node, tier: int) -> bool:
+    """Whether what a tier has of a node, or gets, lacks layers with a window."""
+    return (node.is_partial and tier == Tier.DEVICE) or (node.is_host_partial and tier == Tier.HOST)
 
 
 def ready_frames(node: Node, tier: Tier) -> np.ndarray:
@@ -186,9 +194,14 @@ def is_lacking(node: Node) -> bool:
     return node.frames[Tier.DEVICE] is None or node.is_partial
 
 
+def is_nowhere_whole(node: Node) -> bool:
+    """Whether no tier has all layers of a node, or gets them."""
+    return all([frames is None or is_partial_on(node, tier) for tier, frames in enumerate(node.frames)])
+
+
 def is_alone_and_partial(node: Node) -> bool:
-    """Whether no tier has a node whole, or gets it, and the device has it partial."""
-    return node.is_partial and node.frames[Tier.PEER] is None and node.frames[Tier.HOST] is None
+    """Whether the device has a node partial, and no tier has it whole, or gets it."""
+    return node.is_partial and is_nowhere_whole(node)
 
 
 def is_only_on_device(node: Node) -> bool:
@@ -316,6 +329,8 @@ class FilledRun:
     # The launch that computes the last of the tokens; NO_LAUNCH if storage brings them.
     fence: LaunchSeq
     priority: int = 0
+    # Of the first so many pages layers with a window are left out.
+    num_partial: int = 0
 
 
 @dataclass

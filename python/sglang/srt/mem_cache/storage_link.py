@@ -18,6 +18,9 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
+
+import numpy as np
 
 from sglang.srt.mem_cache.block_keys import to_bytes
 from sglang.srt.mem_cache.block_store import (
@@ -85,10 +88,17 @@ class _Begun:
     is_unwanted: bool = False
 
 
+class HasWindowed(Protocol):
+    """A host pool; see `MHATokenToKVPoolHost`."""
+
+    def set_windowed(self, frames: np.ndarray, windowed: np.ndarray) -> None: ...
+
+
 class StorageLink:
     """notify: called after every operation, from the stream or a thread of the store. rate_limit: for the bytes that
     move, for experiments; an overlapping store has its own. clock: in seconds. The seconds of an operation count from
-    its beginning, or from the end of the operation before if that is later."""
+    its beginning, or from the end of the operation before if that is later. host_pool: what the store reads and
+    writes, where layers with a window have pages of their own there."""
 
     def __init__(
         self,
@@ -98,6 +108,7 @@ class StorageLink:
         notify: Callable[[], None] = lambda: None,
         rate_limit: RateLimit | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        host_pool: HasWindowed | None = None,
     ) -> None:
         self.name = name
         self.slot = slot
@@ -105,6 +116,7 @@ class StorageLink:
         self.notify = notify
         self.rate_limit = rate_limit
         self._clock = clock
+        self._host_pool = host_pool
         self._last_end = float("-inf")
         self._next_seq = 0
         # Operations that have begun; touched on the stream only.
@@ -117,6 +129,9 @@ class StorageLink:
         link, seq = op.ticket
         assert link == self.name and seq == self._next_seq, f"{op.ticket} out of order, {self._next_seq} expected"
         self._next_seq += 1
+        if op.windowed is not None:
+            assert self._host_pool is not None, "pages of layers with a window are in the host's pool"
+            self._host_pool.set_windowed(op.frames, op.windowed)
         if op.action == StorageAction.GET and self._is_synchronous:
             self._run(op)
         else:

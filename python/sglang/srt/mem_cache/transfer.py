@@ -69,8 +69,8 @@ class Ticket(NamedTuple):
 @dataclass(frozen=True)
 class TransferOp:
     """Copy pages from one tier to another. full_only: of the first so many pages only layers with full attention;
-    windowed_only: only layers with a window. windowed_frames: in the pool of the device for layers with a window, if
-    it has one, of the pages behind full_only, int32."""
+    windowed_only: only layers with a window. src_windowed, dst_windowed: of the pages behind full_only, in the pool
+    that a tier has for layers with a window, if it has one, int32."""
 
     ticket: Ticket
     src: Tier
@@ -85,19 +85,19 @@ class TransferOp:
     after: int | None = None
     full_only: int = 0
     windowed_only: int = 0
-    windowed_frames: np.ndarray | None = None
+    src_windowed: np.ndarray | None = None
+    dst_windowed: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
 class CheckOp(TransferOp):
     """Compare cached pages of the device, src_frames, with those that were computed from the same tokens, dst_frames.
-    Fails if they differ. Changes neither. computed_windowed: of dst_frames what windowed_frames are of src_frames."""
+    Fails if they differ. Changes neither."""
 
     # Of the prompt up to the last of the pages, (n,) int32.
     tokens: np.ndarray = field(kw_only=True)
     # The farthest tier that the cached pages passed through.
     came_from: Tier = field(kw_only=True)
-    computed_windowed: np.ndarray | None = field(default=None, kw_only=True)
 
 
 class StorageAction(IntEnum):
@@ -144,6 +144,9 @@ class StorageOp:
     # For LIMIT: the most blocks, below 0 for no limit, and where: DISK or REMOTE.
     limit: int = -1
     tier: Tier = Tier.DISK
+    # What frames are in the host's pool for layers with a window, if it has one. A GET leaves them out where that is
+    # -1.
+    windowed: np.ndarray | None = None
 
     @property
     def after(self) -> None:

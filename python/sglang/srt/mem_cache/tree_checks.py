@@ -85,3 +85,5 @@ def _check_residency(node: Node) -> None:
     assert node.children or not is_hole(node), f"{node} is on no tier, and nothing is below it"
     assert node.lock == 0 or not is_hole(node), f"{node} is locked, and on no tier"
     assert on_device or not node.is_partial, f"{node} is partial, and not on the device"
+    on_host = node.frames[Tier.HOST] is not None
+    assert on_host or not node.is_host_partial, f"{node} is partial on the host, and not there"

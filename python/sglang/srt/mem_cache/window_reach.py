@@ -12,6 +12,8 @@ layers. It serves what continues the prefix. What leaves the prefix in the middl
 
 The end of such a match is loaded in the missing layers (`MatchResult.to_complete`). Where no tier has it whole, and
 storage does not bring it, the match ends above. A partial node is never copied to another tier.
+
+The host may have partial nodes, too (`WindowedPool`). They are loaded where windows do not reach.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from sglang.srt.mem_cache.eviction_order import EvictionOrder
-from sglang.srt.mem_cache.node import MatchResult, Node, path_of
+from sglang.srt.mem_cache.node import MatchResult, Node, is_lacking, path_of
 from sglang.srt.mem_cache.transfer import Tier
 
 # A plain integer: looking up a member of an enumeration costs as much as the rest of a line.
@@ -64,10 +66,10 @@ class WindowReach:
                 found = found.above(place)
         return found
 
-    def longest_whole(self, match: MatchResult, source_of: Callable[[Node], Tier | None]) -> MatchResult:
-        """The longest part of a match from whose end windows reach nothing that no tier has whole. source_of: the
-        tree's."""
-        if not self.num_tokens or not any([node.is_partial for node in match.path]):
+    def longest_whole(self, match: MatchResult, whole_source_of: Callable[[Node], Tier | None]) -> MatchResult:
+        """The longest part of a match from whose end windows reach nothing that no tier has whole. whole_source_of:
+        the tree's."""
+        if not self.num_tokens or not any([node.is_partial or node.is_host_partial for node in match.path]):
             return match
         whole, place = match, len(match.path)
         to_complete: list[Node] = []
@@ -77,24 +79,27 @@ class WindowReach:
             node = match.path[place]
             if node.end <= self.first_seen(whole.total_len):
                 break
-            if not node.is_partial:
+            if not is_lacking(node):
                 continue
-            if node.tickets[_DEVICE] is None and source_of(node) is None:
+            if whole_source_of(node) is None and (node.tickets[_DEVICE] is None or node.is_host_partial):
                 whole, to_complete, awaits_load = whole.above(place), [], False
+                continue
+            if not node.is_partial:
                 continue
             to_complete.append(node)
             awaits_load |= node.tickets[_DEVICE] is not None
         beyond = match.path[len(whole.path) :]
         return replace(whole, to_complete=tuple(to_complete[::-1]), awaits_load=awaits_load, beyond=beyond)
 
-    def known(self, match: MatchResult, is_there: Callable[[Node], bool]) -> MatchResult:
+    def known(self, match: MatchResult, comes_whole: Callable[[Node], bool], wanted: int = 0) -> MatchResult:
         """A match up to the first page that windows reach from its end and that no tier has whole: storage may have
-        it. is_there: of a partial node, whether another tier has it, or gets it."""
-        if not self.num_tokens or not any([node.is_partial for node in match.path]):
+        it. comes_whole: whether a tier below the device has a node whole, or gets it. wanted: a fetch goes on up to
+        there, and windows will reach from there."""
+        if not self.num_tokens or not any([node.is_partial or node.is_host_partial for node in match.path]):
             return match
-        cut = self.cut(match.total_len)
+        cut = self.cut(max(match.total_len, wanted))
         for place, node in enumerate(match.path):
-            if node.end > cut and node.is_partial and node.tickets[_DEVICE] is None and not is_there(node):
+            if node.end > cut and is_lacking(node) and node.tickets[_DEVICE] is None and not comes_whole(node):
                 return match.up_to(place, max(cut, node.start))
         return match
 

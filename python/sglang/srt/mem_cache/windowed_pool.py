@@ -1,8 +1,8 @@
-"""`WindowedPool`: which frames the device's pages have in a pool for layers with a window alone, and which pages give
+"""`WindowedPool`: which frames a tier's pages have in a pool for layers with a window alone, and which pages give
 theirs up.
 
 A query sees the end of its request in layers with a window, and all of it in the others. So that pool is the smaller
-one. A page that leaves it stays on the device with its other layers, and its node is partial (see window_reach.py):
+one. A page that leaves it stays on the tier with its other layers, and its node is partial (see window_reach.py):
 
     device   | system prompt, document ............................. | end |
     frame_of | none: partial                                         |  3  | 8  5
@@ -13,14 +13,14 @@ Owns the frame table of that pool, and the frame of each page. Reads the tree, w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from operator import itemgetter
 
 import numpy as np
 
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
-from sglang.srt.mem_cache.node import Node, last_access_on
+from sglang.srt.mem_cache.node import Node, is_lacking, is_partial_on, is_whole, last_access_on
 from sglang.srt.mem_cache.transfer import Tier
 from sglang.srt.utils.time_units import NO_LAUNCH, LaunchSeq
 
@@ -31,21 +31,25 @@ _NONE = -1
 _NEAR = 3
 _FAR = 1 << 62
 _NOTHING = _FAR, _FAR, 0, 0
+_NO_READS: Mapping[int, tuple[int, int]] = {}
 
 
 class WindowedPool:
-    """device: the table of the pages. A page that becomes free there has no frame any more.
+    """pages: the table of the tier, the device or the host. A page that becomes free there has no frame any more.
 
     frame_of: (num_pages,) int32, -1 for none.
     """
 
-    def __init__(self, tree: HiRadixTree, device: FrameTable, num_windowed_pages: int) -> None:
-        self.table = FrameTable(num_windowed_pages)
-        self.frame_of = np.full(device.num_pages, _NONE, np.int32)
+    def __init__(
+        self, tree: HiRadixTree, pages: FrameTable, num_windowed_pages: int, tier: Tier = Tier.DEVICE
+    ) -> None:
+        self.table = FrameTable(num_windowed_pages, pages.block_pages)
+        self.frame_of = np.full(pages.num_pages, _NONE, np.int32)
+        self._tier = tier
         self._tree = tree
-        # What the executor has not been told.
+        # What the executor has not been told, of the device.
         self._given: list[np.ndarray] = []
-        device.watch_freed(lambda pages: self.take_away(pages, NO_LAUNCH))
+        pages.watch_freed(lambda pages: self.take_away(pages, NO_LAUNCH))
 
     def give(self, pages: np.ndarray) -> np.ndarray:
         """Give frames to pages, (n,) int32, that have none; there is room. Returns them, int32."""
@@ -53,7 +57,7 @@ class WindowedPool:
         assert frames is not None, "make room first"
         assert (self.frame_of[pages] == _NONE).all(), "a page has a frame already"
         self.frame_of[pages] = frames
-        if len(pages):
+        if len(pages) and self._tier == Tier.DEVICE:
             self._given.append(np.stack((pages, frames)))
         return frames
 
@@ -81,14 +85,17 @@ class WindowedPool:
 
     # -- what goes next -----------------------------------------------------------------------------------------
 
-    def victims(self, num_pages: int, reads_from: Mapping[int, tuple[int, int]]) -> list[Node]:
+    def victims(
+        self, num_pages: int, reads_from: Mapping[int, tuple[int, int]] = _NO_READS, kept: Container[int] = ()
+    ) -> list[Node]:
         """Nodes that give up the frames of so many pages, or all that can. Ends of paths that may be continued are
         leaves, and where paths part. First goes what is far before all that ends see, as a later request may leave a
         path a little before its end; then what ends see. Of what is as far, the oldest goes first. What requests see
-        that hold a lock stays. Nodes are cut where that begins.
+        that hold a lock, or on the host a soft pin, stays. Nodes are cut where that begins.
 
-        reads_from: by the id of the node that locks end with, how many of them are requests', and the first token
-        that these see. What the others see is what windows reach from their end.
+        reads_from: of the device; by the id of the node that locks end with, how many of them are requests', and the
+        first token that these see. What the others see is what windows reach from their end. kept: ids of nodes that
+        stay whole.
         """
         page, size = self._tree.page_size, self._tree.order.cut_tokens
         # Of each node its front goes, up to there.
@@ -96,7 +103,7 @@ class WindowedPool:
         for _, _, start, node, end in sorted(self._parts(reads_from), key=itemgetter(0, 1, 2)):
             if num_pages <= 0:
                 break
-            if self._is_copied(node):
+            if node.id in kept or self._is_copied(node):
                 continue
             # No more than is wanted, in whole blocks.
             end = min(end, -(-(start + num_pages * page) // size) * size)
@@ -108,69 +115,81 @@ class WindowedPool:
         """(rank, the least goes first; last access; start; node; where the part ends) of all that can go."""
         size, parts = self._tree.order.cut_tokens, []
         for node, locked, ends in self._seen(reads_from):
-            if node.is_partial or node.frames[_DEVICE] is None or node.tickets[_DEVICE] is not None:
+            if not is_whole(node, self._tier):
                 continue
-            start, last, age = node.start, node.end, last_access_on(node, _DEVICE)
-            if locked < last:
+            start, last, age = node.start, node.end, last_access_on(node, self._tier)
+            if locked < last and self._is_read_here(node):
                 last = locked // size * size
             for rank, bound in self._distances(start, ends) if start < ends else ():
                 end = min(last, bound // size * size)
                 if end > start:
                     parts.append((rank, age, start, node, end))
                     start = end
+                if start >= last:
+                    break
             if last > start:
                 parts.append((1, age, start, node, last))
         return parts
 
     def _seen(self, reads_from: Mapping[int, tuple[int, int]]) -> Iterator[tuple[Node, int, int]]:
-        """All nodes that the device has or that are locked, each with the first token that locks see, and the first
+        """All nodes that the tier has or that are locked, each with the first token that locks see, and the first
         that ends of paths see, there or below."""
+        tier, on_host = self._tier, self._tier != _DEVICE
         nodes: list[Node] = []
         stack: list[Node] = list(self._tree.roots.values())
         while stack:
             node = stack.pop()
-            if node.frames[_DEVICE] is not None or node.lock or node.parent is None:
+            # Only of the device nothing is below what it lacks.
+            if on_host or node.frames[tier] is not None or node.lock or node.parent is None:
                 nodes.append(node)
                 stack.extend(node.children.values())
         first_seen = self._tree.windows.first_seen
-        # Of each node's children together: what locks see, what ends see, how many the device has, locks.
+        # Of each node's children together: what locks see, what ends see, how many the tier has, locks.
         below: dict[int, tuple[int, int, int, int]] = {}
         for node in reversed(nodes):
             if (parent := node.parent) is None:
                 continue
             locked, ends, num_below, num_locks = below.pop(node.id, _NOTHING)
-            if node.lock > num_locks:
+            held = node.lock + node.soft_pins if on_host else node.lock
+            if held > num_locks:
                 num_known, first = reads_from.get(node.id, (0, _FAR))
-                is_known = num_known == node.lock - num_locks
+                is_known = num_known == held - num_locks
                 locked = min(locked, first, _FAR if is_known else first_seen(node.end))
-            on_device = node.frames[_DEVICE] is not None
-            if on_device and num_below != 1:
+            is_there = node.frames[tier] is not None
+            # What the host is about to get may part from what it has.
+            parts = len(node.children) > 1 if on_host else num_below > 1
+            if is_there and (parts or num_below == 0):
                 ends = min(ends, first_seen(node.end))
             yield node, locked, ends
             if (above := below.get(parent.id)) is not None:
                 locked, ends = min(above[0], locked), min(above[1], ends)
-                below[parent.id] = locked, ends, above[2] + on_device, above[3] + node.lock
+                below[parent.id] = locked, ends, above[2] + is_there, above[3] + held
             else:
-                below[parent.id] = locked, ends, int(on_device), node.lock
+                below[parent.id] = locked, ends, int(is_there), held
 
     def _distances(self, start: int, first_seen: int) -> Iterator[tuple[int, int]]:
         """(rank, where it ends) of parts of a path from `start` on, which are the shorter the nearer they are to the
         first token that ends see."""
         smallest = max(1, self._tree.windows.num_tokens >> _NEAR)
-        for doublings in range(((first_seen - start) // smallest).bit_length(), -1, -1):
+        for doublings in range(((first_seen - start) // smallest).bit_length() - 1, -1, -1):
             yield -doublings, first_seen - (smallest << doublings)
         yield 0, first_seen
 
+    def _is_read_here(self, node: Node) -> bool:
+        """Whether what locks see of a node is read from this tier. From the host go loads of what the device lacks,
+        and what waiting requests have fetched is not given up either."""
+        return self._tier == _DEVICE or is_lacking(node) or node.soft_pins > 0
+
     def _is_copied(self, node: Node) -> bool:
         """Whether a transfer reads or writes its frames."""
-        pages = node.frames[_DEVICE]
+        pages = node.frames[self._tier]
         assert pages is not None
         return bool(self.table.pins[self.of(pages)].any())
 
     # -- invariants ---------------------------------------------------------------------------------------------
 
     def check_invariants(self, free_pages: np.ndarray) -> None:
-        """free_pages: of the device, (num_pages,) bool."""
+        """free_pages: of the tier, (num_pages,) bool."""
         self.table.check_invariants()
         has = self.frame_of != _NONE
         frames = self.frame_of[has]
@@ -178,6 +197,6 @@ class WindowedPool:
         assert (self.table.state[frames] == FrameState.HELD).all()
         assert not (has & free_pages).any(), "a free page has a frame"
         for node in self._tree.walk():
-            pages = node.frames[_DEVICE]
+            pages, is_partial = node.frames[self._tier], is_partial_on(node, self._tier)
             if pages is not None:
-                assert (has[pages] != node.is_partial).all(), f"{node}: partial {node.is_partial}, frames disagree"
+                assert (has[pages] != is_partial).all(), f"{node}: partial {is_partial}, frames disagree"

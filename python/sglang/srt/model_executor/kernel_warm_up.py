@@ -105,7 +105,9 @@ def warm_up_kernels(
     logger.info("warmed kernels up in %.1f s", time.monotonic() - began)
 
 
-def warm_up_transfers(pool: DevicePool, host_pages: KVPages, io_backend: str, windowed: Sequence[bool] = ()) -> None:
+def warm_up_transfers(
+    pool: DevicePool, host_pages: KVPages | HybridPages, io_backend: str, windowed: Sequence[bool] = ()
+) -> None:
     """The page of the pool's scratch slot, which it must have, to the host's first page and back, on the current
     stream. io_backend: see `kvcacheio.pick_backend`. windowed: see `CopyOptions`. Raises LayerFlagsError where the
     driver lets no stream wait."""
@@ -113,8 +115,10 @@ def warm_up_transfers(pool: DevicePool, host_pages: KVPages, io_backend: str, wi
         "a warm-up writes to scratch slots"
     )
     pages, device = pool.kv_pages, pool.kv_pages.device
-    if is_hybrid := isinstance(pages, HybridPages):
-        windowed = pages.windowed
+    for each in (pages, host_pages):
+        windowed = each.windowed if isinstance(each, HybridPages) else windowed
+    is_hybrid = isinstance(pages, HybridPages)
+    has_parts = is_hybrid or isinstance(host_pages, HybridPages)
     scratch_pages = [slot // pool.page_size for slot in (pool.scratch_slot, pool.windowed_scratch_slot)]
 
     def frames(layers: range, backend: str) -> list[torch.Tensor]:
@@ -122,14 +126,15 @@ def warm_up_transfers(pool: DevicePool, host_pages: KVPages, io_backend: str, wi
         scratch = scratch_pages[is_hybrid and windowed[layers.start]]
         return [to_device(np.array([page]), index_device(backend, device)) for page in (scratch, 0)]
 
-    backend = pick_between(io_backend, pages.part(range(1)), host_pages)
-    for layers in runs_alike(windowed) if is_hybrid else [range(host_pages.num_layers)]:
+    above, below = pages.part(range(1)), host_pages.part(range(1))
+    backend = pick_between(io_backend, above, below)
+    for layers in runs_alike(windowed) if has_parts else [range(host_pages.num_layers)]:
         scratch, first = frames(layers, backend)
         transfer_kv_all_layer_lf_pf(pages.part(layers), host_pages.part(layers), scratch, first, backend=backend)
-    backend = pick_between(io_backend, host_pages, pages.part(range(1)))
-    groups = [] if is_hybrid else layer_groups(host_pages.num_layers, LAYERS_AT_ONCE)
+    backend = pick_between(io_backend, below, above)
+    groups = [] if has_parts else layer_groups(host_pages.num_layers, LAYERS_AT_ONCE)
     alike = layer_groups(host_pages.num_layers, LAYERS_AT_ONCE, windowed) if windowed else []
-    if backend == "persistent" and isinstance(pages, KVPages):
+    if backend == "persistent" and isinstance(pages, KVPages) and isinstance(host_pages, KVPages):
         flags = LayerFlags([group.stop for group in groups], device)
         scratch, first = frames(range(1), backend)
         value = load_layers(host_pages, pages, first, scratch, flags)

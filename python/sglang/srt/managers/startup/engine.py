@@ -36,8 +36,10 @@ from sglang.srt.managers.startup.sizes import (
     check_weights_fit,
     device_pages,
     graph_batch_size_for,
+    has_remote_tier,
     most_device_pages,
     replicas_of,
+    with_windowed_host_pool,
     with_windowed_pool,
     with_windows,
 )
@@ -46,7 +48,7 @@ from sglang.srt.mem_cache.check_link import CheckLink
 from sglang.srt.mem_cache.layer_stream_cache import LayerStreamCache
 from sglang.srt.mem_cache.link import CopyLink, CopyOptions, HasPages
 from sglang.srt.mem_cache.memory_pool import DevicePool, MHATokenToKVPool
-from sglang.srt.mem_cache.memory_pool_host import HOST_POOL, MHATokenToKVPoolHost
+from sglang.srt.mem_cache.memory_pool_host import HOST_POOL, MHATokenToKVPoolHost, host_pool_bytes
 from sglang.srt.mem_cache.rate_limit import RateLimit
 from sglang.srt.mem_cache.shared_host import LEADERS_LINKS, LeftToLeader, share_memory
 from sglang.srt.mem_cache.staged_pages import StagedPages
@@ -165,6 +167,8 @@ class EngineBuilder:
         if attention.computes_masked and args.peer_role != "worker":
             most_pages = most_device_pages(args, self.model, rank.device)
             config = with_windowed_pool(config, windows, args.swa_full_tokens_ratio, most_pages)
+        if not has_remote_tier(args):
+            config = with_windowed_host_pool(config, windows, args.swa_full_tokens_ratio)
         self.config = with_windows(config, windows)
         windowed = [window is not None for window in model.windows]
         graph_batch_size = self._open_device_pool(attention.computes_masked, windowed)
@@ -301,8 +305,8 @@ class EngineBuilder:
     def _open_tiers(self, executor: ModelExecutor) -> Storage:
         """The tiers below the device, and the links to them."""
         args, rank, config = self.args, self.rank, self.config
-        host_pool = self._open_host_pool()
         windowed = [window is not None for window in executor.model.windows] if config.window_reach else []
+        host_pool = self._open_host_pool(windowed)
         if self.pool.scratch_slot is not None:
             backends = {args.hicache_io_backend}
             if self.borrowed is not None or config.num_swap_pages:
@@ -348,9 +352,12 @@ class EngineBuilder:
             )
         return self._open_storage(host_pool)
 
-    def _open_host_pool(self) -> MHATokenToKVPoolHost:
-        pool, num_pages, group, replicas = self.pool, self.config.num_host_pages, self.rank.group, self.replicas
-        size_bytes, shared = num_pages * pool.page_layout.page_bytes, None
+    def _open_host_pool(self, windowed: Sequence[bool]) -> MHATokenToKVPoolHost:
+        """windowed: of each layer, whether it has a window."""
+        pool, config, group, replicas = self.pool, self.config, self.rank.group, self.replicas
+        num_pages, num_windowed_pages = config.num_host_pages, config.num_windowed_host_pages
+        size_bytes = host_pool_bytes(pool.page_layout, num_pages, windowed, num_windowed_pages)
+        shared = None
         try:
             if not replicas.is_follower:
                 shared = SharedMemory.allocate(size_bytes, HOST_POOL)
@@ -366,7 +373,14 @@ class EngineBuilder:
                 raise StartupError(
                     f"rank {group.rank} cannot open the host pool of rank {replicas.leader}: {error}"
                 ) from error
-        return MHATokenToKVPoolHost(pool, num_pages, self.args.hicache_mem_layout, shared=shared)
+        return MHATokenToKVPoolHost(
+            pool,
+            num_pages,
+            self.args.hicache_mem_layout,
+            shared=shared,
+            num_windowed_pages=num_windowed_pages,
+            windowed=windowed,
+        )
 
     def _open_swap_file(self) -> HasPages:
         path, layout = self.args.layer_stream_disk_path, self.pool.page_layout
@@ -399,7 +413,9 @@ class EngineBuilder:
                 self._links[name] = LeftToLeader(name)
                 continue
             stream = ThreadStream(name, rank.notify)
-            self._links[name] = StorageLink(name, slot, stream, rank.notify, self._limits.get(name))
+            self._links[name] = StorageLink(
+                name, slot, stream, rank.notify, self._limits.get(name), host_pool=host_pool
+            )
         if args.hicache_storage_backend is not None:
             rank.progress.stage(f"opening storage: {args.hicache_storage_backend}")
             setup = opener.setup(

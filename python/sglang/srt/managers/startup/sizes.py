@@ -27,7 +27,8 @@ from sglang.srt.managers.startup.device import free_memory, kv_cache_bytes, page
 from sglang.srt.managers.startup.peers import lendable_pages
 from sglang.srt.mem_cache.link import kernel_links_of
 from sglang.srt.mem_cache.memory_pool_host import host_pages_that_fit
-from sglang.srt.mem_cache.transfer import H2D
+from sglang.srt.mem_cache.storage.registry import STORAGE_BACKENDS, parse_backends
+from sglang.srt.mem_cache.transfer import H2D, Tier
 from sglang.srt.models.registry import get_model_class
 from sglang.srt.peer.protocol.elastic_units import layer_stream_sizes
 from sglang.srt.server_args import ServerArgs
@@ -252,7 +253,11 @@ def with_windows(config: SchedulerConfig, windows: Sequence[int | None], tile: i
 
 
 def with_windowed_pool(
-    config: SchedulerConfig, windows: Sequence[int | None], ratio: float | None, most_pages: int | None
+    config: SchedulerConfig,
+    windows: Sequence[int | None],
+    ratio: float | None,
+    most_pages: int | None,
+    tier: str = "device",
 ) -> SchedulerConfig:
     """A config whose device has a pool of its own for layers with a window, of so many of its pages, `ratio`, in the
     memory that it has; the same where that gives no room. Pages of which layers have how many bytes each:
@@ -260,7 +265,7 @@ def with_windowed_pool(
         num_device_pages * num_layers  =  pages * layers with full attention + ratio * pages * layers with a window
 
     windows: as for `with_windows`. ratio: None for a quarter, or as much more as there is memory for, but one pool if
-    that has as many pages. most_pages: of the device, None for no limit."""
+    that has as many pages. most_pages: of the device, None for no limit. tier: for the log."""
     num_windowed = sum(window is not None for window in windows)
     num_full = len(windows) - num_windowed
     reach, page = _reach(windows), config.page_size
@@ -278,11 +283,31 @@ def with_windowed_pool(
     if num_windowed_pages >= num_pages or (ratio is None and num_pages <= config.num_device_pages):
         return config
     logger.info(
-        "KV cache: %d tokens on the device, %d of them in layers with a sliding window (--swa-full-tokens-ratio)",
+        "KV cache: %d tokens on the %s, %d of them in layers with a sliding window (--swa-full-tokens-ratio)",
         num_pages * page,
+        tier,
         num_windowed_pages * page,
     )
     return replace(config, num_device_pages=num_pages, num_windowed_pages=num_windowed_pages)
+
+
+def with_windowed_host_pool(
+    config: SchedulerConfig, windows: Sequence[int | None], ratio: float | None
+) -> SchedulerConfig:
+    """The same of the host, if there is one."""
+    if not config.num_host_pages:
+        return config
+    as_device = replace(config, num_device_pages=config.num_host_pages, num_windowed_pages=0)
+    found = with_windowed_pool(as_device, windows, ratio, None, "host")
+    if not found.num_windowed_pages:
+        return config
+    return replace(config, num_host_pages=found.num_device_pages, num_windowed_host_pages=found.num_windowed_pages)
+
+
+def has_remote_tier(args: ServerArgs) -> bool:
+    """Whether a proxy writes whole pages into the host pool."""
+    names = parse_backends(args.hicache_storage_backend) if args.hicache_storage_backend else ()
+    return any(STORAGE_BACKENDS[name].tier == Tier.REMOTE for name in names)
 
 
 def _reach(windows: Sequence[int | None], tile: int = WINDOW_TILE) -> int:

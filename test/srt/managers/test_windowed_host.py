@@ -1,0 +1,440 @@
+"""The host's pool for layers with a window: what is copied into it, given up, loaded from it, fetched and stored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_equality import KV_TOLERANCE, SHAPE, VOCAB, Model, greedy
+from transformers import Qwen2Config
+
+from sglang.srt.managers.scheduler_config import LayerStreamConfig, SchedulerConfig
+from sglang.srt.managers.startup.sizes import with_windowed_host_pool, with_windows
+from sglang.srt.managers.storage_setup import PrefetchConfig, StorageLimits, StorageSetup
+from sglang.srt.mem_cache.node import Node, is_whole
+from sglang.srt.mem_cache.storage.file.file_store import FileStoreOptions, HiCacheFile
+from sglang.srt.mem_cache.transfer import H2D, P2H, StorageOp, Tier, TransferOp
+from support.controller_rig import Rig
+from support.kv_oracle import check_kv
+from support.storage_rig import DEVICE, HOST, PEER, StorageRig, keys_of, tokens
+
+# Windows of 3: what they reach are the 2 tokens before a query.
+REACH = 2
+
+
+def rig_with(windowed_host: int, **options: Any) -> Rig:
+    return Rig(
+        **{"device": 24, "host": 24, "peer": 0, "window_reach": REACH, "windowed_host": windowed_host, **options}
+    )
+
+
+def copies(rig: Rig) -> list[TransferOp]:
+    return [op for op in rig.ledger.take_ops()[0] if isinstance(op, TransferOp)]
+
+
+def end(rig: Rig, op: TransferOp) -> None:
+    rig.at(10).commit(op.ticket)
+    rig.check()
+
+
+def marks(rig: Rig | StorageRig, text: str) -> str:
+    """Of each letter what the host has of it: w for all, p for all but layers with a window, - for nothing."""
+    found, node = "", rig.tree.roots.get("")
+    while node is not None and len(found) < len(text):
+        node = node.children.get(ord(text[len(found)]))
+        if node is not None:
+            mark = "-" if node.frames[HOST] is None else "p" if node.is_host_partial else "w"
+            found += mark * len(node.key)
+    return found
+
+
+def load(rig: Rig, text: str) -> TransferOp:
+    """Load what the device lacks of a text, to the end."""
+    receipt = rig.tree.lock(rig.tree.match("", tokens(text)), rig.clock.next)
+    rig.controller.begin_load(rig.tree.windows.cut_to_load(receipt.node))
+    rig.tree.unlock(receipt, rig.clock.next, rig.clock.done)
+    (op,) = copies(rig)
+    end(rig, op)
+    return op
+
+
+def shed(rig: Rig, num_pages: int, kept: tuple[Node, ...] = ()) -> int:
+    """Have the host give up so many pages of layers with a window. Returns how many are free more than before."""
+    pool = rig.windowed_host
+    assert pool is not None
+    before = pool.table.num_free
+    rig.controller.windowed_host.make(before + num_pages, kept)
+    rig.check()
+    return pool.table.num_free - before
+
+
+# -- copies to the host -------------------------------------------------------------------------------------------
+
+
+def test_a_copy_takes_pages_of_both_pools_and_gives_both_back():
+    rig = rig_with(12)
+    node = rig.insert("abcdefgh")
+    rig.back_up(node)
+    pool = rig.windowed_host
+    assert pool is not None and pool.table.num_free == 4 and marks(rig, "abcdefgh") == "w" * 8
+    rig.controller.drop(node, HOST)
+    rig.host.reap(10)  # type: ignore[union-attr]
+    assert pool.table.num_free == 12 and (pool.frame_of == -1).all()
+    rig.check()
+
+
+def test_where_room_lacks_the_front_of_a_copy_is_partial():
+    rig = rig_with(4)
+    rig.at(10).begin_backup(rig.insert("abcdefgh"))
+    (op,) = copies(rig)
+    assert (op.full_only, len(op.src_frames), op.size_bytes) == (4, 8, 4 * 50 + 4 * 100)
+    assert op.src_windowed is not None and op.dst_windowed is not None
+    assert len(op.src_windowed) == len(op.dst_windowed) == 4
+    end(rig, op)
+    assert marks(rig, "abcdefgh") == "ppppwwww"
+    assert rig.controller.counters["backup_tokens"] == 8
+
+
+def test_a_failed_copy_gives_back_both_pools():
+    rig = rig_with(4)
+    rig.at(10).begin_backup(rig.insert("abcdefgh"))
+    (op,) = copies(rig)
+    rig.at(10).abort(op.ticket)
+    rig.host.reap(10)  # type: ignore[union-attr]
+    rig.check()
+    assert rig.windowed_host is not None and rig.windowed_host.table.num_free == 4
+    assert marks(rig, "abcdefgh") == "-" * 8
+
+
+def test_a_copy_has_what_is_far_from_all_ends_give_up_its_windows():
+    rig = rig_with(10)
+    rig.back_up(rig.insert("abcdefgh"))
+    rig.back_up(rig.insert("uvwx"))
+    assert marks(rig, "abcdefgh") == "ppwwwwww" and marks(rig, "uvwx") == "wwww"
+    assert rig.controller.counters["evicted_tokens_windowed_host"] == 2
+
+
+def test_peers_move_to_the_host_what_fits_there():
+    rig = rig_with(3, peer=12)
+    node = rig.insert("abcdefgh")
+    rig.copy(node, PEER)
+    rig.controller.drop(node, DEVICE)
+    rig.controller.copy_to_host([node])
+    (op,) = copies(rig)
+    assert op.ticket.link == P2H and op.full_only == 5 and op.src_windowed is None
+    assert op.dst_windowed is not None and len(op.dst_windowed) == 3
+    end(rig, op)
+    assert marks(rig, "abcdefgh") == "pppppwww"
+
+
+def test_what_the_device_evicts_may_be_split_by_its_copy():
+    rig = rig_with(3, write_policy="write_back")
+    rig.insert("ij", below=rig.insert("abcdefgh"))
+    rig.at(10).evict(DEVICE, 10)
+    rig.device.reap(10)
+    rig.check()
+    for op in copies(rig):
+        end(rig, op)
+    rig.device.reap(10)
+    assert rig.device.num_free == 24 and marks(rig, "abcdefghij").count("w") == 3
+
+
+# -- loads --------------------------------------------------------------------------------------------------------
+
+
+def on_host(rig: Rig, text: str) -> None:
+    rig.on_host_only(text)
+    rig.device.reap(1000)
+
+
+def test_what_is_partial_on_the_host_is_loaded_where_no_window_reaches():
+    rig = rig_with(4)
+    on_host(rig, "abcdefgh")
+    assert marks(rig, "abcdefgh") == "ppppwwww" and rig.lengths("abcdefgh") == (0, 8)
+    op = load(rig, "abcdefgh")
+    assert op.ticket.link == H2D and op.full_only == 6
+    # Behind it all comes from the device.
+    assert rig.lengths("abcdefghij") == (8, 8)
+
+
+def test_a_match_ends_where_windows_reach_what_is_partial_on_the_host():
+    rig = rig_with(4)
+    on_host(rig, "abcdefgh")
+    assert rig.lengths("abcdef") == (0, 6), "windows reach e"
+    assert rig.lengths("abcde") == (0, 0) and rig.lengths("abc") == (0, 0)
+    # A fetch would bring it.
+    assert rig.tree.match("", tokens("abcde"), fetching=True).total_len == 3
+
+
+def test_what_the_device_has_partial_is_not_completed_from_what_is_partial():
+    rig = rig_with(4)
+    on_host(rig, "abcdefgh")
+    load(rig, "abcdefgh")
+    assert rig.lengths("abcde") == (0, 0) and not rig.tree.match("", tokens("abcde")).to_complete
+    node = rig.tree.match("", tokens("abcdef")).path[-1]
+    assert not is_whole(node, DEVICE) and rig.tree.whole_source_of(node) == HOST
+
+
+def test_cuts_between_blocks_may_leave_more_out_than_the_host_has():
+    rig = rig_with(3)
+    rig.tree.order.cut_tokens = 4
+    on_host(rig, "abcdefgh")
+    assert marks(rig, "abcdefgh") == "pppppwww"
+    # Loads are cut at d; e and f are partial on the host.
+    assert load(rig, "abcdefgh").full_only == 5
+
+
+# -- what goes next -----------------------------------------------------------------------------------------------
+
+
+def test_what_waiting_requests_fetched_and_what_is_about_to_be_loaded_stays():
+    rig = rig_with(16)
+    on_host(rig, "abcdefgh")
+    receipt = rig.tree.lock(rig.tree.match("", tokens("abcdef")), rig.clock.next)
+    assert shed(rig, 16) == 6 and marks(rig, "abcdefgh") == "ppppwwpp"
+    rig.tree.unlock(receipt, rig.clock.next, rig.clock.done)
+    end_node = rig.tree.match("", tokens("abcdef")).path[-1]
+    rig.tree.soft_pin(end_node)
+    rig.at(10, next=2000)
+    assert shed(rig, 16) == 0
+    rig.tree.end_soft_pin(end_node)
+    rig.at(10, next=3000)
+    assert shed(rig, 16) == 2 and marks(rig, "abcdefgh") == "p" * 8
+
+
+def test_nodes_that_are_kept_and_copies_in_flight_stay_whole():
+    rig = rig_with(16)
+    on_host(rig, "abcdefgh")
+    (node,) = rig.tree.match("", tokens("abcdefgh")).path
+    assert shed(rig, 16, (node,)) == 0
+    receipt = rig.tree.lock(rig.tree.match("", tokens("abcdefgh")), rig.clock.next)
+    rig.controller.begin_load(rig.tree.windows.cut_to_load(receipt.node))
+    (op,) = copies(rig)
+    rig.at(10, next=2000)
+    assert shed(rig, 16) == 6, "those that the load leaves out"
+    end(rig, op)
+    rig.tree.unlock(receipt, rig.clock.next, rig.clock.done)
+
+
+def test_a_tree_without_victims_is_not_looked_through_again_at_once():
+    rig, looks = rig_with(16), 0
+    on_host(rig, "abcdefgh")
+    pool = rig.windowed_host
+    assert pool is not None
+    victims = pool.victims
+
+    def counted(*args: Any, **more: Any) -> list[Node]:
+        nonlocal looks
+        looks += 1
+        return victims(*args, **more)
+
+    pool.victims = counted  # type: ignore[method-assign]
+    path = rig.tree.match("", tokens("abcdefgh")).path
+    for _ in range(5):
+        assert shed(rig, 16, path) == 0
+    assert looks == 1
+    rig.at(10, next=1016)
+    assert shed(rig, 16) > 0 and looks == 2
+
+
+def test_what_is_computed_again_is_copied_again_as_far_as_windows_reach():
+    rig = rig_with(6)
+    on_host(rig, "abcdefghij")
+    assert marks(rig, "abcdefghij") == "ppppwwwwww"
+    # A branch behind e, whose windows reach d and e.
+    node = rig.insert("abcdexy")
+    rig.controller.windowed_host.drop_partial_ends(node)
+    assert marks(rig, "abcdefghij") == "ppp-wwwwww"
+    rig.at(10).begin_backup(node)
+    (op,) = copies(rig)
+    end(rig, op)
+    assert len(op.src_frames) == 3 and marks(rig, "abcdexy") == "pppwwww"
+    assert marks(rig, "abcdefghij") == "pppwwpppww", "where paths part, and the end"
+    # It is done once.
+    rig.controller.windowed_host.drop_partial_ends(node)
+    assert rig.at(10).begin_backup(node) is None
+
+
+# -- storage ------------------------------------------------------------------------------------------------------
+
+TEXT = "aaaabbbbccccdddd"
+
+
+def rig_of_storage(*stored: str, windowed_host: int, **options: Any) -> StorageRig:
+    return StorageRig(*stored, window_reach=4, windowed_host=windowed_host, **options)
+
+
+def fetch_all(rig: StorageRig, rid: str, text: str) -> None:
+    (probe,) = rig.begin(rid, text)
+    rig.finish(probe)
+    rig.finish_all()
+
+
+def test_a_fetch_without_room_leaves_out_what_windows_do_not_reach():
+    rig = rig_of_storage(TEXT, windowed_host=6)
+    fetch_all(rig, "r", TEXT + "x")
+    assert marks(rig, TEXT)[-4:] == "wwww" and marks(rig, TEXT)[:4] == "pppp"
+    assert rig.on_host(TEXT + "x") == 16 and rig.over("r") == [True]
+    rig.detach("r")
+    rig.assert_nothing_left()
+
+
+def test_a_fetch_with_room_brings_all_layers():
+    rig = rig_of_storage(TEXT, windowed_host=32)
+    fetch_all(rig, "r", TEXT + "x")
+    assert marks(rig, TEXT) == "w" * 16
+    rig.detach("r")
+    rig.assert_nothing_left()
+
+
+def test_storage_brings_again_what_is_partial_on_the_host():
+    rig = rig_of_storage(TEXT, windowed_host=6)
+    fetch_all(rig, "r", TEXT + "x")
+    rig.detach("r")
+    assert rig.on_host(TEXT[:8] + "y") == 0
+    (probe,) = rig.begin("s", TEXT[:8] + "y")
+    assert keys_of(rig, probe) == 1, "that in which windows begin"
+    (fetch,) = rig.finish(probe)
+    op = rig.ops[fetch]
+    assert isinstance(op, StorageOp) and op.windowed is not None and (op.windowed >= 0).all()
+    rig.finish(fetch)
+    assert rig.on_host(TEXT[:8] + "y") == 8 and rig.over("s") == [True]
+    rig.detach("s")
+    rig.assert_nothing_left()
+
+
+def test_a_fetch_that_fails_leaves_no_pages_behind():
+    rig = rig_of_storage(TEXT, windowed_host=6)
+    fetch_all(rig, "r", TEXT + "x")
+    rig.detach("r")
+    (probe,) = rig.begin("s", TEXT[:8] + "y")
+    (fetch,) = rig.finish(probe)
+    rig.finish(fetch, count=0)
+    assert rig.over("s") == [True] and rig.on_host(TEXT[:8] + "y") == 0
+    rig.detach("s")
+    rig.assert_nothing_left()
+    assert rig.windowed_host is not None
+    held = int((rig.windowed_host.frame_of >= 0).sum())
+    assert held == rig.windowed_host.table.num_pages - rig.windowed_host.table.num_free
+
+
+def test_what_a_load_reads_is_not_fetched_over():
+    rig = rig_of_storage(TEXT, windowed_host=6)
+    fetch_all(rig, "r", TEXT + "x")
+    rig.detach("r")
+    receipt = rig.tree.lock(rig.tree.match("", tokens(TEXT)), rig.clock.next)
+    (probe,) = rig.begin("s", TEXT[:8] + "y")
+    assert rig.finish(probe) == [] and rig.over("s") == [True]
+    rig.detach("s")
+    rig.tree.unlock(receipt, rig.clock.next, rig.clock.done)
+    rig.assert_nothing_left()
+
+
+def test_pages_are_stored_before_they_give_up_their_windows():
+    rig = rig_of_storage(windowed_host=16, max_store_pages=4, blocks_per_op=1)
+    ticket = rig.controller.begin_backup(rig.insert(TEXT))
+    assert ticket is not None
+    rig.collect()
+    # Storage takes one block at a time, the first of them now.
+    (first,) = rig.finish(ticket)
+    pool = rig.windowed_host
+    assert pool is not None and pool.table.num_free == 0
+    rig.controller.windowed_host.make(6)
+    assert marks(rig, TEXT)[:4] == "wwww", "it is being stored"
+    assert marks(rig, TEXT)[-4:] == "wwww", "the end"
+    rig.finish(first)
+    rig.finish_all()
+    rig.clock.next += 16  # type: ignore[assignment]
+    rig.controller.windowed_host.make(6)
+    assert marks(rig, TEXT)[:4] == "pppp" and pool.table.num_free >= 6
+    rig.collect()
+    rig.finish_all()
+
+
+# -- sizes --------------------------------------------------------------------------------------------------------
+
+WINDOWS = (128, 128, 128, 128, 128, None)
+
+
+def config_of(num_host_pages: int, **fields: Any) -> SchedulerConfig:
+    sizes = {"page_size": 1, "num_device_pages": 9000, "num_host_pages": num_host_pages, "page_bytes": 6}
+    return SchedulerConfig(**sizes, context_len=8192, num_layers=6, chunked_prefill_size=256, **fields)
+
+
+def test_the_host_has_more_pages_of_the_same_bytes():
+    found = with_windows(with_windowed_host_pool(config_of(18000), WINDOWS, None), WINDOWS)
+    assert found.num_windowed_host_pages == pytest.approx(0.25 * found.num_host_pages, abs=1)
+    assert 18000 * 6 - 6 < found.num_host_pages + 5 * found.num_windowed_host_pages <= 18000 * 6
+    assert (found.num_device_pages, found.num_windowed_pages) == (9000, 0)
+    found.check()
+    half = with_windowed_host_pool(config_of(18000), WINDOWS, 0.5)
+    assert half.num_host_pages == pytest.approx(18000 * 6 / 3.5, abs=5)
+
+
+@pytest.mark.parametrize(
+    "config, windows",
+    [
+        (config_of(18000), (None,) * 6),
+        (config_of(18000), (128,) * 6),
+        (config_of(0), WINDOWS),
+        # No more than a launch and its window.
+        (config_of(600), WINDOWS),
+        (config_of(18000, layer_stream=LayerStreamConfig(2, 8)), WINDOWS),
+    ],
+)
+def test_the_host_has_one_pool_where_two_gain_nothing(config: SchedulerConfig, windows: tuple[int | None, ...]):
+    assert with_windowed_host_pool(config, windows, None) == config
+
+
+# -- answers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device_pools", ["one", pytest.param("two", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("page_size", [1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("order", [pytest.param("page_first", marks=pytest.mark.slow), "layer_first"])
+def test_answers_are_those_of_transformers(tmp_path: Path, order: str, page_size: int, device_pools: str):
+    """Documents are asked behind their ends and in their middles. The host has all of them in layers with full
+    attention, and little more than their ends in the others, which the disk brings. All memory is NaN until it is
+    written."""
+    shape = Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=24, max_window_layers=1)
+    model, block = Model(shape, str(tmp_path / "model")), 8
+    limits = StorageLimits.of_host(1200 // page_size, block // page_size, 4)
+    setup = StorageSetup(
+        "file", "", b"test", block, limits, PrefetchConfig("wait_complete", 1), "write_through", (Tier.DISK,)
+    )
+
+    def open_store(pool: Any) -> HiCacheFile:
+        return HiCacheFile(tmp_path / "store", "model", pool, block, FileStoreOptions(64 << 20))
+
+    engine = model.engine(
+        page_size=page_size,
+        num_device_pages=330 // page_size,
+        num_windowed_pages=236 // page_size if device_pools == "two" else 0,
+        num_host_pages=1200 // page_size,
+        num_windowed_host_pages=236 // page_size,
+        chunked_prefill_size=32,
+        host_layout=order,
+        window_tile=0,
+        open_store=open_store,
+        storage=setup,
+        write_policy="write_through",
+    )
+    rng = np.random.default_rng(5)
+    documents = [rng.integers(3, VOCAB, length).astype(np.int32) for length in (200, 160, 180)]
+    for number in range(4):
+        for document in documents:
+            whole = len(document)
+            for length in ((whole,), (whole - 40,), (whole // 2,), (whole, whole // 3))[number]:
+                question = rng.integers(3, VOCAB, 7 + number).astype(np.int32)
+                prompt = np.concatenate((document[:length], question))
+                (answer,) = engine.generate([prompt], greedy(5))
+                model.check(prompt, answer, 5)
+                engine.settle()
+    counters = engine.scheduler.state()["counters"]
+    assert counters["evicted_tokens_windowed_host"] > 200 and counters["load_full_only_tokens"] > 100, counters
+    assert counters["prefetched_tokens"] > 0, counters
+    pools = {DEVICE: engine.device_pool, HOST: engine.host_pool}
+    assert check_kv(engine.scheduler, pools, model.reference_kv, KV_TOLERANCE, windows=engine.model.windows)
+    engine.close()
