@@ -12,6 +12,8 @@ Pools: the device has the same memory, as one pool, or with a pool of its own fo
 asked in turn, which the one has room for and the other has not; then requests come together, longer than a window.
 
 Host pools: the host has the same memory, as one pool or as two, and the device has room for less than two documents.
+
+Disk: a prefix comes from the file store, which is one, or one for each kind of layers. It is in the system's cache.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import argparse
 import json
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -28,8 +31,13 @@ from common import print_table, write_json
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.attention.base_attn_backend import WINDOW_TILE
 from sglang.srt.managers.scheduler_config import SchedulerConfig
-from sglang.srt.managers.startup.sizes import with_windowed_host_pool, with_windowed_pool
-from sglang.srt.mem_cache.transfer import H2D, Tier
+from sglang.srt.managers.startup.sizes import with_windowed_host_pool, with_windowed_pool, with_windows
+from sglang.srt.managers.storage_setup import PrefetchConfig, StorageLimits, StorageSetup
+from sglang.srt.mem_cache.block_store import BlockStore
+from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.storage.file.file_store import FileStoreOptions, HiCacheFile
+from sglang.srt.mem_cache.storage.windowed_store import WindowedStore
+from sglang.srt.mem_cache.transfer import FETCH, H2D, Tier
 from sglang.srt.sampling.sampling_params import SamplingParams
 from support.local_engine import LocalEngine
 
@@ -39,6 +47,8 @@ NEW_TOKENS, WINDOW, NUM_LAYERS, LAYERS_PER_FULL = 64, 512, 12, 6
 MEMORY, DOCUMENT, LONG, NUM_DOCUMENTS, NUM_TOGETHER = 8192, 3000, 2000, 6, 8
 # Of the device where pools of the host are compared.
 DEVICE_MEMORY = 2560
+# Tokens of a block of storage.
+BLOCK = 64
 RATES = {"memory": None, "0.5 GB/s": 0.5e9}
 RATIO = 0.25
 CHUNKS = {"chunked_prefill_size": 512}
@@ -245,6 +255,73 @@ def measure_host_pools(model: ModelConfig, rounds: int) -> dict[str, object]:
     return {**row, "rounds": rounds}
 
 
+class DiskRig:
+    """The device has one pool; the host, and the file store in `folder`, are one or two."""
+
+    def __init__(self, model: ModelConfig, folder: Path, has_two: bool) -> None:
+        size = 2 * PREFIXES[-1]
+        config = SchedulerConfig(1, size, size, 1, model.context_length, num_layers=NUM_LAYERS)
+        if has_two:
+            config = with_windowed_host_pool(config, model.windows, RATIO)
+        limits = StorageLimits.of_host(config.num_host_pages, BLOCK, 8)
+        prefetch = PrefetchConfig("wait_complete", 1)
+        setup = StorageSetup("file", "", b"benchmark", BLOCK, limits, prefetch, "write_through")
+
+        def open_store(pool: MHATokenToKVPoolHost) -> BlockStore:
+            stores = [
+                HiCacheFile(folder, f"benchmark {i}", region, BLOCK, FileStoreOptions(8 << 30))
+                for i, region in enumerate(pool.regions)
+            ]
+            num_seen = -(-with_windows(config, model.windows).window_reach // BLOCK)
+            return WindowedStore(*stores, pool.windowed_of, num_seen) if has_two else stores[0]
+
+        self.engine = LocalEngine(
+            model,
+            debug=False,
+            load_format="dummy",
+            write_policy="write_through",
+            num_device_pages=config.num_device_pages,
+            num_host_pages=config.num_host_pages,
+            num_windowed_host_pages=config.num_windowed_host_pages,
+            open_store=open_store,
+            storage=replace(setup, has_windowed_store=has_two),
+            load_or_recompute=False,
+        )
+
+    def ask(self, prompt: np.ndarray) -> dict[str, float]:
+        """Ask when memory has nothing. Returns bytes and seconds of its fetches, and seconds to the first token."""
+        cache = self.engine.scheduler.cache
+        cache.flush()
+        fetched = cache.links_state(has_storage=True)[FETCH]["bytes_done"]
+        times: list[float] = []
+        costs = self.engine.scheduler.planner.expected.costs
+        add = costs.add_fetch
+        costs.add_fetch = lambda num_bytes, seconds: (times.append(seconds), add(num_bytes, seconds))  # type: ignore[method-assign,assign]
+        (answer,) = self.engine.generate([prompt], ONE_TOKEN)
+        self.engine.settle()
+        costs.add_fetch = add  # type: ignore[method-assign]
+        fetched = cache.links_state(has_storage=True)[FETCH]["bytes_done"] - fetched
+        assert fetched, "it was to come from the disk"
+        return {"bytes": fetched, "fetch s": sum(times), "first token s": answer.first_token_s}
+
+
+def measure_disk(model: ModelConfig, rounds: int) -> dict[str, object]:
+    document = np.random.default_rng(0).integers(1, 512, PREFIXES[-1], dtype=np.int32)
+    with tempfile.TemporaryDirectory() as folder:
+        rigs = {"one": DiskRig(model, Path(folder), False), "two": DiskRig(model, Path(folder), True)}
+        for rig in rigs.values():
+            rig.engine.generate([question(document, 0)], ONE_TOKEN)
+            rig.engine.settle()
+        samples = [
+            {name: rig.ask(question(document, number)) for name, rig in rigs.items()} for number in range(rounds)
+        ]
+    row: dict[str, object] = {"prefix": PREFIXES[-1]}
+    for what in samples[0]["one"]:
+        row[f"{what}, one"] = float(np.median([each["one"][what] for each in samples]))
+        row[f"{what}, ratio"] = float(np.median([each["two"][what] / each["one"][what] for each in samples]))
+    return {**row, "rounds": rounds}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
@@ -255,10 +332,12 @@ def main() -> None:
         rows = [row for rate in RATES for row in measure(model, rate, args.rounds)]
         pools = [measure_pools(model, args.rounds, num_host_pages) for num_host_pages in (0, 4 * MEMORY)]
         host_pools = [measure_host_pools(model, args.rounds)]
+        disk = [measure_disk(model, args.rounds)]
     print_table("Loads that leave out what windows hide; a whole load is 1", rows)
     print_table("The same memory of the device as one pool, or as two", pools)
     print_table("The same memory of the host as one pool, or as two", host_pools)
-    write_json("windows", {**vars(args), "model": "random, float32"}, [*rows, *pools, *host_pools])
+    print_table("A prefix from one store, or from one for each kind of layers", disk)
+    write_json("windows", {**vars(args), "model": "random, float32"}, [*rows, *pools, *host_pools, *disk])
 
 
 if __name__ == "__main__":

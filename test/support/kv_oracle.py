@@ -91,11 +91,15 @@ def check_kv(
 
 
 def check_stored(
-    scheduler: Scheduler, blocks: Mapping[bytes, np.ndarray], reference: Callable[[np.ndarray], np.ndarray]
+    scheduler: Scheduler,
+    blocks: Mapping[bytes, np.ndarray],
+    reference: Callable[[np.ndarray], np.ndarray],
+    layers: Sequence[int] | None = None,
 ) -> int:
     """Compare what storage has under the names of the tree's blocks with its recomputation; returns how many blocks.
 
-    blocks: key -> bytes, page after page; reference: as for `check_kv`, of the pools' dtype.
+    blocks: key -> bytes, page after page; reference: as for `check_kv`, of the pools' dtype. layers: those that
+    blocks have, None for all.
     """
     names, page, compared = scheduler.cache.tree.names.keys, scheduler.page_size, 0
     if names is None:
@@ -115,6 +119,7 @@ def check_stored(
             start = (node.start // names.block_tokens + i) * names.block_tokens
             wanted = kv[start : start + names.block_tokens]
             wanted = wanted.reshape(-1, page, *wanted.shape[1:]).transpose(0, 2, 3, 1, 4, 5)
+            wanted = wanted if layers is None else wanted[:, :, layers]
             if stored.tobytes() != np.ascontiguousarray(wanted).tobytes():
                 raise OracleError(f"{node}: storage has wrong bytes for the block at token {start} of {tokens[:32]}…")
             compared += 1

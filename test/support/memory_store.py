@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.storage.host_pages import HostPages
 from sglang.srt.mem_cache.transfer import Tier
 from sglang.srt.utils.stream import Stream
 
@@ -25,13 +25,15 @@ class MemoryStore:
 
     def __init__(
         self,
-        pool: MHATokenToKVPoolHost,
+        pool: HostPages,
         block_tokens: int,
         seed: int = 0,
         fail_rate: float = 0.0,
         max_blocks: int = 0,
     ) -> None:
         self.pool = pool
+        # Those of which blocks have bytes; None for all.
+        self.layers: list[int] | None = None
         self.block_tokens = block_tokens
         self.blocks: dict[bytes, np.ndarray] = {}
         self.is_open = True
@@ -131,7 +133,7 @@ class OverlappingMemoryStore(MemoryStore):
     """stream: reads go on there a step at a time, whichever the seed picks."""
 
     def __init__(
-        self, pool: MHATokenToKVPoolHost, block_tokens: int, stream: Stream, seed: int = 0, fail_rate: float = 0.0
+        self, pool: HostPages, block_tokens: int, stream: Stream, seed: int = 0, fail_rate: float = 0.0
     ) -> None:
         super().__init__(pool, block_tokens, seed, fail_rate)
         self.under_way: list[_Read] = []

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from sglang.srt.constrained.grammar_rows import GrammarRows
-from sglang.srt.managers import block_writer, storage_controller
+from sglang.srt.managers import storage_controller
 from sglang.srt.managers.admission import Admission
 from sglang.srt.managers.auto_copies import AutoCopies
 from sglang.srt.managers.batch_builder import BatchBuilder
@@ -989,9 +989,9 @@ def fetch_goes_beyond_the_hole() -> Any:
 @mutation
 def blocks_stored_with_a_page_missing() -> Any:
     """A block is stored though the host lacks some of its pages."""
-    host_frames = block_writer._host_frames
-    with_any = lambda node, page: np.maximum(host_frames(node, page), 0)  # noqa: E731
-    return mock.patch.object(block_writer, "_host_frames", with_any)
+    host_frames = BlockWriter._host_frames
+    with_any = lambda self, node: np.maximum(host_frames(self, node), 0)  # noqa: E731
+    return mock.patch.object(BlockWriter, "_host_frames", with_any)
 
 
 @mutation

@@ -124,7 +124,7 @@ class Soak:
             storage = []
             if self.config.storage is not None and self.random.random() < self.config.storage_request_rate:
                 action = self.random.choice((StorageAction.ATTACH, StorageAction.DETACH, StorageAction.CLEAR))
-                what = self.config.storage
+                what = replace(self.config.storage, has_windowed_store=self.config.has_windowed_store)
                 if what.is_lossy and self.random.random() < 0.5:
                     what = replace(what, is_lossy=False)
                 storage.append(StorageRequest(id="admin", action=action, what=what))
@@ -311,7 +311,7 @@ class Soak:
                 memory[Tier.PEER] = rank.peer_pool
             check_kv(rank.core.scheduler, memory, self.model.reference, windows=self.config.windows)
             for store in rank.stores:
-                check_stored(rank.core.scheduler, store.blocks, self.model.reference)
+                check_stored(rank.core.scheduler, store.blocks, self.model.reference, store.layers)
 
     def _finish(self) -> None:
         borrowed = [rank.slabs for rank in self.ranks if isinstance(rank.slabs, ComingAndGoing)]

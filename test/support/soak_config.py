@@ -215,6 +215,13 @@ class SoakConfig:
         return bool(self.windowed_part and self.has_both_kinds and not self.lend_rate)
 
     @property
+    def has_windowed_store(self) -> bool:
+        """Whether storage has a store of its own for layers with a window, as the file store."""
+        is_near = self.storage is not None and len(self.storage.tiers) == 1 and not self.overlapping_reads
+        has_pool = self.windowed_host_part and self.num_host_pages and self.has_both_kinds
+        return bool(is_near and has_pool and self.seed % 2)
+
+    @property
     def has_both_kinds(self) -> bool:
         """Whether some layers have a window of more than a token, others none, and no request streams."""
         is_seen = any(window is not None and window > 1 for window in self.windows)
@@ -409,5 +416,7 @@ def scheduler_config(config: SoakConfig, page_bytes: int) -> SchedulerConfig:
         made = replace(made, num_windowed_pages=max(part, made.least_windowed_pages))
     if not config.windowed_host_part or not made.num_host_pages or not config.has_both_kinds:
         return made
+    if config.has_windowed_store and made.storage is not None:
+        made = replace(made, storage=replace(made.storage, has_windowed_store=True))
     part = made.num_host_pages // config.windowed_host_part
     return replace(made, num_windowed_host_pages=min(made.num_host_pages, max(part, made.least_windowed_pages)))

@@ -14,11 +14,13 @@ from sglang.srt.constrained.grammar_rows import GrammarRows
 from sglang.srt.managers.engine_core import EngineCore, StepRecorder
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.storage_setup import StorageSetup
+from sglang.srt.mem_cache.block_store import BlockStore
 from sglang.srt.mem_cache.link import CopyOptions, HasPages
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.storage.tiered_store import TieredStore, parts_of
+from sglang.srt.mem_cache.storage.windowed_store import WindowedStore
 from sglang.srt.mem_cache.storage_link import StoreSlot
 from sglang.srt.mem_cache.swap_file import SwapFile
 from sglang.srt.mem_cache.transfer import (
@@ -172,7 +174,16 @@ def build_rank(
             )
         if config.storage is not None:
             stores = _build_stores(config, config.storage, host, emulator, rank)
-            store = TieredStore(*stores) if len(stores) > 1 else stores[0]
+            store: BlockStore = TieredStore(*stores) if len(stores) > 1 else stores[0]
+            if config.has_windowed_store:
+                halves = [
+                    MemoryStore(region, config.storage.block_tokens, config.seed + i, config.store_fail_rate)
+                    for i, region in enumerate(host.regions)
+                ]
+                for half, kind in zip(halves, (False, True), strict=True):
+                    half.layers = [layer for layer, is_windowed in enumerate(windowed) if is_windowed == kind]
+                num_seen = -(-scheduler.config.window_reach // config.storage.block_tokens)
+                store, stores = WindowedStore(halves[0], halves[1], host.windowed_of, num_seen), halves
             slot = StoreSlot(partial(_reopen, store), store)
             for i, name in enumerate(STORAGE_LINKS):
                 storage_links[name] = LateStorageLink(
@@ -222,9 +233,9 @@ def _build_stores(
     return stores
 
 
-def _reopen(store: MemoryStore | TieredStore, setup: str) -> MemoryStore | TieredStore:
+def _reopen(store: BlockStore, setup: str) -> BlockStore:
     """What was stored before is still there, as on a disk."""
-    for part in parts_of(store):
+    for part in [store.full, store.of_windows] if isinstance(store, WindowedStore) else parts_of(store):
         assert isinstance(part, MemoryStore)
         part.is_open = True
     return store

@@ -77,7 +77,7 @@ def planner_at(
             now=now,
             fetches=SimpleNamespace(free_at=0.0),
             launches=SimpleNamespace(free_at=0.0),
-            fetch_seconds=lambda num_tokens, per_op: SECOND_PER_BLOCK * num_tokens / BLOCK,
+            fetch_seconds=lambda num_tokens, per_op, seen_only=False: SECOND_PER_BLOCK * num_tokens / BLOCK,
             costs=SimpleNamespace(
                 recompute_seconds=compute_s, most_prompt_seconds=compute_s, prompt_seconds=compute_s
             ),
@@ -90,6 +90,7 @@ def planner_at(
         Any,
         SimpleNamespace(
             limits=SimpleNamespace(blocks_per_op=1),
+            leaves_out_windows=False,
             may_start=lambda rid: rid not in stalled,
             startable=lambda waiting: [req for req in waiting if req.rid not in stalled],
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,11 @@ from transformers import Qwen2Config
 from sglang.srt.managers.scheduler_config import LayerStreamConfig, SchedulerConfig
 from sglang.srt.managers.startup.sizes import with_windowed_host_pool, with_windows
 from sglang.srt.managers.storage_setup import PrefetchConfig, StorageLimits, StorageSetup
+from sglang.srt.mem_cache.block_store import BlockStore
+from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.node import Node, is_whole
 from sglang.srt.mem_cache.storage.file.file_store import FileStoreOptions, HiCacheFile
+from sglang.srt.mem_cache.storage.windowed_store import WindowedStore
 from sglang.srt.mem_cache.transfer import H2D, P2H, StorageOp, Tier, TransferOp
 from support.controller_rig import Rig
 from support.kv_oracle import check_kv
@@ -281,6 +285,43 @@ def test_a_fetch_without_room_leaves_out_what_windows_do_not_reach():
     rig.assert_nothing_left()
 
 
+def test_a_store_of_their_own_brings_only_what_windows_reach():
+    rig = rig_of_storage(TEXT, windowed_host=32)
+    assert rig.storage.setup is not None
+    rig.storage.setup = replace(rig.storage.setup, has_windowed_store=True)
+    (probe,) = rig.begin("r", TEXT + "x")
+    fetches = rig.finish(probe)
+    ops = [op for op in (rig.ops[fetch] for fetch in fetches) if isinstance(op, StorageOp)]
+    assert [(op.windowed >= 0).sum() for op in ops if op.windowed is not None] == [0, 4]
+    rig.finish_all()
+    assert marks(rig, TEXT) == "p" * 12 + "wwww" and rig.on_host(TEXT + "x") == 16
+    rig.detach("r")
+    # What is used as far as it has come at its turn may end anywhere.
+    rig = rig_of_storage(TEXT, windowed_host=32, policy="best_effort")
+    assert rig.storage.setup is not None
+    rig.storage.setup = replace(rig.storage.setup, has_windowed_store=True)
+    fetch_all(rig, "r", TEXT + "x")
+    assert marks(rig, TEXT) == "w" * 16
+    rig.detach("r")
+    rig.assert_nothing_left()
+
+
+def test_a_store_of_their_own_takes_what_is_partial_on_the_host():
+    rig = rig_of_storage(windowed_host=6, max_store_pages=0)
+    assert rig.storage.setup is not None
+    rig.storage.setup = replace(rig.storage.setup, has_windowed_store=True, limits=StorageLimits(8, 64, 64, 8))
+    rig.storage.writer.setup = rig.storage.setup
+    ticket = rig.controller.begin_backup(rig.insert(TEXT))
+    assert ticket is not None
+    rig.collect()
+    (store,) = rig.finish(ticket)
+    assert marks(rig, TEXT) == "p" * 10 + "w" * 6
+    op = rig.ops[store]
+    assert isinstance(op, StorageOp) and op.windowed is not None
+    assert len(op.keys) == 4 and (op.windowed >= 0).tolist() == [False] * 10 + [True] * 6
+    rig.finish_all()
+
+
 def test_a_fetch_with_room_brings_all_layers():
     rig = rig_of_storage(TEXT, windowed_host=32)
     fetch_all(rig, "r", TEXT + "x")
@@ -393,20 +434,33 @@ def test_the_host_has_one_pool_where_two_gain_nothing(config: SchedulerConfig, w
 
 @pytest.mark.parametrize("device_pools", ["one", pytest.param("two", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("page_size", [1, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("order", [pytest.param("page_first", marks=pytest.mark.slow), "layer_first"])
-def test_answers_are_those_of_transformers(tmp_path: Path, order: str, page_size: int, device_pools: str):
+@pytest.mark.parametrize(
+    ("order", "stores"),
+    [("page_first", "two"), ("layer_first", "one"), pytest.param("layer_first", "two", marks=pytest.mark.slow)],
+)
+def test_answers_are_those_of_transformers(
+    tmp_path: Path, order: str, stores: str, page_size: int, device_pools: str
+):
     """Documents are asked behind their ends and in their middles. The host has all of them in layers with full
     attention, and little more than their ends in the others, which the disk brings. All memory is NaN until it is
-    written."""
+    written. stores: whether layers with a window have one of their own."""
     shape = Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=24, max_window_layers=1)
     model, block = Model(shape, str(tmp_path / "model")), 8
     limits = StorageLimits.of_host(1200 // page_size, block // page_size, 4)
     setup = StorageSetup(
         "file", "", b"test", block, limits, PrefetchConfig("wait_complete", 1), "write_through", (Tier.DISK,)
     )
+    setup = replace(setup, has_windowed_store=stores == "two")
 
-    def open_store(pool: Any) -> HiCacheFile:
-        return HiCacheFile(tmp_path / "store", "model", pool, block, FileStoreOptions(64 << 20))
+    def open_store(pool: MHATokenToKVPoolHost) -> BlockStore:
+        options = FileStoreOptions(64 << 20)
+        if stores == "one":
+            return HiCacheFile(tmp_path / "store", "model", pool, block, options)
+        full, of_windows = (
+            HiCacheFile(tmp_path / "store", f"model {i}", region, block, options)
+            for i, region in enumerate(pool.regions)
+        )
+        return WindowedStore(full, of_windows, pool.windowed_of, 3)
 
     engine = model.engine(
         page_size=page_size,

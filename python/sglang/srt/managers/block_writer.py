@@ -23,7 +23,7 @@ from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.managers.storage_breaker import StorageBreaker
 from sglang.srt.managers.storage_setup import StorageSetup
 from sglang.srt.mem_cache.namespaces import is_alone, salt_of
-from sglang.srt.mem_cache.node import Node, is_whole, ready_frames, survivor_of
+from sglang.srt.mem_cache.node import Node, is_ready, is_whole, survivor_of
 from sglang.srt.mem_cache.transfer import STORE, StorageAction, StorageOp, Ticket, Tier
 from sglang.srt.utils.time_units import Seconds
 
@@ -144,7 +144,7 @@ class BlockWriter:
             if node.end % size:
                 # The last block ends below.
                 for child in list(node.children.values()):
-                    if is_whole(child, Tier.HOST):
+                    if self._can_store(child):
                         self.store_path(child)
 
     @property
@@ -177,7 +177,7 @@ class BlockWriter:
         path = tree.path_of(end)
         if not self.setup.is_lossy:
             path = list(takewhile(lambda node: not node.is_lossy, path))
-        while path and not is_whole(path[-1], Tier.HOST):
+        while path and not self._can_store(path[-1]):
             path.pop()
         if not path:
             return
@@ -195,7 +195,7 @@ class BlockWriter:
             top -= 1
         keys = np.concatenate([n.block_keys for n in path[first:]])  # type: ignore[misc]
         stored = np.concatenate([n.stored for n in path[first:]])  # type: ignore[misc]
-        by_page = np.concatenate([_host_frames(n, page) for n in path[top:]])[(begin - path[top].start) // page :]
+        by_page = np.concatenate([self._host_frames(n) for n in path[top:]])[(begin - path[top].start) // page :]
         frames = by_page[: len(keys) * (size // page)].reshape(len(keys), size // page)
         lacking = np.flatnonzero(~stored & (frames >= 0).all(axis=1))
         # write_through promises all of it.
@@ -224,6 +224,18 @@ class BlockWriter:
             self.touches.note(end)
 
     # -- inside -----------------------------------------------------------------------------------------------
+
+    def _can_store(self, node: Node) -> bool:
+        """Whether the host has what is stored of a node."""
+        assert self.setup is not None
+        return is_ready(node, Tier.HOST) if self.setup.has_windowed_store else is_whole(node, Tier.HOST)
+
+    def _host_frames(self, node: Node) -> np.ndarray:
+        """(pages of the node,) int32; -1 for each that the host has not."""
+        frames = node.frames[Tier.HOST]
+        if frames is not None and self._can_store(node):
+            return frames
+        return np.full(len(node.key) // self.tree.page_size, -1, np.int32)
 
     def _num_storable_blocks(self) -> int:
         """Blocks that may be handed to storage now."""
@@ -254,10 +266,3 @@ class BlockWriter:
         if end.id not in self.pinned and not is_full and not self.breaker.is_open:
             self.pinned[end.id] = end
             self.tree.soft_pin(end)
-
-
-def _host_frames(node: Node, page_size: int) -> np.ndarray:
-    """(pages of the node,) int32; -1 for each if the host does not have all of it."""
-    if is_whole(node, Tier.HOST):
-        return ready_frames(node, Tier.HOST)
-    return np.full(len(node.key) // page_size, -1, np.int32)

@@ -131,9 +131,12 @@ class ExpectedTimes:
         size = self._bytes_per_token
         return (num_tokens and self.costs.stream_seconds(int(num_tokens * size), int(from_disk * size))) or 0.0
 
-    def fetch_seconds(self, num_tokens: int, tokens_per_op: int) -> float | None:
-        """Of so many tokens from storage, by operations of tokens_per_op; None while that is not known."""
-        return self.costs.fetch_seconds(-(-num_tokens // tokens_per_op), int(num_tokens * self._bytes_per_token))
+    def fetch_seconds(self, num_tokens: int, tokens_per_op: int, seen_only: bool = False) -> float | None:
+        """Of so many tokens from storage, by operations of tokens_per_op; None while that is not known. seen_only: of
+        layers with a window only the end comes."""
+        left_out = self._windowed_share * max(0, num_tokens - self._window_reach) if seen_only else 0.0
+        num_bytes = int((num_tokens - left_out) * self._bytes_per_token)
+        return self.costs.fetch_seconds(-(-num_tokens // tokens_per_op), num_bytes)
 
     # -- when ---------------------------------------------------------------------------------------------------
 
@@ -196,8 +199,8 @@ class ExpectedTimes:
         stall_s = stall_seconds(self.arrival_of_stream(streamed, from_disk), start, seconds, self._num_layers)
         self.launches.begin(seq, seconds + stall_s, self.now)
 
-    def begin_fetch(self, seq: int, num_tokens: int) -> None:
-        self.fetches.begin(seq, self.fetch_seconds(num_tokens, num_tokens) or 0.0, self.now)
+    def begin_fetch(self, seq: int, num_bytes: int) -> None:
+        self.fetches.begin(seq, self.costs.fetch_seconds(1, num_bytes) or 0.0, self.now)
 
     def complete(self, done: Mapping[str, int]) -> None:
         """Launches, and operations of links, below these numbers are over."""

@@ -12,6 +12,7 @@ from sglang.srt.mem_cache.events import KVCacheEventRecorder
 from sglang.srt.mem_cache.storage.file.file_store import HiCacheFile
 from sglang.srt.mem_cache.storage.guarded_store import GuardedStore
 from sglang.srt.mem_cache.storage.tiered_store import parts_of
+from sglang.srt.mem_cache.storage.windowed_store import WindowedStore
 from sglang.srt.mem_cache.storage_link import StoreSlot
 from sglang.srt.mem_cache.transfer import Tier
 
@@ -59,7 +60,8 @@ class SchedulerKvEventsPublisher:
 
     @property
     def _disk(self) -> HiCacheFile | None:
-        return next((part for part in self._parts if isinstance(part, HiCacheFile)), None)
+        stores = [part.full if isinstance(part, WindowedStore) else part for part in self._parts]
+        return next((store for store in stores if isinstance(store, HiCacheFile)), None)
 
     def _is_stored(self, tier: Tier, key: bytes) -> bool:
         if tier == Tier.DISK:

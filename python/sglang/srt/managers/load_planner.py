@@ -292,7 +292,8 @@ class LoadPlanner:
         if limits is None:
             return None
         compute_s = expected.costs.most_prompt_seconds(start, end, self.config.chunked_prefill_size)
-        fetch_s = expected.fetch_seconds(end - start, limits.blocks_per_op * self._cache.block_tokens)
+        per_op = limits.blocks_per_op * self._cache.block_tokens
+        fetch_s = expected.fetch_seconds(end - start, per_op, self._storage.leaves_out_windows)
         return None if compute_s is None else compute_s - (fetch_s or 0.0)
 
     def _expected_storage_s(self, op: StorageOp) -> float:
@@ -365,9 +366,10 @@ class LoadPlanner:
         if expected.fetch_seconds(size, per_op) is None or expected.costs.recompute_seconds(0, size) is None:
             return num_blocks
         on_link_s = max(0.0, expected.fetches.free_at - expected.now)
+        seen_only = self._storage.leaves_out_windows
 
         def fetch_s(n: int) -> float:
-            return on_link_s + (expected.fetch_seconds((ahead + n) * size, per_op) or 0.0)
+            return on_link_s + (expected.fetch_seconds((ahead + n) * size, per_op, seen_only) or 0.0)
 
         def compute_s(n: int) -> float:
             return expected.costs.most_prompt_seconds((first + n) * size, req.num_known, chunk) or 0.0

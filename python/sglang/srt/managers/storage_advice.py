@@ -21,5 +21,5 @@ class StorageAdvice:
     blocks_worth_fetching: Callable[[str, int, int, int], int] = lambda rid, first, num_blocks, ahead: num_blocks
     # Whether tokens [start, end) of a path are worth it.
     is_worth_storing: Callable[[int, int], bool] = lambda start, end: True
-    # Takes the number of a fetch that begins, and its tokens.
-    fetch_begun: Callable[[int, int], None] = lambda seq, num_tokens: None
+    # Takes the number of a fetch that begins, and its bytes.
+    fetch_begun: Callable[[int, int], None] = lambda seq, num_bytes: None

@@ -174,7 +174,7 @@ class StorageController:
         self.tree.pages.opened(self.tiers, names.block_tokens if names is not None else 0)
         device_tokens = self.controller.tables[Tier.DEVICE].num_pages * self.tree.page_size
         most = MAX_CUT_RATIO * device_tokens
-        if (windowed := self.ledger.pools.windowed) is not None:
+        for windowed in self.ledger.windowed.values():
             most = min(most, MOST_CUT_TOKENS, windowed.table.num_pages * self.tree.page_size // _CUTS_IN_WINDOWED)
         if names is not None and names.block_tokens > most:
             # To evict up to a block more than is needed would cost too much.
@@ -212,6 +212,12 @@ class StorageController:
     def limits(self) -> StorageLimits | None:
         """None while storage is not open."""
         return self.setup.limits if self.setup is not None and self.is_open else None
+
+    @property
+    def leaves_out_windows(self) -> bool:
+        """Whether fetches bring of layers with a window only what windows reach from their end, as reading the rest
+        takes time. A request that takes what has come at its turn may end anywhere."""
+        return self.setup is not None and self.setup.has_windowed_store and self.config.policy != "best_effort"
 
     def hangs_on(self, link: str) -> bool:
         """Whether what is under way on a link is not expected to end."""
@@ -673,7 +679,9 @@ class StorageController:
         if start >= prefetch.end:
             return Attempt.OVER
         first, size = start // names.block_tokens, names.block_tokens
-        if not self._cut(rid, prefetch, first, 0):
+        # Where it ends is settled once something has come without what windows do not reach from there.
+        is_settled = self.leaves_out_windows and prefetch.is_pinned
+        if not is_settled and not self._cut(rid, prefetch, first, 0):
             return Attempt.OVER
         following = self.tree.next_unmatched(match, prefetch.tokens)
         if following is not None and not self._is_to_fill(following):
@@ -702,7 +710,7 @@ class StorageController:
         keys = prefetch.keys[first:last]
         ticket = self.begin_fetch(match, prefetch.tokens[start:end], keys, prefetch.far_from, num_partial)
         self._num_begun += last - first
-        self._advice.fetch_begun(ticket.seq, (last - first) * size)
+        self._advice.fetch_begun(ticket.seq, self.ledger.in_flight[ticket].size_bytes)
         prefetch.blocks_left = max(1, prefetch.blocks_left - (last - first))
         self._wait(rid, prefetch, ticket)
         self._pin(prefetch, self._match(prefetch, end))
@@ -711,12 +719,13 @@ class StorageController:
 
     def _num_without_windows(self, num_pages: int, match: MatchResult, wanted: int) -> int:
         """Of so many pages that are fetched behind a match, the first from which layers with a window are left out:
-        windows do not reach them from token `wanted` on, and the host has no room to spare for that."""
-        names, page = self.tree.names.keys, self.tree.page_size
-        if names is None or self.controller.windowed_host.make(num_pages, match.path):
+        windows do not reach them from token `wanted` on, and that takes time, or room that the host has not."""
+        names, page, host = self.tree.names.keys, self.tree.page_size, self.controller.windowed_host
+        if names is None or not (self.leaves_out_windows or not host.make(num_pages, match.path)):
             return 0
         begin = match.total_len // names.block_tokens * names.block_tokens
-        return min(max(0, self.tree.windows.cut(wanted) - begin) // page, num_pages)
+        num_blocks = max(0, self.tree.windows.cut(wanted) - begin) // names.block_tokens
+        return min(num_blocks * names.block_tokens // page, num_pages)
 
     def _is_to_fill(self, node: Node) -> bool:
         """Whether storage brings what a node of the tree lacks: a hole, what no tier has whole, or what only peers

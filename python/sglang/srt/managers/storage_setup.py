@@ -88,6 +88,8 @@ class StorageSetup:
     is_lossy: bool = False
     # See `BlockKeys`.
     tenant_key: bytes = b""
+    # Whether layers with a window are read and written for themselves, see `WindowedStore`.
+    has_windowed_store: bool = False
 
     @property
     def is_exclusive(self) -> bool:

@@ -156,14 +156,16 @@ class TransferLedger:
         **more: Any,
     ) -> Ticket:
         """keys, frames, more: see `StorageOp`. What is read got its frames for layers with a window before."""
-        windowed = None
+        windowed, num_left_out = None, 0
         if len(frames):
             self.tables[Tier.HOST].pin(frames)
             if (pool := self.windowed.get(Tier.HOST)) is not None:
-                windowed = pool.frame_of[frames] if action == StorageAction.GET else pool.of(frames)
+                windowed = pool.frame_of[frames]
                 pool.table.pin(windowed[windowed >= 0])
+                num_left_out = int(np.count_nonzero(windowed < 0))
+        size_bytes = round((len(frames) - num_left_out * self._windowed_share) * self.page_bytes)
         ticket = self._take_ticket(link)
-        self._begin(StorageOp(ticket, action, keys, frames, len(frames) * self.page_bytes, windowed=windowed, **more))
+        self._begin(StorageOp(ticket, action, keys, frames, size_bytes, windowed=windowed, **more))
         return ticket
 
     def end(self, ticket: Ticket) -> TransferOp | StorageOp:

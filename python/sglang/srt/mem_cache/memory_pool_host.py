@@ -10,8 +10,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -31,6 +30,8 @@ _RESERVE_BYTES = 2 << 30
 _RESERVE_BYTES_BESIDE_PINNED = 8 << 30
 
 _POPULATING_THREADS = 8
+# What reads and writes past the page cache want.
+_ALIGNMENT = 4096
 # Its memory's name in /proc.
 HOST_POOL = "hicache-host-pool"
 
@@ -69,25 +70,25 @@ class MHATokenToKVPoolHost:
         self.page_size = self.page_layout.page_size
         self.page_bytes = self.page_layout.page_bytes
         self.layout = layout
-        # Given to the offload proxy, where there is one, which writes what it fetches into it.
         regions = regions_of(self.page_layout, num_pages, windowed, num_windowed_pages)
-        sizes = [count * of_region.page_bytes for count, of_region in regions]
-        size_bytes = sum(sizes)
+        begins, size_bytes = _places_of(regions)
+        # Given to the offload proxy, where there is one, which writes what it fetches into it.
         self.shared = shared or SharedMemory.allocate(size_bytes, HOST_POOL)
         assert self.shared.size_bytes == size_bytes, f"{self.shared.size_bytes} bytes of {size_bytes}"
-        self._bytes = self.shared.memory
-        memory = torch.from_numpy(self._bytes)
-        self._regions = [
-            PageMemory(of_region, count, part, layout)
-            for (count, of_region), part in zip(regions, memory.split(sizes), strict=True)
+        memory = torch.from_numpy(self.shared.memory)
+        # Of layers with full attention and of those with a window, or of all layers.
+        self.regions = [
+            HostRegion(PageMemory(of_region, count, memory[begin : begin + count * of_region.page_bytes], layout))
+            for (count, of_region), begin in zip(regions, begins, strict=True)
         ]
         self.kv: torch.Tensor
         self.kv_pages: KVPages | HybridPages
         if num_windowed_pages:
-            full, of_windows = (each.kv_pages for each in self._regions)
+            full, of_windows = (each.memory.kv_pages for each in self.regions)
             self.kv, self.kv_pages = memory, HybridPages(full, of_windows, windowed)
+            self._parts = _parts_of(self.page_layout, [each.page_layout for each in self.regions], windowed)
         else:
-            self.kv, self.kv_pages = self._regions[0].kv, self._regions[0].kv_pages
+            self.kv, self.kv_pages = self.regions[0].memory.kv, self.regions[0].memory.kv_pages
         # By page, -1 for none; of pages that operations of storage read or write.
         self._windowed_of = np.full(num_pages if num_windowed_pages else 0, -1, np.int32)
         if register is None and device_pool.kv.is_cuda:
@@ -96,20 +97,68 @@ class MHATokenToKVPoolHost:
             weakref.finalize(self, cuda_unregister, memory.data_ptr()).atexit = False
         if register is not None:
             pin_memory(memory, register)
-        self._page_is_one_run = not num_windowed_pages and self._regions[0].page_is_one_run
-        self._parts = self._canonical_parts()
-        # Of canonical pages; part of the memory only where pages lie in it as they are.
-        self._padding = () if self._page_is_one_run else self.page_layout.padding
 
     def set_windowed(self, frames: np.ndarray, windowed: np.ndarray) -> None:
         """What pages `frames` (n,) int32 are in layers with a window, (n,) int32; -1: what is written there of such
         layers is left out."""
         self._windowed_of[frames] = windowed
 
+    def windowed_of(self, frames: np.ndarray) -> np.ndarray:
+        """The same, as it was set."""
+        return self._windowed_of[frames]
+
+    def buffers(self, frames: np.ndarray) -> list[memoryview] | None:
+        """See `HostRegion`; None also where layers with a window have pages of their own."""
+        return None if self.num_windowed_pages else self.regions[0].buffers(frames)
+
+    def copy_out(self, frames: np.ndarray, out: np.ndarray) -> None:
+        """Copy pages `frames` (n,) int32 to out: (n * page_bytes,) uint8, page after page."""
+        if not self.num_windowed_pages:
+            self.regions[0].copy_out(frames, out)
+            return
+        assert out.flags.c_contiguous, "the copy would go to a temporary"
+        pages = out.reshape(len(frames), self.page_bytes)
+        for start, end in self.page_layout.padding:
+            pages[:, start:end] = 0
+        by_region = []
+        for region, numbers in zip(self.regions, (frames, self.windowed_of(frames)), strict=True):
+            by_region.append(np.empty((len(frames), region.page_bytes), np.uint8))
+            region.copy_out(numbers, by_region[-1])
+        for place, start, end, at in self._parts:
+            pages[:, at : at + end - start] = by_region[place][:, start:end]
+
+    def copy_in(self, frames: np.ndarray, data: np.ndarray) -> None:
+        """Overwrite pages `frames` (n,) int32, each once, with data: (n * page_bytes,) uint8, page after page."""
+        if not self.num_windowed_pages:
+            self.regions[0].copy_in(frames, data)
+            return
+        pages = data.reshape(len(frames), self.page_bytes)
+        by_region = [np.zeros((len(frames), region.page_bytes), np.uint8) for region in self.regions]
+        for place, start, end, at in self._parts:
+            by_region[place][:, start:end] = pages[:, at : at + end - start]
+        windowed = self.windowed_of(frames)
+        self.regions[0].copy_in(frames, by_region[0])
+        self.regions[1].copy_in(windowed[windowed >= 0], by_region[1][windowed >= 0])
+
+
+class HostRegion:
+    """Pages of a host pool that lie in one piece of its memory: a `HostPages`."""
+
+    def __init__(self, memory: PageMemory) -> None:
+        self.memory = memory
+        self.page_layout = memory.layout
+        self.num_pages = memory.num_pages
+        self.page_size = self.page_layout.page_size
+        self.page_bytes = self.page_layout.page_bytes
+        self._bytes = memory.memory.numpy()
+        self._parts = self._canonical_parts()
+        # Of canonical pages; part of the memory only where pages lie in it as they are.
+        self._padding = () if memory.page_is_one_run else self.page_layout.padding
+
     def buffers(self, frames: np.ndarray) -> list[memoryview] | None:
         """The memory of pages `frames` (n,) int32 itself, in this order and without a copy: writable, adjacent
-        ascending frames as one buffer. None where a page is not one run of bytes (layer-first, or hybrid)."""
-        if not self._page_is_one_run:
+        ascending frames as one buffer. None where a page is not one run of bytes (layer-first)."""
+        if not self.memory.page_is_one_run:
             return None
         size, memory = self.page_bytes, self._bytes.data
         return [memory[first * size : (first + n) * size] for _, first, n in self._runs(frames)]
@@ -120,93 +169,80 @@ class MHATokenToKVPoolHost:
         pages = out.reshape(len(frames), self.page_bytes)
         for start, end in self._padding:
             pages[:, start:end] = 0
-        assert not self.num_windowed_pages or (self._windowed_of[frames] >= 0).all(), "a page lacks layers"
-        whole, of_windows = self._runs(frames), self._windowed_runs(frames)
-        for each in self._parts:
-            part = pages[:, each.start : each.end].reshape(len(frames), *each.mine.shape[1:])
-            for at, first, n in of_windows if each.is_windowed else whole:
-                np.copyto(part[at : at + n], each.mine[first : first + n])
+        runs = list(self._runs(frames))
+        for mine, start, end in self._parts:
+            part = pages[:, start:end].reshape(len(frames), *mine.shape[1:])
+            for at, first, n in runs:
+                np.copyto(part[at : at + n], mine[first : first + n])
 
     def copy_in(self, frames: np.ndarray, data: np.ndarray) -> None:
         """Overwrite pages `frames` (n,) int32, each once, with data: (n * page_bytes,) uint8, page after page."""
         pages = data.reshape(len(frames), self.page_bytes)
-        whole, of_windows = self._runs(frames), self._windowed_runs(frames)
-        for each in self._parts:
-            part = pages[:, each.start : each.end].reshape(len(frames), *each.mine.shape[1:])
-            for at, first, n in of_windows if each.is_windowed else whole:
-                np.copyto(each.mine[first : first + n], part[at : at + n])
+        runs = list(self._runs(frames))
+        for mine, start, end in self._parts:
+            part = pages[:, start:end].reshape(len(frames), *mine.shape[1:])
+            for at, first, n in runs:
+                np.copyto(mine[first : first + n], part[at : at + n])
 
-    def _canonical_parts(self) -> list[_Part]:
-        """The memory as runs of canonical bytes."""
-        if self._page_is_one_run:
-            return [_Part(self._bytes.reshape(self.num_pages, self.page_bytes), 0, self.page_bytes)]
-        layout = self.page_layout
-        if layout.is_uniform and not self.num_windowed_pages:
+    def _canonical_parts(self) -> list[tuple[np.ndarray, int, int]]:
+        """The memory as runs of canonical bytes: views (num_pages, ...) uint8, and the first and last byte of a
+        canonical page that each is."""
+        if self.memory.page_is_one_run:
+            return [(self._bytes.reshape(self.num_pages, self.page_bytes), 0, self.page_bytes)]
+        layout, parts = self.page_layout, []
+        if layout.is_uniform:
             shape = (len(layout.components), layout.num_layers, self.num_pages, layout.run_bytes[0])
-            return [_Part(np.moveaxis(self._bytes.reshape(shape), 2, 0), 0, self.page_bytes)]
-        pages, parts = self.kv_pages, []
-        windowed = pages.windowed if isinstance(pages, HybridPages) else (False,) * layout.num_layers
-        for layers in runs_alike(windowed):
-            is_windowed = windowed[layers.start]
-            first = windowed[: layers.start].count(is_windowed)
-            for i, (begin, run_bytes) in enumerate(zip(layout.offsets(), layout.run_bytes)):
-                runs = _runs_of(self._regions[is_windowed], i)[:, first : first + len(layers)]
-                start = begin + layers.start * run_bytes
-                parts.append(_Part(runs, start, start + len(layers) * run_bytes, is_windowed))
+            return [(np.moveaxis(self._bytes.reshape(shape), 2, 0), 0, self.page_bytes)]
+        begins = layout.offsets(self.num_pages)
+        for begin, start, run_bytes in zip(begins, layout.offsets(), layout.run_bytes):
+            size = layout.num_layers * run_bytes
+            runs = self._bytes[begin : begin + self.num_pages * size]
+            by_page = runs.reshape(layout.num_layers, self.num_pages, run_bytes).swapaxes(0, 1)
+            parts.append((by_page, start, start + size))
         return parts
 
-    def _runs(self, frames: np.ndarray) -> list[tuple[int, int, int]]:
+    def _runs(self, frames: np.ndarray) -> Iterator[tuple[int, int, int]]:
         """(position in frames, first frame, length) of each run of adjacent ascending frames."""
         if len(frames) == 0:
-            return []
+            return iter(())
         # A slice past the end would be shortened, one from below 0 would count from the end.
         assert frames.min() >= 0 and frames.max() < self.num_pages, (
             f"frames beyond the pool of {self.num_pages} pages"
         )
-        return _adjacent(frames)
-
-    def _windowed_runs(self, frames: np.ndarray) -> list[tuple[int, int, int]]:
-        """The same in layers with a window, where they have pages of their own; without those that have none."""
-        return _adjacent(self._windowed_of[frames]) if self.num_windowed_pages and len(frames) else []
+        starts = np.concatenate(([0], np.flatnonzero(np.diff(frames) != 1) + 1))
+        lengths = np.diff(starts, append=len(frames))
+        return zip(starts.tolist(), frames[starts].tolist(), lengths.tolist())
 
 
-class _Part(NamedTuple):
-    """A run of a canonical page's bytes, start to end, in a pool's memory: (num_pages, ...) uint8. is_windowed: by
-    the numbers of pages of layers with a window."""
-
-    mine: np.ndarray
-    start: int
-    end: int
-    is_windowed: bool = False
-
-
-def _runs_of(memory: PageMemory, component: int) -> np.ndarray:
-    """(num_pages, num_layers, bytes of a run) uint8, a view."""
-    layout, count, data = memory.layout, memory.num_pages, memory.memory.numpy()
-    run_bytes = layout.run_bytes[component]
-    size = layout.num_layers * run_bytes
-    if memory.page_is_one_run:
-        begin = layout.offsets()[component]
-        rows = data.reshape(count, layout.page_bytes)[:, begin : begin + size]
-        return rows.reshape(count, layout.num_layers, run_bytes)
-    begin = layout.offsets(count)[component]
-    return data[begin : begin + count * size].reshape(layout.num_layers, count, run_bytes).swapaxes(0, 1)
+def _parts_of(
+    whole: PageLayout, regions: Sequence[PageLayout], windowed: Sequence[bool]
+) -> list[tuple[int, int, int, int]]:
+    """Where the bytes of a region's canonical pages stand in those of all layers: (which region, their start and end
+    there, their start here)."""
+    parts = []
+    for layers in runs_alike(windowed):
+        region = int(windowed[layers.start])
+        first = list(windowed[: layers.start]).count(windowed[layers.start])
+        for here, there, run_bytes in zip(whole.offsets(), regions[region].offsets(), whole.run_bytes, strict=True):
+            start = there + first * run_bytes
+            parts.append((region, start, start + len(layers) * run_bytes, here + layers.start * run_bytes))
+    return parts
 
 
-def _adjacent(frames: np.ndarray) -> list[tuple[int, int, int]]:
-    """(position, first frame, length) of each run of adjacent ascending frames, at least one; none of -1."""
-    starts = np.concatenate(([0], np.flatnonzero((np.diff(frames) != 1) | (frames[:-1] < 0)) + 1))
-    lengths = np.diff(starts, append=len(frames))
-    runs = zip(starts.tolist(), frames[starts].tolist(), lengths.tolist())
-    return [run for run in runs if run[1] >= 0]
+def _places_of(regions: Sequence[tuple[int, PageLayout]]) -> tuple[list[int], int]:
+    """Where each region begins, at a page of the system, and the bytes of all."""
+    begins, end = [], 0
+    for count, layout in regions:
+        begins.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
+        end = begins[-1] + count * layout.page_bytes
+    return begins, end
 
 
 def host_pool_bytes(
     layout: PageLayout, num_pages: int, windowed: Sequence[bool] = (), num_windowed_pages: int = 0
 ) -> int:
     """Of the memory of a host pool, see `MHATokenToKVPoolHost`. windowed: of each layer, whether it has a window."""
-    regions = regions_of(layout, num_pages, windowed, num_windowed_pages)
-    return sum(count * each.page_bytes for count, each in regions)
+    return _places_of(regions_of(layout, num_pages, windowed, num_windowed_pages))[1]
 
 
 class HostMemoryError(RuntimeError):

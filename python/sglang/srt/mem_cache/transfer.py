@@ -144,8 +144,8 @@ class StorageOp:
     # For LIMIT: the most blocks, below 0 for no limit, and where: DISK or REMOTE.
     limit: int = -1
     tier: Tier = Tier.DISK
-    # What frames are in the host's pool for layers with a window, if it has one. A GET leaves them out where that is
-    # -1.
+    # What frames are in the host's pool for layers with a window, if it has one; -1: nothing of such layers is read,
+    # or written.
     windowed: np.ndarray | None = None
 
     @property

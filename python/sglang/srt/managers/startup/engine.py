@@ -404,6 +404,7 @@ class EngineBuilder:
             rank.group.size,
             rank.directory,
             self.replicas,
+            self.config.window_reach,
         )
         slot = StoreSlot(opener.open)
         # What storage has not written down by then, the next start finds out by itself, only slower.

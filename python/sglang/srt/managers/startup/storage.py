@@ -28,6 +28,7 @@ from sglang.srt.mem_cache.storage.registry import (
     storage_backend,
 )
 from sglang.srt.mem_cache.storage.tiered_store import TieredStore
+from sglang.srt.mem_cache.storage.windowed_store import WindowedStore
 from sglang.srt.utils.registry import (
     STRING,
     Kind,
@@ -123,6 +124,8 @@ class StorageOpener:
     directory: Path = Path()
     # Which ranks share a store; None: none do.
     replicas: Replicas | None = None
+    # See `SchedulerConfig`.
+    window_reach: int = 0
 
     def setup(self, backend: str, extra_config: str, prefetch_policy: str, write_policy: str) -> StorageSetup:
         """What the scheduler has to know of a backend. extra_config: JSON, or @ and a file with it. Raises
@@ -168,6 +171,7 @@ class StorageOpener:
             is_lossy=len(names) == 1 and storage_backend(names[0]).is_lossy(config),
             tiers=tuple(STORAGE_BACKENDS[name].tier for name in names),
             tenant_key=hashlib.blake2b(own["secret"].encode(errors="surrogatepass")).digest(),
+            has_windowed_store=self._has_regions and all(storage_backend(name).takes_regions for name in names),
         )
         opened = {
             "backend": backend,
@@ -191,6 +195,11 @@ class StorageOpener:
             raise
         return stores[0] if len(stores) == 1 else TieredStore(stores[0], GuardedStore(stores[1]))
 
+    @property
+    def _has_regions(self) -> bool:
+        """Whether layers with a window have pages of their own."""
+        return self.window_reach > 0 and self.pool.num_windowed_pages > 0
+
     def _open_one(self, name: str, config: dict[str, Any], setup: dict[str, Any]) -> BlockStore:
         block_tokens = setup["block_tokens"]
         shared = self.replicas
@@ -208,7 +217,20 @@ class StorageOpener:
             directory=self.directory / f"rank{self.tp_rank}",
             mac_key=bytes.fromhex(setup["mac_key"]),
         )
-        return storage_backend(name).open(params)
+        pool, backend = self.pool, storage_backend(name)
+        if not self._has_regions or not backend.takes_regions:
+            return backend.open(params)
+        stores: list[BlockStore] = []
+        try:
+            for region, layers in zip(pool.regions, ("full attention", "a window"), strict=True):
+                namespace, share = f"{params.namespace}, layers with {layers}", region.page_bytes / pool.page_bytes
+                stores.append(backend.open(replace(params, namespace=namespace, pool=region, share=share)))
+        except StoreError:
+            for store in stores:
+                store.close()
+            raise
+        full, of_windows = stores
+        return WindowedStore(full, of_windows, pool.windowed_of, -(-self.window_reach // block_tokens))
 
     def _namespace(self, block_tokens: int, names: tuple[str, ...]) -> str:
         """What the bytes of a block depend on beside its tokens: equal on all ranks. names: of the backends that take

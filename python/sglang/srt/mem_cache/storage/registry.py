@@ -62,6 +62,8 @@ class StoreParams:
     tp_rank: int = 0
     # How many stores share memory and limits.
     tp_size: int = 1
+    # Of the limits of its rank, this store's part.
+    share: float = 1.0
     # See `StorageSetup`.
     is_exclusive: bool = False
     # A private directory of the rank that opens it, which is removed when the server ends.
@@ -74,12 +76,14 @@ class StorageBackend(ABC):
     """What the file of a backend defines. Holds no state.
 
     options: its settings, keys of --hicache-storage-backend-extra-config. takes_any_key: whether other keys are
-    accepted, for a plugin. takes_any_page_size: whether servers with other page sizes find the blocks.
+    accepted, for a plugin. takes_any_page_size: whether servers with other page sizes find the blocks. takes_regions:
+    whether a store of its own for layers with a window may be opened, where these have pages of their own.
     """
 
     options: ClassVar[tuple[Option, ...]] = ()
     takes_any_key: ClassVar[bool] = False
     takes_any_page_size: ClassVar[bool] = False
+    takes_regions: ClassVar[bool] = False
 
     def __init__(self, name: str) -> None:
         """name: the one in `STORAGE_BACKENDS`."""

@@ -30,6 +30,7 @@ TEMPORARY_ROOT = "/tmp/hicache"
 
 class FileBackend(StorageBackend):
     takes_any_page_size = True
+    takes_regions = True
     options = (
         Option(
             "path",
@@ -85,11 +86,11 @@ class FileBackend(StorageBackend):
             params.pool,
             params.block_tokens,
             FileStoreOptions(
-                limit_bytes=int(values["limit_gb"] * 1e9) // params.tp_size,
+                limit_bytes=int(values["limit_gb"] * 1e9 * params.share) // params.tp_size,
                 segment_bytes=int(values["segment_mb"] * 1e6),
                 is_exclusive=params.is_exclusive,
                 rewrite_share=values["rewrite_share"],
-                daily_write_bytes=int(values["daily_write_gb"] * 1e9) // params.tp_size,
+                daily_write_bytes=int(values["daily_write_gb"] * 1e9 * params.share) // params.tp_size,
             ),
         )
 

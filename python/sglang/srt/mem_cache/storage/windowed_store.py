@@ -1,0 +1,103 @@
+"""`WindowedStore`: a store of layers with full attention and one of those with a window, as one `BlockStore`. Owns
+both.
+
+For a host in which these layers have pages of their own (`HybridPages`): each store reads and writes one kind of them
+where they lie. Of blocks that windows do not reach, the second one is not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+
+from sglang.srt.mem_cache.block_store import BlockStore, TenantStore, TouchedStore, has_room
+from sglang.srt.mem_cache.transfer import Tier
+
+
+class WindowedStore:
+    """windowed_of: pages of the host -> what they are in layers with a window, -1 for none; both int32. num_seen:
+    blocks that windows reach from the end of a block. name, block_tokens, and blocks of `stats`: those of `full`."""
+
+    def __init__(
+        self,
+        full: BlockStore,
+        of_windows: BlockStore,
+        windowed_of: Callable[[np.ndarray], np.ndarray],
+        num_seen: int,
+    ) -> None:
+        assert full.block_tokens == of_windows.block_tokens
+        self.name = full.name
+        self.block_tokens = full.block_tokens
+        self.full = full
+        self.of_windows = of_windows
+        self._windowed_of = windowed_of
+        self._num_seen = num_seen
+
+    @property
+    def has_room(self) -> bool:
+        return has_room(self.full) and has_room(self.of_windows)
+
+    def exists(self, keys: Sequence[bytes]) -> int:
+        """How many leading blocks are stored, up to one from whose end windows reach nothing that is not."""
+        count = self.full.exists(keys)
+        while count:
+            first = max(0, count - self._num_seen)
+            there = self.of_windows.exists(keys[first:count])
+            if there == count - first:
+                break
+            count = first + there
+        return count
+
+    def get(self, keys: Sequence[bytes], frames: np.ndarray) -> int:
+        """Of blocks whose pages are none in layers with a window, these are left out."""
+        return self._and_windows(keys, frames, self.full.get(keys, frames), self.of_windows.get)
+
+    def set(self, keys: Sequence[bytes], frames: np.ndarray, tenant: bytes = b"") -> int:
+        """As `get`."""
+        count = self.full.set(keys, frames, tenant)
+        return self._and_windows(keys, frames, count, partial(self.of_windows.set, tenant=tenant))
+
+    def _and_windows(
+        self,
+        keys: Sequence[bytes],
+        frames: np.ndarray,
+        count: int,
+        carry_out: Callable[[Sequence[bytes], np.ndarray], int],
+    ) -> int:
+        """Of the leading `count` blocks also what their pages are in layers with a window. Returns how many of them
+        are whole then."""
+        windowed = self._windowed_of(frames).reshape(len(keys), -1)
+        wanted = np.flatnonzero((windowed[:count] >= 0).all(axis=1)).tolist()
+        if not wanted:
+            return count
+        there = carry_out([keys[i] for i in wanted], windowed[wanted].ravel())
+        return count if there == len(wanted) else wanted[there]
+
+    def touch(self, keys: Sequence[bytes]) -> int:
+        """See TouchedStore."""
+        parts = (self.full, self.of_windows)
+        return min([part.touch(keys) for part in parts if isinstance(part, TouchedStore)], default=len(keys))
+
+    def erase(self, tenant: bytes, tier: Tier) -> bool:
+        """See TenantStore."""
+        parts = (self.full, self.of_windows)
+        return all([isinstance(part, TenantStore) and part.erase(tenant, tier) for part in parts])
+
+    def limit(self, tenant: bytes, num_blocks: int, tier: Tier) -> bool:
+        """See TenantStore."""
+        parts = (self.full, self.of_windows)
+        return all([isinstance(part, TenantStore) and part.limit(tenant, num_blocks, tier) for part in parts])
+
+    def clear(self) -> bool:
+        return all([self.full.clear(), self.of_windows.clear()])
+
+    def close(self) -> None:
+        self.full.close()
+        self.of_windows.close()
+
+    def stats(self) -> dict[str, int]:
+        full, of_windows = self.full.stats(), self.of_windows.stats()
+        sums = {name: value + of_windows.get(name, 0) for name, value in full.items()}
+        return sums | {"blocks": full["blocks"]}
