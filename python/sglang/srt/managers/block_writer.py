@@ -13,6 +13,7 @@ Blocks are written a few at a time. Lossy KV is never written under a name that 
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from itertools import takewhile
 
@@ -34,6 +35,8 @@ _TIDY_DEFERRED_STORES = 64
 # While storing is not worth it, a block now and then shows whether it has become faster. It holds host pages, so that
 # the next one waits so many times as long as the last one took, and so many seconds at most.
 _TRIAL_PAUSE_TIMES, _MAX_TRIAL_PAUSE_S = 4.0, 32.0
+# See `_most_windowed_pages`.
+_STORED_SHARE = 8
 
 
 class BlockWriter:
@@ -244,7 +247,15 @@ class BlockWriter:
         if self.breaker.is_open:
             return int(self.breaker.may_try and not self.storing_pages)
         pages_per_block = self.tree.names.keys.block_tokens // self.tree.page_size
-        return (self.setup.limits.max_store_pages - self.storing_pages) // pages_per_block
+        most = max(pages_per_block, min(self.setup.limits.max_store_pages, self._most_windowed_pages))
+        return (most - self.storing_pages) // pages_per_block
+
+    @property
+    def _most_windowed_pages(self) -> int:
+        """Pages that may be on their way to storage, and as many that wait for that: they are not to keep the host's
+        pool for layers with a window from what is computed."""
+        pool = self.controller.windowed_host.pool
+        return pool.table.num_pages // _STORED_SHARE if pool is not None else sys.maxsize
 
     def _defer_store(self, end: Node) -> None:
         deferred = self._deferred
@@ -262,7 +273,8 @@ class BlockWriter:
             self._tidy_at = min(2 * len(deferred) + _TIDY_DEFERRED_STORES, _MAX_DEFERRED_STORES)
         deferred[end.id] = end
         assert self.setup is not None
-        is_full = self.tree.counts.soft_pinned[Tier.HOST] >= self.setup.limits.most_pinned_pages
+        most = min(self.setup.limits.most_pinned_pages, self._most_windowed_pages)
+        is_full = self.tree.counts.soft_pinned[Tier.HOST] >= most
         if end.id not in self.pinned and not is_full and not self.breaker.is_open:
             self.pinned[end.id] = end
             self.tree.soft_pin(end)

@@ -102,7 +102,9 @@ class WindowedHost:
     def _shed(self, num_pages: int, kept: Sequence[Node]) -> int:
         """Returns how many pages it is."""
         assert self.pool is not None
+        counters, page, seen_before = self._controller.counters, self._tree.page_size, self.pool.num_seen_given_up
         victims, num_shed = self.pool.victims(num_pages, kept={node.id for node in kept}), 0
+        counters["evicted_tokens_seen_host"] += (self.pool.num_seen_given_up - seen_before) * page
         self.leaving(victims)
         for node in victims:
             pages = ready_frames(node, Tier.HOST)
@@ -111,5 +113,5 @@ class WindowedHost:
             self._tree.make_partial(node, Tier.HOST)
             num_shed += self.pool.take_away(pages, NO_LAUNCH)
             self._controller.compact_later(node)
-        self._controller.counters["evicted_tokens_windowed_host"] += num_shed * self._tree.page_size
+        counters["evicted_tokens_windowed_host"] += num_shed * page
         return num_shed

@@ -240,6 +240,7 @@ class HiRadixTree:
             step = step.parent
 
     def lock_node(self, node: Node, launch: LaunchSeq) -> Receipt:
+        node.last_end = launch
         step: Node | None = node
         while step is not None:
             if step.lock == 0:

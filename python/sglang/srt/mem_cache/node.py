@@ -32,6 +32,7 @@ class Node:
         "is_stored_ahead",
         "key",
         "last_access",
+        "last_end",
         "last_stream",
         "last_use",
         "lock",
@@ -89,6 +90,8 @@ class Node:
         self.is_stored_ahead = False
         # The launch at which it was last locked, unlocked or inserted.
         self.last_access = LaunchSeq(0)
+        # The launch at which a request's path last ended with it.
+        self.last_end = NO_LAUNCH
         # Per tier: as late as a session's weight makes its last access, see session_weights.py; None without one.
         # Never above the parent's.
         self.weighted_until: tuple[LaunchSeq, ...] | None = None
@@ -120,6 +123,7 @@ class Node:
             "last_use",
             "last_stream",
             "last_access",
+            "last_end",
             "hits",
             "priority",
             "was_copied",

@@ -27,11 +27,28 @@ from sglang.srt.utils.time_units import NO_LAUNCH, LaunchSeq
 # A plain integer: looking up a member of an enumeration costs as much as the rest of a line.
 _DEVICE = int(Tier.DEVICE)
 _NONE = -1
+# The rank of what ends of paths see.
+_SEEN = 1
+# Of a node so many ends are told apart.
+_MOST_ENDS = 4
 # The part next to what ends see is a window of that many halvings long.
 _NEAR = 3
 _FAR = 1 << 62
-_NOTHING = _FAR, _FAR, 0, 0
+# By ends of paths, in order: the first token that it sees, and when it was last one; each later than those before.
+_Ends = tuple[tuple[int, LaunchSeq], ...]
+_NOTHING: tuple[int, _Ends, int, int] = _FAR, (), 0, 0
 _NO_READS: Mapping[int, tuple[int, int]] = {}
+
+
+def _joined(some: _Ends, others: _Ends) -> _Ends:
+    """Both, without those that see no more than later ones."""
+    if not some or not others:
+        return some or others
+    joined: list[tuple[int, LaunchSeq]] = []
+    for first, at in sorted(some + others):
+        if not joined or at > joined[-1][1]:
+            joined.append((first, at))
+    return tuple(joined[-_MOST_ENDS:])
 
 
 class WindowedPool:
@@ -47,6 +64,8 @@ class WindowedPool:
         self.frame_of = np.full(pages.num_pages, _NONE, np.int32)
         self._tier = tier
         self._tree = tree
+        # Pages that were given up though ends of paths see them.
+        self.num_seen_given_up = 0
         # What the executor has not been told, of the device.
         self._given: list[np.ndarray] = []
         pages.watch_freed(lambda pages: self.take_away(pages, NO_LAUNCH))
@@ -100,7 +119,7 @@ class WindowedPool:
         page, size = self._tree.page_size, self._tree.order.cut_tokens
         # Of each node its front goes, up to there.
         ends: dict[int, tuple[Node, int]] = {}
-        for _, _, start, node, end in sorted(self._parts(reads_from), key=itemgetter(0, 1, 2)):
+        for rank, _, _, node, start, end in sorted(self._parts(reads_from), key=itemgetter(0, 1, 2)):
             if num_pages <= 0:
                 break
             if node.id in kept or self._is_copied(node):
@@ -109,31 +128,40 @@ class WindowedPool:
             end = min(end, -(-(start + num_pages * page) // size) * size)
             ends[node.id] = node, end
             num_pages -= (end - start) // page
+            self.num_seen_given_up += (end - start) // page if rank == _SEEN else 0
         return [self._tree.split(node, end - node.start) if end < node.end else node for node, end in ends.values()]
 
-    def _parts(self, reads_from: Mapping[int, tuple[int, int]]) -> list[tuple[int, LaunchSeq, int, Node, int]]:
-        """(rank, the least goes first; last access; start; node; where the part ends) of all that can go."""
+    def _parts(self, reads_from: Mapping[int, tuple[int, int]]) -> list[tuple[int, LaunchSeq, int, Node, int, int]]:
+        """(rank, last access, place, node, start, end) of all that can go. Of rank, last access and place the least
+        goes first."""
         size, parts = self._tree.order.cut_tokens, []
         for node, locked, ends in self._seen(reads_from):
             if not is_whole(node, self._tier):
                 continue
-            start, last, age = node.start, node.end, last_access_on(node, self._tier)
+            start, last = node.start, node.end
             if locked < last and self._is_read_here(node):
                 last = locked // size * size
-            for rank, bound in self._distances(start, ends) if start < ends else ():
+            age = last_access_on(node, self._tier)
+            first_seen = ends[0][0] if ends else _FAR
+            for rank, bound in self._distances(start, first_seen) if start < first_seen else ():
                 end = min(last, bound // size * size)
                 if end > start:
-                    parts.append((rank, age, start, node, end))
+                    parts.append((rank, age, start, node, start, end))
                     start = end
                 if start >= last:
                     break
-            if last > start:
-                parts.append((1, age, start, node, last))
+            # What ends see goes with the last one that sees it.
+            bounds = [min(last, first // size * size) for first, _ in ends[1:]]
+            for (_, age), end in zip(ends, [*bounds, last]):
+                if end > start:
+                    # A question goes before what it is asked behind.
+                    parts.append((_SEEN, age, -start, node, start, end))
+                    start = end
         return parts
 
-    def _seen(self, reads_from: Mapping[int, tuple[int, int]]) -> Iterator[tuple[Node, int, int]]:
-        """All nodes that the tier has or that are locked, each with the first token that locks see, and the first
-        that ends of paths see, there or below."""
+    def _seen(self, reads_from: Mapping[int, tuple[int, int]]) -> Iterator[tuple[Node, int, _Ends]]:
+        """All nodes that the tier has or that are locked, each with the first token that locks see, and what ends of
+        paths see, there or below."""
         tier, on_host = self._tier, self._tier != _DEVICE
         nodes: list[Node] = []
         stack: list[Node] = list(self._tree.roots.values())
@@ -145,7 +173,7 @@ class WindowedPool:
                 stack.extend(node.children.values())
         first_seen = self._tree.windows.first_seen
         # Of each node's children together: what locks see, what ends see, how many the tier has, locks.
-        below: dict[int, tuple[int, int, int, int]] = {}
+        below: dict[int, tuple[int, _Ends, int, int]] = {}
         for node in reversed(nodes):
             if (parent := node.parent) is None:
                 continue
@@ -159,13 +187,18 @@ class WindowedPool:
             # What the host is about to get may part from what it has.
             parts = len(node.children) > 1 if on_host else num_below > 1
             if is_there and (parts or num_below == 0):
-                ends = min(ends, first_seen(node.end))
+                ends = _joined(ends, ((first_seen(node.end), self._last_end(node)),))
             yield node, locked, ends
             if (above := below.get(parent.id)) is not None:
-                locked, ends = min(above[0], locked), min(above[1], ends)
+                locked, ends = min(above[0], locked), _joined(above[1], ends)
                 below[parent.id] = locked, ends, above[2] + is_there, above[3] + held
             else:
                 below[parent.id] = locked, ends, int(is_there), held
+
+    def _last_end(self, node: Node) -> LaunchSeq:
+        """When a path ended with a node. Where two part, as one that goes on from an answer that no prompt has
+        repeated, that is when the other one began; where many do, they are questions behind a document."""
+        return node.last_end if len(node.children) == 2 else last_access_on(node, self._tier)
 
     def _distances(self, start: int, first_seen: int) -> Iterator[tuple[int, int]]:
         """(rank, where it ends) of parts of a path from `start` on, which are the shorter the nearer they are to the

@@ -390,10 +390,15 @@ def open_remote_store(backend: str, settings: RemoteSettings, params: StoreParam
     """The remote tier of one rank, or of ranks that cache the same. backend: its name. Raises StoreError."""
     pool: MHATokenToKVPoolHost = params.pool
     namespace, block_tokens, directory = params.namespace, params.block_tokens, params.directory
-    if pool.layout != "page_first" or pool.num_windowed_pages or pool.shared.fd < 0:
+    if pool.layout != "page_first" or pool.shared.fd < 0:
         raise StoreError(
             f"--hicache-storage-backend {backend} writes whole pages into shared memory: use --hicache-mem-layout "
-            "page_first, on Linux, and with sliding windows attach it from the start"
+            "page_first, on Linux"
+        )
+    if pool.num_windowed_pages:
+        raise StoreError(
+            f"--hicache-storage-backend {backend} writes whole pages, and layers with a sliding window have others "
+            "on the host: start the server with this backend, or with --disable-hybrid-swa-memory"
         )
     layout = BlockLayout(block_tokens // pool.page_size, pool.page_layout)
     own = settings.proxy

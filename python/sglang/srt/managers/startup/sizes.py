@@ -42,6 +42,9 @@ logger = logging.getLogger(__name__)
 DEFAULT_MAX_RUNNING = 256
 # Pages of layers with a window per page of the device.
 _WINDOWED_RATIO = 0.25
+# The same on the host, where a prompt of so many tokens has room for what windows reach from its end, up to a half.
+_TOKENS_PER_END = 3072
+_MOST_WINDOWED_HOST = 0.5
 
 
 def device_pages(
@@ -283,9 +286,10 @@ def with_windowed_pool(
     if num_windowed_pages >= num_pages or (ratio is None and num_pages <= config.num_device_pages):
         return config
     logger.info(
-        "KV cache: %d tokens on the %s, %d of them in layers with a sliding window (--swa-full-tokens-ratio)",
-        num_pages * page,
+        "KV cache: in the same memory the %s has %d tokens, %d in layers with a sliding window "
+        "(--swa-full-tokens-ratio)",
         tier,
+        num_pages * page,
         num_windowed_pages * page,
     )
     return replace(config, num_device_pages=num_pages, num_windowed_pages=num_windowed_pages)
@@ -294,11 +298,15 @@ def with_windowed_pool(
 def with_windowed_host_pool(
     config: SchedulerConfig, windows: Sequence[int | None], ratio: float | None
 ) -> SchedulerConfig:
-    """The same of the host, if there is one."""
+    """The same of the host, if there is one; by default of more pages where windows are long."""
     if not config.num_host_pages:
         return config
     as_device = replace(config, num_device_pages=config.num_host_pages, num_windowed_pages=0)
-    found = with_windowed_pool(as_device, windows, ratio, None, "host")
+    # Each prompt that ends keeps what windows reach.
+    share = min(_MOST_WINDOWED_HOST, max(_WINDOWED_RATIO, _reach(windows) / _TOKENS_PER_END))
+    found = with_windowed_pool(as_device, windows, share if ratio is None else ratio, None, "host")
+    if ratio is None and found.num_device_pages <= config.num_host_pages:
+        return config
     if not found.num_windowed_pages:
         return config
     return replace(config, num_host_pages=found.num_device_pages, num_windowed_host_pages=found.num_windowed_pages)
