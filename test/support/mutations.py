@@ -327,6 +327,12 @@ def partial_nodes_are_computed_on() -> Any:
 
 
 @mutation
+def partial_on_the_host_counts_as_whole() -> Any:
+    """What windows reach is loaded from pages of the host that lack it."""
+    return mock.patch("sglang.srt.mem_cache.node.is_partial_on", lambda node, tier: node.is_partial and not tier)
+
+
+@mutation
 def completion_brings_the_other_layers() -> Any:
     """What a partial node lacks is not loaded, but again what it has."""
     begin = TransferLedger.begin_transfer
@@ -482,7 +488,7 @@ def fetched_matched_too_early() -> Any:
     """A request starts on pages that storage has not brought yet."""
     match = HiRadixTree.match
     return mock.patch.object(
-        HiRadixTree, "match", lambda self, ns, tokens, fetching=False: match(self, ns, tokens, True)
+        HiRadixTree, "match", lambda self, ns, tokens, fetching=False, **more: match(self, ns, tokens, True, **more)
     )
 
 
@@ -1328,11 +1334,17 @@ def _configurations() -> Iterator[SoakConfig]:
     yield tier_mix(("peer", "remote"), 0)
     yield tier_mix(("disk", "stream"), 0)
     # Layers with a window, which leave their part of loads out; in the second, the front of loads may be computed.
+    one_pool = {"windowed_part": 0, "windowed_host_part": 0}
     for seed, more in _WINDOWED.items():
-        yield dataclasses.replace(windowed_mix(("peer",), seed), windowed_part=0, **_BRANCHES, **more)
+        yield dataclasses.replace(windowed_mix(("peer",), seed), **one_pool, **_BRANCHES, **more)
     # The same with a pool of their own on the device, which requests share.
     for seed in (24, 30):
-        yield dataclasses.replace(windowed_mix(("peer",), seed), **(_BRANCHES | _POOLED))
+        yield dataclasses.replace(windowed_mix(("peer",), seed), windowed_host_part=0, **(_BRANCHES | _POOLED))
+    # And on the host, from where they are loaded.
+    for seed in (24, 31):
+        mix = windowed_mix(("disk",), seed)
+        changed = _BRANCHES | _POOLED | {"windowed_host_part": 8, "num_host_pages": mix.num_host_pages // 2}
+        yield dataclasses.replace(mix, **changed)
 
 
 def _storage(seed: int, page_size: int) -> dict[str, Any]:
