@@ -296,13 +296,6 @@ def test_a_store_of_their_own_brings_only_what_windows_reach():
     rig.finish_all()
     assert marks(rig, TEXT) == "p" * 12 + "wwww" and rig.on_host(TEXT + "x") == 16
     rig.detach("r")
-    # What is used as far as it has come at its turn may end anywhere.
-    rig = rig_of_storage(TEXT, windowed_host=32, policy="best_effort")
-    assert rig.storage.setup is not None
-    rig.storage.setup = replace(rig.storage.setup, has_windowed_store=True)
-    fetch_all(rig, "r", TEXT + "x")
-    assert marks(rig, TEXT) == "w" * 16
-    rig.detach("r")
     rig.assert_nothing_left()
 
 

@@ -106,6 +106,21 @@ def test_ends_go_last_and_the_oldest_first() -> None:
     assert rig.shed(100) == []
 
 
+def test_a_prompt_that_is_asked_again_ends_before_its_answer() -> None:
+    rig = Rig()
+    end = rig.insert(list(range(20)))
+    end.asked_end = 17
+    assert rig.shed(13) == [list(range(13))], "windows reach 13 from there"
+    assert rig.pool.num_seen_given_up == 0
+    # Of a longer answer only the end counts.
+    other = rig.insert(list(range(40, 60)))
+    other.asked_end = 10
+    assert rig.shed(16) == [list(range(40, 56))] and rig.pool.num_seen_given_up == 0
+    # Once the path goes on, that is not its end any more.
+    rig.insert([80], end)
+    assert rig.shed(3) == [[13, 14, 15]] and rig.pool.num_seen_given_up == 0
+
+
 def test_what_a_lock_sees_stays() -> None:
     rig = Rig()
     end = rig.insert(list(range(10)), None)

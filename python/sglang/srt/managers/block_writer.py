@@ -274,7 +274,8 @@ class BlockWriter:
         deferred[end.id] = end
         assert self.setup is not None
         most = min(self.setup.limits.most_pinned_pages, self._most_windowed_pages)
-        is_full = self.tree.counts.soft_pinned[Tier.HOST] >= most
+        # The whole path is pinned.
+        is_full = self.tree.counts.soft_pinned[Tier.HOST] + end.end // self.tree.page_size > most
         if end.id not in self.pinned and not is_full and not self.breaker.is_open:
             self.pinned[end.id] = end
             self.tree.soft_pin(end)

@@ -269,8 +269,9 @@ class KVCache:
 
     def end_turn(self, req: Req) -> None:
         """A request that has a hold is answered. If it is a session's, its path gets weights."""
+        assert req.hold is not None
+        self.tree.note_answer(req.hold.receipt.node, req.num_prompt)
         if req.session is not None:
-            assert req.hold is not None
             self.sessions.end_turn(req.session, req.hold.receipt.node)
 
     def leave_turn(self, req: Req) -> None:

@@ -100,7 +100,7 @@ class LoadPlanner:
 
     def obey_policies(self) -> None:
         """After they were changed."""
-        advice = StorageAdvice(self._expected_storage_s, fetch_begun=self.expected.begin_fetch)
+        advice = StorageAdvice(self._expected_storage_s, self._fetch_s, fetch_begun=self.expected.begin_fetch)
         self._cache.consult(self._is_worth_copying, self._is_believed)
         if self.policies.load_or_recompute:
             advice = replace(
@@ -284,6 +284,12 @@ class LoadPlanner:
         """Whether tokens [start, end) of a prompt are better fetched than computed. Nothing waits for writes."""
         costs = self.expected.costs
         return is_worth_copying(costs.storage_seconds(end - start), costs.recompute_seconds(start, end))
+
+    def _fetch_s(self, num_tokens: int) -> float | None:
+        limits = self._storage.limits
+        if limits is None:
+            return None
+        return self.expected.fetch_seconds(num_tokens, limits.blocks_per_op * self._cache.block_tokens, True)
 
     def _fetch_gain_s(self, start: int, end: int) -> float | None:
         """How much sooner tokens [start, end) of a prompt are fetched than computed, in seconds, at most; None: not

@@ -14,6 +14,8 @@ class StorageAdvice:
 
     # What an operation is expected to take, in seconds; 0: not known.
     expected_s: Callable[[StorageOp], float] = lambda op: 0.0
+    # What so many tokens take from storage, without what their end's windows do not reach; None: not known.
+    fetch_s: Callable[[int], float | None] = lambda num_tokens: None
     # By how many seconds tokens [start, end) of a prompt are fetched sooner than computed; None: not known.
     fetch_gain_s: Callable[[int, int], float | None] = lambda start, end: None
     # Of a request: its blocks that are there or on their way, those that it lacks and storage has, and those that

@@ -215,9 +215,16 @@ class StorageController:
 
     @property
     def leaves_out_windows(self) -> bool:
-        """Whether fetches bring of layers with a window only what windows reach from their end, as reading the rest
-        takes time. A request that takes what has come at its turn may end anywhere."""
-        return self.setup is not None and self.setup.has_windowed_store and self.config.policy != "best_effort"
+        """Whether fetches bring of layers with a window only what windows reach from their end: the rest takes time,
+        and of what was stored in part it is not there. So nothing of what comes is of use before all has come."""
+        return self.setup is not None and self.setup.has_windowed_store
+
+    def _comes_in_time(self, prefetch: Prefetch, num_tokens: int) -> bool:
+        """Whether what a request begins to fetch is expected to be there before it stops waiting."""
+        if not self.leaves_out_windows or prefetch.is_pinned or self.config.policy != "timeout":
+            return True
+        fetch_s = self._advice.fetch_s(num_tokens)
+        return fetch_s is None or fetch_s <= prefetch.deadline - self.reads.now
 
     def hangs_on(self, link: str) -> bool:
         """Whether what is under way on a link is not expected to end."""
@@ -656,6 +663,9 @@ class StorageController:
         left = prefetch.end // size - first
         assert left > 0, f"{rid} has nothing to begin"
         prefetch.blocks_left = self._advice.blocks_worth_fetching(rid, first, left, ahead)
+        if self.leaves_out_windows:
+            # Windows may be stored for its end alone.
+            prefetch.blocks_left = left if 2 * prefetch.blocks_left >= left else 0
         if prefetch.blocks_left < left:
             self.counters["fetches_cut"] += 1
             self.counters["fetch_cut_tokens"] += (left - prefetch.blocks_left) * size
@@ -682,6 +692,8 @@ class StorageController:
         # Where it ends is settled once something has come without what windows do not reach from there.
         is_settled = self.leaves_out_windows and prefetch.is_pinned
         if not is_settled and not self._cut(rid, prefetch, first, 0):
+            return Attempt.OVER
+        if not self._comes_in_time(prefetch, prefetch.end - start):
             return Attempt.OVER
         following = self.tree.next_unmatched(match, prefetch.tokens)
         if following is not None and not self._is_to_fill(following):

@@ -33,10 +33,10 @@ class WindowedHost:
         # While a pause lasts: when it ends, and the pages that were held and soft-pinned when it began.
         self._paused = LaunchSeq(0), 0, 0
 
-    def make(self, num_pages: int, kept: Sequence[Node] = ()) -> bool:
+    def make(self, num_pages: int, kept: Sequence[Node] = (), spares_seen: bool = False) -> bool:
         """Have pages that are not likely to be seen give up what the pool has of them, until num_pages of it are
         free, and some more where storage may have to take them first. Whether they are free. kept: nodes that stay
-        whole."""
+        whole. spares_seen: what ends of paths see stays, too."""
         if self.pool is None:
             return True
         table = self.pool.table
@@ -48,7 +48,7 @@ class WindowedHost:
             table.reap(self._clock.done)
         if table.num_free < least and not self._is_paused(at_once):
             wanted = least + at_once - table.num_free
-            if self._shed(wanted, kept) < wanted // 2:
+            if self._shed(wanted, kept, spares_seen) < wanted // 2 and not spares_seen:
                 self._paused = LaunchSeq(self._clock.next + _PAUSE), *self._held()
         return table.num_free >= num_pages
 
@@ -56,9 +56,13 @@ class WindowedHost:
         """Nodes that are copied to the host, and of how many of the first the pool gets nothing, as it has no room.
         One is split where that ends."""
         num_lacking = self._controller.pages_of(nodes)
-        if self.pool is None or self.make(num_lacking):
+        if self.pool is None or self.make(num_lacking, spares_seen=True):
             return nodes, 0
-        num_lacking -= self.pool.table.num_free
+        # Not for what windows do not reach from its own end.
+        end = nodes[-1].end
+        num_seen = (end - max(self._tree.windows.cut(end), nodes[-1].start)) // self._tree.page_size
+        self.make(min(num_lacking, num_seen))
+        num_lacking = max(0, num_lacking - self.pool.table.num_free)
         for i, node in enumerate(nodes):
             if num_lacking <= 0:
                 return nodes, i
@@ -99,11 +103,12 @@ class WindowedHost:
         held, pinned = self._held()
         return self._clock.next < ends and abs(held - held_then) <= at_once and pinned == pinned_then
 
-    def _shed(self, num_pages: int, kept: Sequence[Node]) -> int:
+    def _shed(self, num_pages: int, kept: Sequence[Node], spares_seen: bool) -> int:
         """Returns how many pages it is."""
         assert self.pool is not None
         counters, page, seen_before = self._controller.counters, self._tree.page_size, self.pool.num_seen_given_up
-        victims, num_shed = self.pool.victims(num_pages, kept={node.id for node in kept}), 0
+        ids = {node.id for node in kept}
+        victims, num_shed = self.pool.victims(num_pages, kept=ids, spares_seen=spares_seen), 0
         counters["evicted_tokens_seen_host"] += (self.pool.num_seen_given_up - seen_before) * page
         self.leaving(victims)
         for node in victims:

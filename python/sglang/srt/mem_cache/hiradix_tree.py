@@ -625,6 +625,11 @@ class HiRadixTree:
             self.names.forget_stored(node)
         return taken
 
+    def note_answer(self, end: Node, num_prompt: int) -> None:
+        """A path ends with the answer to a prompt of so many tokens, of which the last is computed when it is asked
+        again."""
+        end.asked_end = (num_prompt - 1) // self.page_size * self.page_size
+
     @staticmethod
     def note_stream(node: Node, launch: LaunchSeq) -> None:
         """The launch reads the node's frames below the device through the layer stream cache."""

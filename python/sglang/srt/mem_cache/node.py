@@ -18,6 +18,7 @@ class Node:
     """A page-aligned run of tokens below its parent. Its residency on a tier is all or nothing."""
 
     __slots__ = (
+        "asked_end",
         "block_keys",
         "came_from",
         "children",
@@ -92,6 +93,8 @@ class Node:
         self.last_access = LaunchSeq(0)
         # The launch at which a request's path last ended with it.
         self.last_end = NO_LAUNCH
+        # Where the last prompt ended whose answer it ends with, in tokens: the next one may end there.
+        self.asked_end = 0
         # Per tier: as late as a session's weight makes its last access, see session_weights.py; None without one.
         # Never above the parent's.
         self.weighted_until: tuple[LaunchSeq, ...] | None = None
@@ -124,6 +127,7 @@ class Node:
             "last_stream",
             "last_access",
             "last_end",
+            "asked_end",
             "hits",
             "priority",
             "was_copied",

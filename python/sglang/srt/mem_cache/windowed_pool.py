@@ -105,7 +105,11 @@ class WindowedPool:
     # -- what goes next -----------------------------------------------------------------------------------------
 
     def victims(
-        self, num_pages: int, reads_from: Mapping[int, tuple[int, int]] = _NO_READS, kept: Container[int] = ()
+        self,
+        num_pages: int,
+        reads_from: Mapping[int, tuple[int, int]] = _NO_READS,
+        kept: Container[int] = (),
+        spares_seen: bool = False,
     ) -> list[Node]:
         """Nodes that give up the frames of so many pages, or all that can. Ends of paths that may be continued are
         leaves, and where paths part. First goes what is far before all that ends see, as a later request may leave a
@@ -114,13 +118,13 @@ class WindowedPool:
 
         reads_from: of the device; by the id of the node that locks end with, how many of them are requests', and the
         first token that these see. What the others see is what windows reach from their end. kept: ids of nodes that
-        stay whole.
+        stay whole. spares_seen: what ends see stays.
         """
         page, size = self._tree.page_size, self._tree.order.cut_tokens
         # Of each node its front goes, up to there.
         ends: dict[int, tuple[Node, int]] = {}
         for rank, _, _, node, start, end in sorted(self._parts(reads_from), key=itemgetter(0, 1, 2)):
-            if num_pages <= 0:
+            if num_pages <= 0 or (spares_seen and rank == _SEEN):
                 break
             if node.id in kept or self._is_copied(node):
                 continue
@@ -187,13 +191,19 @@ class WindowedPool:
             # What the host is about to get may part from what it has.
             parts = len(node.children) > 1 if on_host else num_below > 1
             if is_there and (parts or num_below == 0):
-                ends = _joined(ends, ((first_seen(node.end), self._last_end(node)),))
+                ends = _joined(ends, ((first_seen(self._begin_of_end(node)), self._last_end(node)),))
             yield node, locked, ends
             if (above := below.get(parent.id)) is not None:
                 locked, ends = min(above[0], locked), _joined(above[1], ends)
                 below[parent.id] = locked, ends, above[2] + is_there, above[3] + held
             else:
                 below[parent.id] = locked, ends, int(is_there), held
+
+    def _begin_of_end(self, node: Node) -> int:
+        """Where paths that end with a node may end first: a prompt that is asked again ends before its answer, as one
+        that does not repeat it. Of long answers only the end counts."""
+        is_near = 0 < node.end - node.asked_end <= self._tree.windows.num_tokens
+        return node.asked_end if is_near and not node.children else node.end
 
     def _last_end(self, node: Node) -> LaunchSeq:
         """When a path ended with a node. Where two part, as one that goes on from an answer that no prompt has

@@ -76,9 +76,10 @@ class WindowedStore:
         return count if there == len(wanted) else wanted[there]
 
     def touch(self, keys: Sequence[bytes]) -> int:
-        """See TouchedStore."""
-        parts = (self.full, self.of_windows)
-        return min([part.touch(keys) for part in parts if isinstance(part, TouchedStore)], default=len(keys))
+        """See TouchedStore. How much `full` has: of a path that was stored in part, windows lack in front."""
+        if isinstance(self.of_windows, TouchedStore):
+            self.of_windows.touch(keys)
+        return self.full.touch(keys) if isinstance(self.full, TouchedStore) else len(keys)
 
     def erase(self, tenant: bytes, tier: Tier) -> bool:
         """See TenantStore."""
