@@ -1,4 +1,4 @@
-"""`HostPages`: what stores use of the host pool, `MHATokenToKVPoolHost`."""
+"""`HostPages`: what stores use of the host pool, `MHATokenToKVPoolHost`, or of one of its regions."""
 
 from __future__ import annotations
 
