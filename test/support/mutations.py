@@ -1334,7 +1334,7 @@ def _configurations() -> Iterator[SoakConfig]:
     yield tier_mix(("peer", "remote"), 0)
     yield tier_mix(("disk", "stream"), 0)
     # Layers with a window, which leave their part of loads out; in the second, the front of loads may be computed.
-    one_pool = {"windowed_part": 0, "windowed_host_part": 0}
+    one_pool: dict[str, Any] = {"windowed_part": 0, "windowed_host_part": 0}
     for seed, more in _WINDOWED.items():
         yield dataclasses.replace(windowed_mix(("peer",), seed), **one_pool, **_BRANCHES, **more)
     # The same with a pool of their own on the device, which requests share.

@@ -94,6 +94,21 @@ class Model:
     def engine(self, **options: object) -> LocalEngine:
         return LocalEngine(self.config, **{"num_device_pages": 600, **options})  # type: ignore[arg-type]
 
+    def check_behind_documents(self, engine: LocalEngine) -> None:
+        """Questions behind the ends of three documents, which the device has no room for together, and in their
+        middles."""
+        rng = np.random.default_rng(5)
+        documents = [rng.integers(3, VOCAB, length).astype(np.int32) for length in (200, 160, 180)]
+        for number in range(4):
+            for document in documents:
+                whole = len(document)
+                for length in ((whole,), (whole - 40,), (whole // 2,), (whole, whole // 3))[number]:
+                    question = rng.integers(3, VOCAB, 7 + number).astype(np.int32)
+                    prompt = np.concatenate((document[:length], question))
+                    (answer,) = engine.generate([prompt], greedy(5))
+                    self.check(prompt, answer, 5)
+                    engine.settle()
+
     def check(self, prompt: np.ndarray, answer: Generation, num_tokens: int, reason: str = "length") -> None:
         assert answer.finish_reason == reason
         assert len(answer.tokens) == num_tokens

@@ -429,17 +429,7 @@ def test_answers_are_those_of_transformers(tmp_path: Path, name: str, page_size:
         load_fail_rate=fail_rate,
         seed=3,
     )
-    rng = np.random.default_rng(5)
-    documents = [rng.integers(3, VOCAB, length).astype(np.int32) for length in (200, 160, 180)]
-    for number in range(4):
-        for document in documents:
-            whole = len(document)
-            for length in ((whole,), (whole - 40,), (whole // 2,), (whole, whole // 3))[number]:
-                question = rng.integers(3, VOCAB, 7 + number).astype(np.int32)
-                prompt = np.concatenate((document[:length], question))
-                (answer,) = engine.generate([prompt], greedy(5))
-                model.check(prompt, answer, 5)
-                engine.settle()
+    model.check_behind_documents(engine)
     counters = engine.scheduler.state()["counters"]
     assert counters["load_full_only_tokens"] > 300 and counters["load_windowed_only_tokens"] > 0, counters
     pools = {DEVICE: engine.device_pool, HOST: engine.host_pool}

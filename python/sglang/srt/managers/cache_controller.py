@@ -248,7 +248,7 @@ class HiCacheController:
         """Copy nodes to another tier. None if that has not enough free frames. tiers: source and destination. after:
         see `TransferOp`. num_unseen: of the first so many layers with a window are left out; the source has the
         others whole."""
-        src = np.concatenate([_frames_of(node, tiers[0], whole=i >= num_unseen) for i, node in enumerate(nodes)])
+        src = np.concatenate([ready_frames(node, tiers[0], whole=i >= num_unseen) for i, node in enumerate(nodes)])
         first_page = nodes[0].start // self.tree.page_size
         dst = self.tables[tiers[1]].allocate(len(src), FrameState.FILLING, first_page)
         if dst is None:
@@ -683,15 +683,6 @@ class HiCacheController:
             self.counters["peer_backup_dropped_tokens"] += num_tokens
         else:
             self.counters["peer_backup_tokens"] += num_tokens
-
-
-def _frames_of(node: Node, tier: Tier, whole: bool) -> np.ndarray:
-    """The frames of a node that a tier has ready. whole: with all layers."""
-    if whole:
-        return ready_frames(node, tier)
-    frames = node.frames[tier]
-    assert frames is not None and is_ready(node, tier), f"{node} is not ready on the {tier.name.lower()}"
-    return frames
 
 
 class _AllBut:

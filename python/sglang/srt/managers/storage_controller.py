@@ -778,7 +778,8 @@ class StorageController:
         return any(self.ledger.oldest(link) is not None for link in links)
 
     def _match(self, prefetch: Prefetch, end: int) -> MatchResult:
-        return self.tree.match(prefetch.namespace, prefetch.tokens[:end], fetching=True, wanted=end)
+        wanted = max(end, prefetch.end)
+        return self.tree.match(prefetch.namespace, prefetch.tokens[:end], fetching=True, wanted=wanted)
 
     def _join(self, rid: str, prefetch: Prefetch, match: MatchResult) -> None:
         for ticket in self._fetching(match):

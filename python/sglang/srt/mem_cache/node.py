@@ -190,10 +190,10 @@ def is_partial_on(node: Node, tier: int) -> bool:
     return (node.is_partial and tier == Tier.DEVICE) or (node.is_host_partial and tier == Tier.HOST)
 
 
-def ready_frames(node: Node, tier: Tier) -> np.ndarray:
-    """The frames of a node on a tier, which has it whole."""
-    frames = node.frames[tier]
-    assert frames is not None and is_whole(node, tier), f"{node} is not ready on the {tier.name.lower()}"
+def ready_frames(node: Node, tier: Tier, whole: bool = True) -> np.ndarray:
+    """The frames of a node on a tier, which has it ready. whole: with all layers."""
+    frames, is_there = node.frames[tier], is_whole if whole else is_ready
+    assert frames is not None and is_there(node, tier), f"{node} is not ready on the {tier.name.lower()}"
     return frames
 
 

@@ -261,13 +261,14 @@ def with_windowed_pool(
     ratio: float | None,
     most_pages: int | None,
     tier: str = "device",
+    default: float = _WINDOWED_RATIO,
 ) -> SchedulerConfig:
     """A config whose device has a pool of its own for layers with a window, of so many of its pages, `ratio`, in the
     memory that it has; the same where that gives no room. Pages of which layers have how many bytes each:
 
         num_device_pages * num_layers  =  pages * layers with full attention + ratio * pages * layers with a window
 
-    windows: as for `with_windows`. ratio: None for a quarter, or as much more as there is memory for, but one pool if
+    windows: as for `with_windows`. ratio: None for `default`, or as much more as there is memory for, but one pool if
     that has as many pages. most_pages: of the device, None for no limit. tier: for the log."""
     num_windowed = sum(window is not None for window in windows)
     num_full = len(windows) - num_windowed
@@ -278,7 +279,7 @@ def with_windowed_pool(
     most = most_pages or memory
     # Storage that is attached later may have longer blocks.
     least = replace(config, num_device_pages=most, window_reach=reach).least_windowed_pages + MOST_CUT_TOKENS // page
-    share = ratio or _WINDOWED_RATIO
+    share = ratio or default
     num_pages = min(most, int(memory / (num_full + share * num_windowed)))
     of_memory = (memory - num_pages * num_full) // num_windowed
     num_windowed_pages = max(least, of_memory if ratio is None else math.ceil(share * num_pages))
@@ -304,9 +305,7 @@ def with_windowed_host_pool(
     as_device = replace(config, num_device_pages=config.num_host_pages, num_windowed_pages=0)
     # Each prompt that ends keeps what windows reach.
     share = min(_MOST_WINDOWED_HOST, max(_WINDOWED_RATIO, _reach(windows) / _TOKENS_PER_END))
-    found = with_windowed_pool(as_device, windows, share if ratio is None else ratio, None, "host")
-    if ratio is None and found.num_device_pages <= config.num_host_pages:
-        return config
+    found = with_windowed_pool(as_device, windows, ratio, None, "host", share)
     if not found.num_windowed_pages:
         return config
     return replace(config, num_host_pages=found.num_device_pages, num_windowed_host_pages=found.num_windowed_pages)
