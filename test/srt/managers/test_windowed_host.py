@@ -171,6 +171,15 @@ def test_a_match_ends_where_windows_reach_what_is_partial_on_the_host():
     assert rig.tree.match("", tokens("abcde"), fetching=True).total_len == 3
 
 
+def test_a_match_for_a_fetch_ends_where_tokens_part_from_what_is_partial():
+    rig = rig_with(4)
+    on_host(rig, "abcdefghij")
+    assert marks(rig, "abcdefghij") == "ppppppwwww"
+    # Windows will reach f from where the fetch ends, which is behind b.
+    match = rig.tree.match("", tokens("abxyzuv"), fetching=True, wanted=7)
+    assert (match.total_len, match.last_len) == (2, 2)
+
+
 def test_what_the_device_has_partial_is_not_completed_from_what_is_partial():
     rig = rig_with(4)
     on_host(rig, "abcdefgh")

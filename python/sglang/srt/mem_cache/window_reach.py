@@ -100,7 +100,9 @@ class WindowReach:
         cut = self.cut(max(match.total_len, wanted))
         for place, node in enumerate(match.path):
             if node.end > cut and is_lacking(node) and node.tickets[_DEVICE] is None and not comes_whole(node):
-                return match.up_to(place, max(cut, node.start))
+                end = max(cut, node.start)
+                # The tokens may part from the node before that.
+                return match.up_to(place, end) if end < match.total_len else match
         return match
 
     def cut_to_complete(self, end: Node) -> list[Node]:
