@@ -11,7 +11,9 @@ prefix that has just been loaded without what its windows do not show.
 Pools: the device has the same memory, as one pool, or with a pool of its own for layers with a window. Documents are
 asked in turn, which the one has room for and the other has not; then requests come together, longer than a window.
 
-Host pools: the host has the same memory, as one pool or as two, and the device has room for less than two documents.
+Host pools: the host has the same memory, as one pool, as two, or as two with a border that moves, and the device has
+room for less than two documents. Conversations go on in a random order, some more often; then documents are asked in
+turn.
 
 Disk: a prefix comes from the file store, which is one, or one for each kind of layers. It is in the system's cache.
 """
@@ -31,6 +33,7 @@ from common import print_table, write_json
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.attention.base_attn_backend import WINDOW_TILE
 from sglang.srt.managers.scheduler_config import SchedulerConfig
+from sglang.srt.managers.startup.device import page_layout
 from sglang.srt.managers.startup.sizes import with_windowed_host_pool, with_windowed_pool, with_windows
 from sglang.srt.managers.storage_setup import PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.mem_cache.block_store import BlockStore
@@ -47,6 +50,11 @@ NEW_TOKENS, WINDOW, NUM_LAYERS, LAYERS_PER_FULL = 64, 512, 12, 6
 MEMORY, DOCUMENT, LONG, NUM_DOCUMENTS, NUM_TOGETHER = 8192, 3000, 2000, 6, 8
 # Of the device where pools of the host are compared.
 DEVICE_MEMORY = 2560
+HOSTS = "one", "two", "moving"
+# Tokens that a conversation begins with and about ends at, and of a turn; how many there are, and turns per round.
+CHAT, TURN, NUM_CHATS, CHAT_TURNS = (300, 800), 50, 24, 60
+# Before documents are measured each is asked so many times.
+DOCUMENT_ROUNDS = 4
 # Tokens of a block of storage.
 BLOCK = 64
 RATES = {"memory": None, "0.5 GB/s": 0.5e9}
@@ -219,14 +227,15 @@ def measure_pools(model: ModelConfig, rounds: int, num_host_pages: int) -> dict[
 
 
 class HostRig(PoolRig):
-    """The device has two pools. The host's memory is one pool, or two."""
+    """The device has two pools. The host's memory is one of `HOSTS`."""
 
-    def __init__(self, model: ModelConfig, is_hybrid: bool) -> None:
+    def __init__(self, model: ModelConfig, host: str) -> None:
         config = SchedulerConfig(1, DEVICE_MEMORY, MEMORY, 1, model.context_length, num_layers=NUM_LAYERS, **CHUNKS)
         config = with_windowed_pool(config, model.windows, RATIO, None)
-        if is_hybrid:
-            config = with_windowed_host_pool(config, model.windows, RATIO)
-        sizes = ("num_device_pages", "num_windowed_pages", "num_host_pages", "num_windowed_host_pages")
+        if host != "one":
+            layout = page_layout(model, 1, 1) if host == "moving" else None
+            config = with_windowed_host_pool(config, model.windows, RATIO, layout)
+        sizes = ("num_device_pages", "num_windowed_pages", "num_host_pages", "num_windowed_host_pages", "host_border")
         self.engine = LocalEngine(
             model,
             debug=False,
@@ -236,22 +245,46 @@ class HostRig(PoolRig):
             **CHUNKS,
         )
 
+    def chat(self, num_turns: int) -> dict[str, float]:
+        """Turns of conversations of which some are asked more often. Returns as `ask_in_turn`, of the second half."""
+        rng = np.random.default_rng(7)
+        shares = 1 / np.arange(1, NUM_CHATS + 1) ** 0.5
+        chats = [np.empty(0, np.int32)] * NUM_CHATS
+        found = asked = 0
+        for turn in range(num_turns):
+            place = rng.choice(NUM_CHATS, p=shares / shares.sum())
+            before = chats[place] if len(chats[place]) < CHAT[1] else chats[place][:0]
+            num_new = TURN if len(before) else CHAT[0]
+            chats[place] = prompt = np.concatenate((before, rng.integers(1, 512, num_new, dtype=np.int32)))
+            (answer,) = self.engine.generate([prompt], ONE_TOKEN)
+            self.engine.settle()
+            if turn >= num_turns // 2:
+                asked += len(prompt)
+                found += sum(answer.cached_tokens_details.values())
+        return {"of conversations found": found / asked}
+
 
 def measure_host_pools(model: ModelConfig, rounds: int) -> dict[str, object]:
-    rigs = {"one": HostRig(model, False), "two": HostRig(model, True)}
-    for rig in rigs.values():
-        rig.ask_in_turn(0)
-    samples = [{name: rig.ask_in_turn(number) for name, rig in rigs.items()} for number in range(1, rounds + 1)]
+    rigs = {name: HostRig(model, name) for name in HOSTS}
     row: dict[str, object] = {}
+    chats = {name: rig.chat(CHAT_TURNS * rounds) for name, rig in rigs.items()}
+    for rig in rigs.values():
+        for number in range(DOCUMENT_ROUNDS):
+            rig.ask_in_turn(number)
+    samples = [{name: rig.ask_in_turn(number) for name, rig in rigs.items()} for number in range(DOCUMENT_ROUNDS, DOCUMENT_ROUNDS + rounds)]
     for name, rig in rigs.items():
+        for what, value in chats[name].items():
+            row[f"{what}, {name}"] = value
         config = rig.engine.scheduler.config
         row[f"device tokens, {name}"], row[f"host tokens, {name}"] = config.num_device_pages, config.num_host_pages
+        row[f"slabs moved, {name}"] = rig.engine.scheduler.cache.controller.counters["moved_slabs_host"]
     for what in samples[0]["one"]:
         for name in rigs:
             row[f"{what}, {name}"] = float(np.median([each[name][what] for each in samples]))
-    row["first token s, ratio"] = float(
-        np.median([each["two"]["first token s"] / each["one"]["first token s"] for each in samples])
-    )
+    for name in HOSTS[1:]:
+        row[f"first token s, ratio, {name}"] = float(
+            np.median([each[name]["first token s"] / each["one"]["first token s"] for each in samples])
+        )
     return {**row, "rounds": rounds}
 
 

@@ -11,6 +11,7 @@ from sglang.srt.managers.storage_controller import StorageController
 from sglang.srt.managers.storage_setup import PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.managers.transfer_ledger import Pools, TransferLedger
 from sglang.srt.mem_cache.block_keys import BlockKeys
+from sglang.srt.mem_cache.border_slabs import BorderSlabs
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
 from sglang.srt.mem_cache.node import Node
@@ -28,7 +29,8 @@ from support.storage_rig import DEVICE, HOST, tokens
 
 class Rig:
     """A tree of letters, page size 1, over small pools. window_reach: see `SchedulerConfig`; half of the layers have
-    a window. windowed_host: pages of the host's pool for these, 0 for none; with one the device has one, too."""
+    a window. windowed_host: pages of the host's pool for these, 0 for none; with one the device has one, too. border:
+    what of the host's two pools may be either's."""
 
     def __init__(
         self,
@@ -39,6 +41,7 @@ class Rig:
         peer: int = 0,
         window_reach: int = 0,
         windowed_host: int = 0,
+        border: BorderSlabs | None = None,
     ) -> None:
         self.tree = HiRadixTree(1, eviction, window_reach)
         self.device = FrameTable(device)
@@ -50,7 +53,7 @@ class Rig:
         self.windowed_host = None
         if self.host is not None and windowed_host:
             self.windowed_host = WindowedPool(self.tree, self.host, windowed_host, Tier.HOST)
-        pools = Pools(self.device, self.host, self.peer, None, self.windowed, self.windowed_host)
+        pools = Pools(self.device, self.host, self.peer, None, self.windowed, self.windowed_host, border)
         self.ledger = TransferLedger(self.tree, pools, self.clock, 100, 0.5)
         self.controller = HiCacheController(self.ledger, write_policy)
 
@@ -105,6 +108,8 @@ class Rig:
     def check(self) -> None:
         self.tree.check_invariants()
         self.ledger.check_invariants()
+        if (border := self.controller.windowed_host.border) is not None:
+            border.check_invariants()
 
     def states(self, tier: Tier) -> str:
         self.check()

@@ -271,7 +271,12 @@ class LocalEngine:
         if num_host_pages:
             num_windowed_host = config.num_windowed_host_pages
             self.host_pool = host = shared_host or MHATokenToKVPoolHost(
-                pool, num_host_pages, host_layout, num_windowed_pages=num_windowed_host, windowed=windowed
+                pool,
+                num_host_pages,
+                host_layout,
+                num_windowed_pages=num_windowed_host,
+                windowed=windowed,
+                border=config.host_border,
             )
         if num_peer_pages and self.peer_pool is None:
             self.peer_pool = MHATokenToKVPoolHost(pool, num_peer_pages)

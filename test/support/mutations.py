@@ -30,6 +30,7 @@ from sglang.srt.managers.batch_builder import BatchBuilder
 from sglang.srt.managers.block_writer import BlockWriter
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.managers.engine_core import EngineCore
+from sglang.srt.managers.host_border import HostBorder
 from sglang.srt.managers.kv_cache import KVCache
 from sglang.srt.managers.launch_batches import ExtendBatch, LaunchRecord
 from sglang.srt.managers.layer_streaming import LayerStreaming
@@ -330,6 +331,19 @@ def partial_nodes_are_computed_on() -> Any:
 def partial_on_the_host_counts_as_whole() -> Any:
     """What windows reach is loaded from pages of the host that lack it."""
     return mock.patch("sglang.srt.mem_cache.node.is_partial_on", lambda node, tier: node.is_partial and not tier)
+
+
+@mutation
+def windows_get_another_slab_than_was_freed() -> Any:
+    """Frames for layers with a window lie in slabs whose pages the host still has."""
+    oldest = HostBorder._to_windows
+
+    def patched(self: Any, num_pages: int, lost: int) -> None:
+        windowed, self._windowed = self._windowed, self._windowed[::-1]
+        oldest(self, num_pages, lost)
+        self._windowed = windowed
+
+    return mock.patch.object(HostBorder, "_to_windows", patched)
 
 
 @mutation
@@ -1345,6 +1359,9 @@ def _configurations() -> Iterator[SoakConfig]:
         mix = windowed_mix(("disk",), seed)
         changed = _BRANCHES | _POOLED | {"windowed_host_part": 8, "num_host_pages": mix.num_host_pages // 2}
         yield dataclasses.replace(mix, **changed)
+    # And with a border between the host's pools that moves.
+    moving: dict[str, Any] = {"windowed_host_part": 8, "num_host_pages": 120, "num_documents": 6, "steps": 120}
+    yield dataclasses.replace(windowed_mix(("disk",), 32), **(_BRANCHES | _POOLED | moving))
 
 
 def _storage(seed: int, page_size: int) -> dict[str, Any]:

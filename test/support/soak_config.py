@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from sglang.srt.managers.scheduler_config import LayerStreamConfig, PriorityConfig, SchedulerConfig
 from sglang.srt.managers.storage_setup import PrefetchConfig, StorageLimits, StorageSetup
+from sglang.srt.mem_cache.border_slabs import BorderSlabs, border_between
 from sglang.srt.mem_cache.namespaces import namespace_of
 from sglang.srt.mem_cache.placement import WRITE_POLICIES
 from sglang.srt.mem_cache.transfer import LOAD_LINKS, Tier
@@ -207,7 +208,13 @@ class SoakConfig:
         windows = [*sizes, rng.choice((3, 8))]
         rng.shuffle(windows)
         device_part, host_part = rng.choice((0, 1, 2, 4)), rng.choice((0, 2, 4, 8))
-        return replace(self, windows=tuple(windows), windowed_part=device_part, windowed_host_part=host_part)
+        made = replace(self, windows=tuple(windows), windowed_part=device_part, windowed_host_part=host_part)
+        if not host_part or rng.random() < 0.5:
+            return made
+        # Room between the host's pools, for a border that moves.
+        chunk = max(self.page_size, 8)
+        pages = rng.choice((60, 120, 200))
+        return replace(made, num_host_pages=pages, chunked_prefill_size=chunk, host_layout="page_first")
 
     @property
     def has_windowed_pool(self) -> bool:
@@ -220,6 +227,13 @@ class SoakConfig:
         is_near = self.storage is not None and len(self.storage.tiers) == 1 and not self.overlapping_reads
         has_pool = self.windowed_host_part and self.num_host_pages and self.has_both_kinds
         return bool(is_near and has_pool and self.seed % 2)
+
+    def border_beside(self, num_windowed: int) -> BorderSlabs | None:
+        """What may be of the host's num_windowed pages for layers with a window, or of the others."""
+        if self.host_layout != "page_first" or self.seed % 3 == 0:
+            return None
+        num_full = self.windows.count(None)
+        return border_between(self.num_host_pages, num_windowed, num_full, len(self.windows) - num_full)
 
     @property
     def has_both_kinds(self) -> bool:
@@ -419,4 +433,7 @@ def scheduler_config(config: SoakConfig, page_bytes: int) -> SchedulerConfig:
     if config.has_windowed_store and made.storage is not None:
         made = replace(made, storage=replace(made.storage, has_windowed_store=True))
     part = made.num_host_pages // config.windowed_host_part
-    return replace(made, num_windowed_host_pages=min(made.num_host_pages, max(part, made.least_windowed_pages)))
+    num_windowed = min(made.num_host_pages, max(part, made.least_windowed_pages))
+    border = config.border_beside(num_windowed)
+    num_windowed += border.num_windowed if border is not None else 0
+    return replace(made, num_windowed_host_pages=num_windowed, host_border=border)

@@ -139,6 +139,7 @@ def build_rank(
             config.host_layout,
             num_windowed_pages=num_windowed_host,
             windowed=windowed,
+            border=scheduler.config.host_border,
         )
         fill_all(host, empty)
         if num_windowed_host:

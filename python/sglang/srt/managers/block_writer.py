@@ -255,7 +255,7 @@ class BlockWriter:
         """Pages that may be on their way to storage, and as many that wait for that: they are not to keep the host's
         pool for layers with a window from what is computed."""
         pool = self.controller.windowed_host.pool
-        return pool.table.num_pages // _STORED_SHARE if pool is not None else sys.maxsize
+        return pool.table.num_usable // _STORED_SHARE if pool is not None else sys.maxsize
 
     def _defer_store(self, end: Node) -> None:
         deferred = self._deferred

@@ -77,7 +77,7 @@ class HiCacheController:
         self.auto = AutoCopies(self)
         self.counters: Counter[str] = Counter()
         self.clock = ledger.clock
-        self.windowed_host = WindowedHost(self)
+        self.windowed_host = WindowedHost(self, ledger.pools.border)
         self._peers_written_through = peers_written_through
         self._to_compact: list[Node] = []
         # Whether storage is attached, to which everything comes through the host; and whether what is computed goes
@@ -602,6 +602,8 @@ class HiCacheController:
         if Tier.PEER in self.tables and tier != Tier.HOST:
             other = Tier.PEER if tier == Tier.DEVICE else Tier.DEVICE
             self.num_short_of_peers += self.pages_of(node for node in nodes if node.frames[other] is None)
+        if tier == Tier.HOST and (border := self.windowed_host.border) is not None:
+            border.note_given_up(nodes)
         self.evicting(nodes, tier)
         dropped = self.tree.give_up(nodes, tier)
         self.ledger.free(dropped, tier)
@@ -611,13 +613,20 @@ class HiCacheController:
         self.num_looked_at[tier] = max(0, self.num_looked_at[tier] - num_evicted)
         table.reap(self.clock.done)
 
+    def give_up_on_host(self, nodes: list[Node]) -> None:
+        """Whatever their age."""
+        self._take_off(nodes, Tier.HOST)
+
     def compact_later(self, node: Node) -> None:
         """It was cut; see `tidy`."""
         self._to_compact.append(node)
 
     def tidy(self) -> None:
-        """Merge what eviction has cut, when nothing else looks at nodes: the device gives up a page per decode step
-        when it is full, and each would become a node on the host."""
+        """When nothing else looks at nodes: move the border between the host's pools, and merge what eviction has
+        cut, as the device gives up a page per decode step when it is full, and each would become a node on the
+        host."""
+        if (border := self.windowed_host.border) is not None:
+            border.update()
         if not self._to_compact:
             return
         cut, self._to_compact = self._to_compact, []

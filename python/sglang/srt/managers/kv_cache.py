@@ -64,8 +64,6 @@ from sglang.srt.utils.time_units import NO_LAUNCH, LaunchClock, LaunchSeq, Secon
 
 # A decoding request inserts many small nodes; they are merged once per so many tokens.
 COMPACT_EVERY_TOKENS = 512
-# Host pages come in whole blocks of so many tokens where they can: those of most storage backends.
-HOST_BLOCK_TOKENS = 64
 
 
 class KVCache:
@@ -713,7 +711,7 @@ class KVCache:
             counts = {state.name.lower(): table.counts[state] for state in FrameState}
             evictable = self.tree.evictable_pages(tier)
             # Another engine's pages are no part of the tier.
-            num_pages = table.num_pages - counts["lent"]
+            num_pages = table.num_usable
             tiers[TIER_NAMES[tier]] = {
                 "num_pages": num_pages,
                 "total_tokens": num_pages * page,
@@ -725,7 +723,7 @@ class KVCache:
             }
         for tier, pool in self.ledger.windowed.items():
             tiers[TIER_NAMES[tier]]["windowed"] = {
-                "total_tokens": pool.table.num_pages * page,
+                "total_tokens": pool.table.num_usable * page,
                 "free_tokens": pool.table.num_free * page,
             }
         return tiers
@@ -758,6 +756,8 @@ class KVCache:
         self.sessions.check_invariants()
         if self.borrowed is not None:
             self.borrowed.slabs.check_invariants()
+        if (border := self.controller.windowed_host.border) is not None:
+            border.check_invariants()
         self._cursors.check_invariants({r.rid: (r.namespace, self.cacheable_tokens(r), r.num_known) for r in waiting})
         held = [also_held, *(r.hold.frames for r in active if r.hold is not None)]
         frames = np.concatenate(held)
@@ -787,10 +787,8 @@ class KVCache:
 
 
 def _open_pools(config: SchedulerConfig, tree: HiRadixTree) -> Pools:
-    # Blocks of consecutive pages are one read or write of storage.
-    block_pages = max(1, HOST_BLOCK_TOKENS // config.page_size)
     device = FrameTable(config.num_device_pages, lowest_first=config.lending is not None)
-    host = FrameTable(config.num_host_pages, block_pages) if config.num_host_pages else None
+    host = FrameTable(config.num_host_pages, config.host_block_pages) if config.num_host_pages else None
     num_windowed = config.num_windowed_host_pages
     return Pools(
         device,
@@ -799,4 +797,5 @@ def _open_pools(config: SchedulerConfig, tree: HiRadixTree) -> Pools:
         FrameTable(config.num_swap_pages) if config.num_swap_pages and config.layer_stream else None,
         WindowedPool(tree, device, config.num_windowed_pages) if config.num_windowed_pages else None,
         WindowedPool(tree, host, num_windowed, Tier.HOST) if host is not None and num_windowed else None,
+        config.host_border,
     )

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sglang.srt.managers.storage_setup import StorageSetup
+from sglang.srt.mem_cache.border_slabs import BorderSlabs
 from sglang.srt.peer.borrowing import BorrowingConfig
 from sglang.srt.peer.lending import LendingConfig
 
 # Strata 4.3.2, and what `auto` goes by before anything was measured.
 DEFAULT_LOAD_RATIO = 100.0
+# Host pages come in whole blocks of so many tokens where they can: those of most storage backends.
+HOST_BLOCK_TOKENS = 64
 # Where layers with a window have a pool of their own, nodes are cut between blocks of storage up to this size. What
 # lies before what windows reach in a block takes room there.
 MOST_CUT_TOKENS = 256
@@ -79,8 +82,9 @@ class SchedulerConfig:
     window_reach: int = 0
     # Of the device's pool for layers with a window, see `WindowedPool`; 0: one pool has all layers.
     num_windowed_pages: int = 0
-    # The same of the host.
+    # The same of the host, and what of both its pools is either's, see `HostBorder`; None: nothing.
     num_windowed_host_pages: int = 0
+    host_border: BorderSlabs | None = None
     # The order of the queue, see `QUEUE_POLICIES`.
     schedule_policy: str = "fcfs"
     # None: priorities do not order the queue. Else they come before `schedule_policy`, and age only within one.
@@ -155,6 +159,11 @@ class SchedulerConfig:
         cut = cut if self.page_size < cut <= MOST_CUT_TOKENS else self.page_size
         tokens = self.window_reach + self.insert_every_tokens + cut + 2 * self.chunk_budget
         return min(self.num_device_pages, -(-tokens // self.page_size) + 4)
+
+    @property
+    def host_block_pages(self) -> int:
+        """Consecutive pages of the host that are one read or write of storage, where that is possible."""
+        return max(1, HOST_BLOCK_TOKENS // self.page_size)
 
     @property
     def inserts_late(self) -> bool:

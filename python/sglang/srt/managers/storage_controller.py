@@ -175,7 +175,7 @@ class StorageController:
         device_tokens = self.controller.tables[Tier.DEVICE].num_pages * self.tree.page_size
         most = MAX_CUT_RATIO * device_tokens
         for windowed in self.ledger.windowed.values():
-            most = min(most, MOST_CUT_TOKENS, windowed.table.num_pages * self.tree.page_size // _CUTS_IN_WINDOWED)
+            most = min(most, MOST_CUT_TOKENS, windowed.table.num_usable * self.tree.page_size // _CUTS_IN_WINDOWED)
         if names is not None and names.block_tokens > most:
             # To evict up to a block more than is needed would cost too much.
             self.tree.order.cut_tokens = self.tree.page_size

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from sglang.srt.mem_cache.block_keys import NO_KEYS
+from sglang.srt.mem_cache.border_slabs import BorderSlabs
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
 from sglang.srt.mem_cache.node import Dropped, is_ready
@@ -47,6 +48,8 @@ class Pools:
     # Of the device and of the host, for layers with a window; None where one pool has all layers.
     windowed: WindowedPool | None = None
     windowed_host: WindowedPool | None = None
+    # What of the host's two may be either's.
+    border: BorderSlabs | None = None
 
 
 class TransferLedger:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from sglang.srt.managers.host_border import HostBorder
+from sglang.srt.mem_cache.border_slabs import BorderSlabs
 from sglang.srt.mem_cache.node import Node, is_whole, ready_frames
 from sglang.srt.mem_cache.transfer import Tier
 from sglang.srt.utils.time_units import NO_LAUNCH, LaunchSeq
@@ -23,7 +25,9 @@ _PAUSE = 16
 
 
 class WindowedHost:
-    def __init__(self, controller: HiCacheController) -> None:
+    """border: what may be of this pool or of the host's other one; None: nothing."""
+
+    def __init__(self, controller: HiCacheController, border: BorderSlabs | None = None) -> None:
         self.pool = controller.ledger.windowed.get(Tier.HOST)
         # Called with nodes that the host has whole, and soon partial.
         self.leaving: Callable[[list[Node]], None] = lambda nodes: None
@@ -32,6 +36,10 @@ class WindowedHost:
         self._clock = controller.clock
         # While a pause lasts: when it ends, and the pages that were held and soft-pinned when it began.
         self._paused = LaunchSeq(0), 0, 0
+        # None where the border between the host's pools stays.
+        self.border: HostBorder | None = None
+        if self.pool is not None and border is not None:
+            self.border = HostBorder(controller, self.pool, border, self._make_partial)
 
     def make(self, num_pages: int, kept: Sequence[Node] = (), spares_seen: bool = False) -> bool:
         """Have pages that are not likely to be seen give up what the pool has of them, until num_pages of it are
@@ -40,7 +48,7 @@ class WindowedHost:
         if self.pool is None:
             return True
         table = self.pool.table
-        at_once = table.num_pages // _SHED_AT_ONCE
+        at_once = table.num_usable // _SHED_AT_ONCE
         least = num_pages + (at_once if self._controller.feeds_storage else 0)
         if table.num_free < least:
             # Pages that nothing reads any more give theirs back.
@@ -108,8 +116,14 @@ class WindowedHost:
         assert self.pool is not None
         counters, page, seen_before = self._controller.counters, self._tree.page_size, self.pool.num_seen_given_up
         ids = {node.id for node in kept}
-        victims, num_shed = self.pool.victims(num_pages, kept=ids, spares_seen=spares_seen), 0
+        victims = self.pool.victims(num_pages, kept=ids, spares_seen=spares_seen)
         counters["evicted_tokens_seen_host"] += (self.pool.num_seen_given_up - seen_before) * page
+        return self._make_partial(victims)
+
+    def _make_partial(self, victims: list[Node]) -> int:
+        """Returns how many pages it is."""
+        assert self.pool is not None
+        num_shed = 0
         self.leaving(victims)
         for node in victims:
             pages = ready_frames(node, Tier.HOST)
@@ -118,5 +132,5 @@ class WindowedHost:
             self._tree.make_partial(node, Tier.HOST)
             num_shed += self.pool.take_away(pages, NO_LAUNCH)
             self._controller.compact_later(node)
-        counters["evicted_tokens_windowed_host"] += num_shed * page
+        self._controller.counters["evicted_tokens_windowed_host"] += num_shed * self._tree.page_size
         return num_shed

@@ -202,7 +202,7 @@ class EvictionOrder:
             copy = self.class_of(node, tier, is_covered)
             # Of what the device has, that which it keeps longest, as far as that was known when it was entered.
             return (is_alive, copy, -last_access_on(node, _DEVICE)) if copy == SPARE else (is_alive, copy, *by_policy)
-        is_pinned = int(_is_awaited(node))
+        is_pinned = int(is_awaited(node))
         if tier != _PEER:
             return is_alive, is_pinned, int(is_covered), *by_policy
         # Peers hold what the device has no room for. The host holds all, where pages are written once.
@@ -223,7 +223,7 @@ class EvictionOrder:
         is_next = node.is_next and not (on_other and ready[_DEVICE])
         if is_covered is None:
             is_covered = self._is_covered(node, tier)
-        is_pinned = _is_awaited(node)
+        is_pinned = is_awaited(node)
         # Peers behind the host are much slower: what they have, the host is not to give up for it.
         on_farther = is_first and tier == _PEER and ready[_HOST]
         return class_of_copy(ready[_DEVICE] or on_other, on_farther, is_next, is_covered, is_pinned)
@@ -244,7 +244,7 @@ class EvictionOrder:
         return *self.policy(node, last_access), -node.start
 
 
-def _is_awaited(node: Node) -> bool:
+def is_awaited(node: Node) -> bool:
     """Whether a waiting request has fetched on a node's path, or a running one reads it partial: as long as it does,
     what the device lacks of it comes from its copies alone."""
     return node.soft_pins > 0 or (node.is_partial and node.lock > 0)

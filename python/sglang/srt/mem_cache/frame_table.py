@@ -12,9 +12,9 @@ never reads the tree (which alone knows *where* a page is), and knows nothing of
                   +----------------------------------+
                       failed, cancelled
 
-      lend           reclaim                             LENT: another engine's for now. What is not FREE when it is
-FREE ------> LENT ------------> FREE                     lent becomes LENT where it would become FREE; a slab is
-                                                         lent when all its frames are LENT. Until then,
+      lend           reclaim                             LENT: another engine's, or another pool's. What is not FREE
+FREE ------> LENT ------------> FREE                     when it is lent becomes LENT where it would become FREE; a
+                                                         slab is lent when all its frames are LENT. Until then,
                                                          `cancel_lend` undoes it.
 """
 
@@ -83,6 +83,11 @@ class FrameTable:
     @property
     def num_free(self) -> int:
         return self.counts[FrameState.FREE]
+
+    @property
+    def num_usable(self) -> int:
+        """Frames that are not LENT."""
+        return self.num_pages - self.counts[FrameState.LENT]
 
     @property
     def num_pinned_only(self) -> int:

@@ -2,6 +2,8 @@
 
     memory    | layers with full attention: num_pages | layers with a window: num_windowed_pages |
 
+They overlap where a border moves between them, see border_slabs.py.
+
 Owns no memory. A range of layers of one kind is pages like any other's; the pages of all layers have no common
 numbers, and no view.
 """

@@ -17,6 +17,7 @@ import torch
 
 from sgl_kernel.cpu.huge_pages import ask_for_huge_pages, populate
 from sgl_kernel.kvcacheio import KVPages
+from sglang.srt.mem_cache.border_slabs import BorderSlabs
 from sglang.srt.mem_cache.hybrid_pages import HybridPages, regions_of, runs_alike
 from sglang.srt.mem_cache.memory_pool import DevicePool
 from sglang.srt.mem_cache.page_layout import PageLayout
@@ -51,7 +52,8 @@ class MHATokenToKVPoolHost:
 
     num_windowed_pages: above 0, layers with a window have so many pages of their own, see `HybridPages`. windowed: of
     each layer, whether it has one. kv is the memory then, bytes. A store names pages by their frames alone:
-    `set_windowed` tells which they are in layers with a window.
+    `set_windowed` tells which they are in layers with a window. border: where slabs of the memory are either's;
+    page-first.
     """
 
     def __init__(
@@ -63,7 +65,9 @@ class MHATokenToKVPoolHost:
         shared: SharedMemory | None = None,
         num_windowed_pages: int = 0,
         windowed: Sequence[bool] = (),
+        border: BorderSlabs | None = None,
     ) -> None:
+        assert border is None or layout == "page_first", "a slab is one run of bytes for pages of both kinds"
         self.page_layout = device_pool.page_layout
         self.num_pages = num_pages
         self.num_windowed_pages = num_windowed_pages
@@ -71,7 +75,7 @@ class MHATokenToKVPoolHost:
         self.page_bytes = self.page_layout.page_bytes
         self.layout = layout
         regions = regions_of(self.page_layout, num_pages, windowed, num_windowed_pages)
-        begins, size_bytes = _places_of(regions)
+        begins, size_bytes = _places_of(regions, border)
         # Given to the offload proxy, where there is one, which writes what it fetches into it.
         self.shared = shared or SharedMemory.allocate(size_bytes, HOST_POOL)
         assert self.shared.size_bytes == size_bytes, f"{self.shared.size_bytes} bytes of {size_bytes}"
@@ -229,20 +233,29 @@ def _parts_of(
     return parts
 
 
-def _places_of(regions: Sequence[tuple[int, PageLayout]]) -> tuple[list[int], int]:
-    """Where each region begins, at a page of the system, and the bytes of all."""
+def _places_of(regions: Sequence[tuple[int, PageLayout]], border: BorderSlabs | None = None) -> tuple[list[int], int]:
+    """Where each region begins, at a page of the system or with the slabs that are either's, and the bytes of all."""
     begins, end = [], 0
     for count, layout in regions:
         begins.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
         end = begins[-1] + count * layout.page_bytes
+    if border is not None:
+        (count, full), (num_windowed, of_windows) = regions
+        begins[1] = (count - border.num_full) * full.page_bytes
+        end = begins[1] + num_windowed * of_windows.page_bytes
+        assert border.num_full * full.page_bytes == border.num_windowed * of_windows.page_bytes, "slabs differ"
     return begins, end
 
 
 def host_pool_bytes(
-    layout: PageLayout, num_pages: int, windowed: Sequence[bool] = (), num_windowed_pages: int = 0
+    layout: PageLayout,
+    num_pages: int,
+    windowed: Sequence[bool] = (),
+    num_windowed_pages: int = 0,
+    border: BorderSlabs | None = None,
 ) -> int:
     """Of the memory of a host pool, see `MHATokenToKVPoolHost`. windowed: of each layer, whether it has a window."""
-    return _places_of(regions_of(layout, num_pages, windowed, num_windowed_pages))[1]
+    return _places_of(regions_of(layout, num_pages, windowed, num_windowed_pages), border)[1]
 
 
 class HostMemoryError(RuntimeError):

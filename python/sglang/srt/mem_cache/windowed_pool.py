@@ -27,6 +27,8 @@ from sglang.srt.utils.time_units import NO_LAUNCH, LaunchSeq
 # A plain integer: looking up a member of an enumeration costs as much as the rest of a line.
 _DEVICE = int(Tier.DEVICE)
 _NONE = -1
+# Before and behind every launch, see `WindowedPool.last_seen`.
+FREE_TO_GO, STAYS = -1, 1 << 62
 # The rank of what ends of paths see.
 _SEEN = 1
 # Of a node so many ends are told apart.
@@ -66,6 +68,8 @@ class WindowedPool:
         self._tree = tree
         # Pages that were given up though ends of paths see them.
         self.num_seen_given_up = 0
+        # When the oldest such end was one, since that was taken.
+        self._oldest_given_up = STAYS
         # What the executor has not been told, of the device.
         self._given: list[np.ndarray] = []
         pages.watch_freed(lambda pages: self.take_away(pages, NO_LAUNCH))
@@ -123,7 +127,7 @@ class WindowedPool:
         page, size = self._tree.page_size, self._tree.order.cut_tokens
         # Of each node its front goes, up to there.
         ends: dict[int, tuple[Node, int]] = {}
-        for rank, _, _, node, start, end in sorted(self._parts(reads_from), key=itemgetter(0, 1, 2)):
+        for rank, age, _, node, start, end in sorted(self._parts(reads_from), key=itemgetter(0, 1, 2)):
             if num_pages <= 0 or (spares_seen and rank == _SEEN):
                 break
             if node.id in kept or self._is_copied(node):
@@ -132,8 +136,32 @@ class WindowedPool:
             end = min(end, -(-(start + num_pages * page) // size) * size)
             ends[node.id] = node, end
             num_pages -= (end - start) // page
-            self.num_seen_given_up += (end - start) // page if rank == _SEEN else 0
+            if rank == _SEEN:
+                self.num_seen_given_up += (end - start) // page
+                self._oldest_given_up = min(self._oldest_given_up, age)
         return [self._tree.split(node, end - node.start) if end < node.end else node for node, end in ends.values()]
+
+    def take_oldest_given_up(self) -> int:
+        """The launch at which a path last ended with the oldest that was given up though ends see it, since the last
+        call; `STAYS` if nothing was."""
+        oldest, self._oldest_given_up = self._oldest_given_up, STAYS
+        return oldest
+
+    def last_seen(self) -> np.ndarray:
+        """(num_windowed_pages,) int64: of each frame, when a path last ended that sees it; `FREE_TO_GO` where
+        none does, `STAYS` of what cannot go now."""
+        found = np.where(self.table.state == int(FrameState.FREE), FREE_TO_GO, STAYS)
+        page, pages, ages = self._tree.page_size, [], []
+        for rank, age, _, node, start, end in self._parts(_NO_READS):
+            of_node = node.frames[self._tier]
+            assert of_node is not None
+            pages.append(of_node[(start - node.start) // page : (end - node.start) // page])
+            ages.append(age if rank == _SEEN else FREE_TO_GO)
+        if pages:
+            found[self.of(np.concatenate(pages))] = np.repeat(ages, [len(part) for part in pages])
+        # A transfer reads or writes these.
+        found[self.table.pins > 0] = STAYS
+        return found
 
     def _parts(self, reads_from: Mapping[int, tuple[int, int]]) -> list[tuple[int, LaunchSeq, int, Node, int, int]]:
         """(rank, last access, place, node, start, end) of all that can go. Of rank, last access and place the least

@@ -168,7 +168,11 @@ class EngineBuilder:
             most_pages = most_device_pages(args, self.model, rank.device)
             config = with_windowed_pool(config, windows, args.swa_full_tokens_ratio, most_pages)
         if not has_remote_tier(args):
-            config = with_windowed_host_pool(config, windows, args.swa_full_tokens_ratio)
+            layout = page_layout(self.model, config.page_size, rank.group.size)
+            is_page_first = args.hicache_mem_layout == "page_first"
+            config = with_windowed_host_pool(
+                config, windows, args.swa_full_tokens_ratio, layout if is_page_first else None
+            )
         self.config = with_windows(config, windows)
         windowed = [window is not None for window in model.windows]
         graph_batch_size = self._open_device_pool(attention.computes_masked, windowed)
@@ -356,7 +360,8 @@ class EngineBuilder:
         """windowed: of each layer, whether it has a window."""
         pool, config, group, replicas = self.pool, self.config, self.rank.group, self.replicas
         num_pages, num_windowed_pages = config.num_host_pages, config.num_windowed_host_pages
-        size_bytes = host_pool_bytes(pool.page_layout, num_pages, windowed, num_windowed_pages)
+        border = config.host_border
+        size_bytes = host_pool_bytes(pool.page_layout, num_pages, windowed, num_windowed_pages, border)
         shared = None
         try:
             if not replicas.is_follower:
@@ -380,6 +385,7 @@ class EngineBuilder:
             shared=shared,
             num_windowed_pages=num_windowed_pages,
             windowed=windowed,
+            border=border,
         )
 
     def _open_swap_file(self) -> HasPages:

@@ -25,8 +25,11 @@ from sglang.srt.managers.scheduler_config import (
 )
 from sglang.srt.managers.startup.device import free_memory, kv_cache_bytes, page_layout
 from sglang.srt.managers.startup.peers import lendable_pages
+from sglang.srt.mem_cache.border_slabs import border_between
+from sglang.srt.mem_cache.hybrid_pages import regions_of
 from sglang.srt.mem_cache.link import kernel_links_of
 from sglang.srt.mem_cache.memory_pool_host import host_pages_that_fit
+from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.storage.registry import STORAGE_BACKENDS, parse_backends
 from sglang.srt.mem_cache.transfer import H2D, Tier
 from sglang.srt.models.registry import get_model_class
@@ -297,9 +300,10 @@ def with_windowed_pool(
 
 
 def with_windowed_host_pool(
-    config: SchedulerConfig, windows: Sequence[int | None], ratio: float | None
+    config: SchedulerConfig, windows: Sequence[int | None], ratio: float | None, layout: PageLayout | None = None
 ) -> SchedulerConfig:
-    """The same of the host, if there is one; by default of more pages where windows are long."""
+    """The same of the host, if there is one; by default of more pages where windows are long. Layers with a window may
+    get more of the others' memory later; layout: of the host's pages, if they are page-first. None: they may not."""
     if not config.num_host_pages:
         return config
     as_device = replace(config, num_device_pages=config.num_host_pages, num_windowed_pages=0)
@@ -308,7 +312,14 @@ def with_windowed_host_pool(
     found = with_windowed_pool(as_device, windows, ratio, None, "host", share)
     if not found.num_windowed_pages:
         return config
-    return replace(config, num_host_pages=found.num_device_pages, num_windowed_host_pages=found.num_windowed_pages)
+    num_pages, num_windowed, border = found.num_device_pages, found.num_windowed_pages, None
+    # In another order of eviction what is oldest is not worth least.
+    if layout is not None and config.eviction_policy == "lru":
+        (_, full), (_, windowed) = regions_of(layout, num_pages, [w is not None for w in windows], num_windowed)
+        sizes = full.page_bytes, windowed.page_bytes
+        border = border_between(num_pages, num_windowed, *sizes, config.host_block_pages)
+    num_windowed += border.num_windowed if border is not None else 0
+    return replace(config, num_host_pages=num_pages, num_windowed_host_pages=num_windowed, host_border=border)
 
 
 def has_remote_tier(args: ServerArgs) -> bool:

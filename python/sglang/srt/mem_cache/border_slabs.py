@@ -1,0 +1,49 @@
+"""`BorderSlabs`: memory between the two parts of a pool that may be the one's or the other's.
+
+    layers with full attention   | ................... slab | slab | slab |
+    layers with a window                             | slab | slab | slab | ........ |
+
+Both parts have frames for all slabs, in the same bytes. `HostBorder` decides whose each is.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+# So many there are at most.
+_MOST_SLABS = 64
+
+
+@dataclass(frozen=True)
+class BorderSlabs:
+    """The last pages of layers with full attention, and the first of layers with a window."""
+
+    num_slabs: int
+    # Of each slab, of the one kind and of the other.
+    full_pages: int
+    windowed_pages: int
+
+    @property
+    def num_full(self) -> int:
+        return self.num_slabs * self.full_pages
+
+    @property
+    def num_windowed(self) -> int:
+        return self.num_slabs * self.windowed_pages
+
+
+def border_between(
+    num_full: int, num_windowed: int, full_bytes: int, windowed_bytes: int, block_pages: int = 1
+) -> BorderSlabs | None:
+    """Slabs of a pool's num_full pages, of full_bytes each, beside num_windowed of windowed_bytes each: so many that
+    both kinds have as many pages if all go over. They begin and end between pages of both kinds, and have whole
+    blocks of block_pages. None if there is no room for one."""
+    common = math.gcd(full_bytes, windowed_bytes)
+    full_pages = windowed_bytes // common * block_pages
+    windowed_pages = full_bytes // common * block_pages
+    num_most = (num_full - num_windowed) // (full_pages + windowed_pages)
+    if num_most < 1:
+        return None
+    joined = -(-num_most // _MOST_SLABS)
+    return BorderSlabs(num_most // joined, full_pages * joined, windowed_pages * joined)
