@@ -209,7 +209,7 @@ class SoakConfig:
         rng.shuffle(windows)
         device_part, host_part = rng.choice((0, 1, 2, 4)), rng.choice((0, 2, 4, 8))
         made = replace(self, windows=tuple(windows), windowed_part=device_part, windowed_host_part=host_part)
-        if not host_part or rng.random() < 0.5:
+        if not host_part or not self.num_host_pages or rng.random() < 0.5:
             return made
         # Room between the host's pools, for a border that moves.
         chunk = max(self.page_size, 8)
