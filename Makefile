@@ -118,9 +118,9 @@ memcheck-gpu: gpu-site
 		test/sgl_kernel/test_elementwise.py test/sgl_kernel/test_triton_kernels.py test/sgl_kernel/test_quantized.py \
 		test/sgl_kernel/test_expert_products.py test/srt/layers/attention/test_triton_backend.py
 
-# Under nine minutes; tables, the shortest last, and JSON in $$OUT or bench-out/.
+# Under nine minutes; tables, the shortest last, and JSON in $$OUT or bench-out/. MODELS=1: experts, latents, fp8.
 bench-gpu: gpu-site
-	$(GPU_PY) -m benchmark.gpu $(if $(BUDGET_S),--budget-s $(BUDGET_S))
+	$(GPU_PY) -m benchmark.gpu $(if $(MODELS),--models) $(if $(BUDGET_S),--budget-s $(BUDGET_S))
 
 # What a machine with a GPU and without a network lacks, 40 MB: make wheels GPU_PYTHON_VERSION=3.12
 wheels: $(STAMP)

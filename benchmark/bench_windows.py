@@ -271,7 +271,10 @@ def measure_host_pools(model: ModelConfig, rounds: int) -> dict[str, object]:
     for rig in rigs.values():
         for number in range(DOCUMENT_ROUNDS):
             rig.ask_in_turn(number)
-    samples = [{name: rig.ask_in_turn(number) for name, rig in rigs.items()} for number in range(DOCUMENT_ROUNDS, DOCUMENT_ROUNDS + rounds)]
+    samples = [
+        {name: rig.ask_in_turn(number) for name, rig in rigs.items()}
+        for number in range(DOCUMENT_ROUNDS, DOCUMENT_ROUNDS + rounds)
+    ]
     for name, rig in rigs.items():
         for what, value in chats[name].items():
             row[f"{what}, {name}"] = value

@@ -1,7 +1,8 @@
 """The main benchmarks of a GPU in one run of under nine minutes: JSON in one folder, a short table last.
 
-    python -m benchmark.gpu [--out DIR] [--budget-s 520] [--only kvcacheio,gpu_engine] [--device cpu]
+    python -m benchmark.gpu [--models] [--out DIR] [--budget-s 520] [--only kvcacheio,gpu_engine] [--device cpu]
 
+--models takes the nine minutes for what the others leave out: experts, latents, quantised weights and fp8 KV.
 Owns the folder (default: $OUT, or bench-out/) and the processes, one benchmark each with its own limit of time, the
 most important first. A benchmark that crashes or is killed does not affect the others, and its report so far counts.
 gpu_summary.py makes the table. The exit code is 1 if a part crashed or was killed, and 0 for every measured result.
@@ -35,8 +36,8 @@ MARGIN_S = 12.0
 
 @dataclass(frozen=True)
 class Part:
-    """A benchmark of this name. limit_s: it is killed after that. arguments: on a GPU. small: arguments on the CPU.
-    ends_itself: it takes --budget-s."""
+    """A benchmark whose report has this name. limit_s: it is killed after that. arguments: on a GPU. small: arguments
+    on the CPU. ends_itself: it takes --budget-s. script: whose it is, of the same name by default."""
 
     name: str
     limit_s: float
@@ -44,9 +45,10 @@ class Part:
     small: tuple[str, ...] = ()
     ends_itself: bool = True
     has_device: bool = True
+    script: str = ""
 
     def command(self, device: str, limit_s: float) -> list[str]:
-        command = [sys.executable, str(ROOT / "benchmark" / f"bench_{self.name}.py")]
+        command = [sys.executable, str(ROOT / "benchmark" / f"bench_{self.script or self.name}.py")]
         command += self.arguments if device == "cuda" else self.small
         if self.has_device:
             command += ["--device", device]
@@ -72,6 +74,29 @@ PARTS = (
     Part(
         "host_memory", 30, ("--size-gb", "0.5", "--rounds", "2"), ("--size-gb", "0.05", "--rounds", "1"), False, False
     ),
+)
+
+
+def _engine_of(name: str, *shape: str) -> Part:
+    parts = "--parts", "prefill,decode"
+    return Part(f"gpu_engine_{name}", 75, (*shape, *parts), (*shape, *parts), script="gpu_engine")
+
+
+def _experts_of(shape: str) -> Part:
+    arguments = "--shape", shape, "--rounds", "5", "--tokens"
+    few = (*arguments, "1,32,256,2048"), (*arguments, "1,16")
+    return Part(f"experts_{shape}", 50, *few, False, False, "experts")
+
+
+MODEL_PARTS = (
+    _engine_of("experts_fp8", "--experts", "--fp8-weights"),
+    _engine_of("gpt_oss", "--gpt-oss"),
+    _engine_of("latents", "--latents"),
+    _experts_of("qwen3"),
+    _experts_of("gpt-oss"),
+    _experts_of("deepseek"),
+    Part("quantized", 55, ("--rounds", "5"), ("--rows", "1", "--rounds", "1"), False, False),
+    _engine_of("fp8kv", "--fp8-kv"),
 )
 
 
@@ -162,32 +187,38 @@ def profile_of_h200() -> Constants:
 
 
 def main() -> None:
-    names = [part.name for part in PARTS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default=os.environ.get("OUT") or str(ROOT / "bench-out"))
     parser.add_argument("--budget-s", type=float, default=520)
-    parser.add_argument("--only", default=",".join(names), help=f"of {', '.join(names)}")
+    parser.add_argument("--models", action="store_true")
+    parser.add_argument("--only", default="", help="some parts; default: all")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     args = parser.parse_args()
-    if unknown := set(args.only.split(",")) - set(names):
+    parts = MODEL_PARTS if args.models else PARTS
+    names = [part.name for part in parts]
+    wanted = args.only.split(",") if args.only else names
+    if unknown := set(wanted) - set(names):
         parser.error(f"--only: there is no {', '.join(sorted(unknown))}; there are {', '.join(names)}")
     out = Path(args.out).resolve()
     out.mkdir(parents=True, exist_ok=True)
     # On a signal, the current part ends first.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     began = time.monotonic()
-    outcomes = run([part for part in PARTS if part.name in args.only.split(",")], args.device, out, args.budget_s)
-    rows, beside = summary(outcomes), constants(outcomes, profile_of_h200())
-    parts = [{key: value for key, value in asdict(outcome).items() if key != "report"} for outcome in outcomes]
+    outcomes = run([part for part in parts if part.name in wanted], args.device, out, args.budget_s)
+    rows, beside = summary(outcomes), [] if args.models else constants(outcomes, profile_of_h200())
+    ends = [{key: value for key, value in asdict(outcome).items() if key != "report"} for outcome in outcomes]
     # The children report the GPU and torch's version; this process starts no device.
     measured: dict[str, Any] = next((outcome.report for outcome in outcomes if outcome.report), {})
     where = environment()
     where |= {key: measured[key] for key in ("hardware", "versions") if key in measured}
-    report: dict[str, Any] = {"benchmark": "gpu", **where, "seconds": time.monotonic() - began, "parts": parts}
+    report: dict[str, Any] = {"benchmark": "gpu", **where, "seconds": time.monotonic() - began, "parts": ends}
     report |= {"summary": rows, "simulator": beside}
-    (out / "gpu.json").write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+    (out / ("gpu_models.json" if args.models else "gpu.json")).write_text(
+        json.dumps(report, indent=1, ensure_ascii=False) + "\n"
+    )
     print(f"\nJSON and gpu.log in {out}; {where['hardware']}; {time.monotonic() - began:.0f} s")
-    print_table("The simulator's H200 beside it", beside)
+    if beside:
+        print_table("The simulator's H200 beside it", beside)
     print_table("Summary", rows)
     sys.exit(0 if all(outcome.is_well for outcome in outcomes) else 1)
 

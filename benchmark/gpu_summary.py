@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 Report = dict[str, Any]
@@ -194,12 +195,42 @@ def _attention_lines(rows: list[Report]) -> Iterator[Line]:
         yield Line(f"attention, {what}, of a copy", row.get("of a copy"))
 
 
+def _shape_lines(shape: str, rows: list[Report]) -> Iterator[Line]:
+    yield Line(f"{shape}, prefill of 8K, of a matrix product", _find(rows, part="prefill").get("of a matrix product"))
+    for row in [row for row in rows if row.get("part") == "decode" and "batch" in row] or [{}]:
+        of, step = (f" of {row['batch']}", f"({row['step ms']:.3g} ms a step)") if row else ("", "")
+        graphs = ", no graphs" if row and row["graphs"] != "yes" else ""
+        yield Line(f"{shape}, decode{of}{graphs}, of its memory's time", row.get("floor / step"), note=step)
+
+
+def _expert_lines(shape: str, rows: list[Report]) -> Iterator[Line]:
+    """Of the weights that its checkpoints have: few tokens are bound by memory, many by products."""
+    weights = {"qwen3": "fp8, blocks of 128", "deepseek": "fp8, blocks of 128", "gpt-oss": "mxfp4"}[shape]
+    for tokens, of in ((32, "of a copy"), (2048, "of a product")):
+        row = _find(rows, tokens=tokens, weights=weights)
+        yield Line(f"experts of {shape}, {tokens} tokens, {of}", row.get(of), note=f"({weights})")
+
+
+def _quantized_lines(rows: list[Report]) -> Iterator[Line]:
+    for weights in dict.fromkeys(row["weights"] for row in rows):
+        shares = [row["of a copy"] for row in rows if row["weights"] == weights and row["rows"] == 1]
+        yield Line(f"products of one row, {weights}, of a copy: worst", min(shares, default=None))
+
+
 # In the table's order.
 LINES = {
     "kvcacheio": _transfer_lines,
     "interference": _interference_lines,
     "gpu_engine": _engine_lines,
     "attention": _attention_lines,
+    "gpu_engine_experts_fp8": partial(_shape_lines, "Qwen3-30B-A3B"),
+    "gpu_engine_gpt_oss": partial(_shape_lines, "gpt-oss-20b"),
+    "gpu_engine_latents": partial(_shape_lines, "DeepSeek-V2-Lite"),
+    "experts_qwen3": partial(_expert_lines, "qwen3"),
+    "experts_gpt-oss": partial(_expert_lines, "gpt-oss"),
+    "experts_deepseek": partial(_expert_lines, "deepseek"),
+    "quantized": _quantized_lines,
+    "gpu_engine_fp8kv": partial(_shape_lines, "Llama-3.1-8B, fp8 KV"),
 }
 
 
