@@ -246,7 +246,7 @@ class ServerArgs:
         None,
         "of models with sliding windows in some layers: pages of such layers on device and host, per page of the "
         "others",
-        unset="0.25 (host: to 0.5 for long windows) where that gives more tokens, else 1",
+        unset="0.25 (long windows: to 0.8, host 0.5) where that gives more tokens, else 1",
     )
     disable_hybrid_swa_memory: bool = arg(
         SCHEDULING, False, "give layers with a sliding window as many pages as the others, and load what windows hide"

@@ -190,6 +190,14 @@ def test_a_pool_of_its_own_leaves_the_device_more_pages() -> None:
     with_windows(found, WINDOWS).check()
 
 
+@pytest.mark.parametrize("window, share", [(1024, (1023 + 128) / 3072), (2048, (2047 + 128) / 3072), (4096, 0.8)])
+def test_long_windows_have_more_of_the_device(window: int, share: float) -> None:
+    """As the prompts that are longer than windows are few."""
+    found = with_windowed_pool(config(num_device_pages=100_000), (window, None), None, None)
+    assert found.num_windowed_pages == pytest.approx(share * found.num_device_pages, abs=2)
+    assert found.num_device_pages == pytest.approx(200_000 / (1 + share), abs=2)
+
+
 def test_no_memory_is_left_where_few_pages_are_wanted() -> None:
     found = with_windowed_pool(config(), WINDOWS, None, 20000)
     assert (found.num_device_pages, found.num_windowed_pages) == (20000, (72000 - 20000) // 5)

@@ -43,10 +43,11 @@ from sglang.srt.utils.shared_memory import has_shared_memory
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_RUNNING = 256
-# Pages of layers with a window per page of the device.
-_WINDOWED_RATIO = 0.25
-# The same on the host, where a prompt of so many tokens has room for what windows reach from its end, up to a half.
+# Pages of layers with a window per page of the others: a prompt of so many tokens has room for what windows reach from
+# its end, at least and at most.
 _TOKENS_PER_END = 3072
+_LEAST_WINDOWED, _MOST_WINDOWED = 0.25, 0.8
+# On the host, where the border may move.
 _MOST_WINDOWED_HOST = 0.5
 
 
@@ -264,29 +265,32 @@ def with_windowed_pool(
     ratio: float | None,
     most_pages: int | None,
     tier: str = "device",
-    default: float = _WINDOWED_RATIO,
+    most: float = _MOST_WINDOWED,
 ) -> SchedulerConfig:
     """A config whose device has a pool of its own for layers with a window, of so many of its pages, `ratio`, in the
     memory that it has; the same where that gives no room. Pages of which layers have how many bytes each:
 
         num_device_pages * num_layers  =  pages * layers with full attention + ratio * pages * layers with a window
 
-    windows: as for `with_windows`. ratio: None for `default`, or as much more as there is memory for, but one pool if
-    that has as many pages. most_pages: of the device, None for no limit. tier: for the log."""
+    windows: as for `with_windows`. ratio: None for more where windows are long, `most` at the most, or as much more as
+    there is memory for, but one pool if that has as many pages. most_pages: of the device, None for no limit. tier:
+    for the log."""
     num_windowed = sum(window is not None for window in windows)
     num_full = len(windows) - num_windowed
     reach, page = _reach(windows), config.page_size
     if not num_windowed or not num_full or reach >= config.context_len or config.layer_stream is not None:
         return config
     memory = config.num_device_pages * len(windows)
-    most = most_pages or memory
+    wanted = most_pages or memory
     # Storage that is attached later may have longer blocks.
-    least = replace(config, num_device_pages=most, window_reach=reach).least_windowed_pages + MOST_CUT_TOKENS // page
-    share = ratio or default
-    num_pages = min(most, int(memory / (num_full + share * num_windowed)))
+    least = (
+        replace(config, num_device_pages=wanted, window_reach=reach).least_windowed_pages + MOST_CUT_TOKENS // page
+    )
+    share = ratio or min(most, max(_LEAST_WINDOWED, reach / _TOKENS_PER_END))
+    num_pages = min(wanted, int(memory / (num_full + share * num_windowed)))
     of_memory = (memory - num_pages * num_full) // num_windowed
     num_windowed_pages = max(least, of_memory if ratio is None else math.ceil(share * num_pages))
-    num_pages = min(most, (memory - num_windowed_pages * num_windowed) // num_full)
+    num_pages = min(wanted, (memory - num_windowed_pages * num_windowed) // num_full)
     if num_windowed_pages >= num_pages or (ratio is None and num_pages <= config.num_device_pages):
         return config
     logger.info(
@@ -302,14 +306,12 @@ def with_windowed_pool(
 def with_windowed_host_pool(
     config: SchedulerConfig, windows: Sequence[int | None], ratio: float | None, layout: PageLayout | None = None
 ) -> SchedulerConfig:
-    """The same of the host, if there is one; by default of more pages where windows are long. Layers with a window may
-    get more of the others' memory later; layout: of the host's pages, if they are page-first. None: they may not."""
+    """The same of the host, if there is one. Layers with a window may get more of the others' memory later; layout: of
+    the host's pages, if they are page-first. None: they may not."""
     if not config.num_host_pages:
         return config
     as_device = replace(config, num_device_pages=config.num_host_pages, num_windowed_pages=0)
-    # Each prompt that ends keeps what windows reach.
-    share = min(_MOST_WINDOWED_HOST, max(_WINDOWED_RATIO, _reach(windows) / _TOKENS_PER_END))
-    found = with_windowed_pool(as_device, windows, ratio, None, "host", share)
+    found = with_windowed_pool(as_device, windows, ratio, None, "host", _MOST_WINDOWED_HOST)
     if not found.num_windowed_pages:
         return config
     num_pages, num_windowed, border = found.num_device_pages, found.num_windowed_pages, None
