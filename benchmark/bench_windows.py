@@ -15,7 +15,8 @@ Host pools: the host has the same memory, as one pool, as two, or as two with a 
 room for less than two documents. Conversations go on in a random order, some more often; then documents are asked in
 turn.
 
-Disk: a prefix comes from the file store, which is one, or one for each kind of layers. It is in the system's cache.
+Stores: a prefix comes from the file store, which is in the system's cache, or from a remote store behind a proxy of
+2 Gbit/s: one store, or one for each kind of layers.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ import argparse
 import json
 import tempfile
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,13 +39,16 @@ from sglang.srt.managers.scheduler_config import SchedulerConfig
 from sglang.srt.managers.startup.device import page_layout
 from sglang.srt.managers.startup.sizes import with_windowed_host_pool, with_windowed_pool, with_windows
 from sglang.srt.managers.storage_setup import PrefetchConfig, StorageLimits, StorageSetup
-from sglang.srt.mem_cache.block_store import BlockStore
+from sglang.srt.mem_cache.block_store import BlockStore, OverlappingStore
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.storage.file.file_store import FileStoreOptions, HiCacheFile
-from sglang.srt.mem_cache.storage.windowed_store import WindowedStore
+from sglang.srt.mem_cache.storage.host_pages import HostPages
+from sglang.srt.mem_cache.storage.registry import StoreParams, storage_backend
+from sglang.srt.mem_cache.storage.windowed_store import OverlappingWindowedStore, WindowedStore
 from sglang.srt.mem_cache.transfer import FETCH, H2D, Tier
 from sglang.srt.sampling.sampling_params import SamplingParams
 from support.local_engine import LocalEngine
+from support.proxy_rig import ProxyRig
 
 PREFIXES = (2048, 8192)
 NEW_TOKENS, WINDOW, NUM_LAYERS, LAYERS_PER_FULL = 64, 512, 12, 6
@@ -55,8 +61,8 @@ HOSTS = "one", "two", "moving"
 CHAT, TURN, NUM_CHATS, CHAT_TURNS = (300, 800), 50, 24, 60
 # Before documents are measured each is asked so many times.
 DOCUMENT_ROUNDS = 4
-# Tokens of a block of storage.
-BLOCK = 64
+# Tokens of a block of storage; what a proxy reads of a remote one.
+BLOCK, REMOTE_GBPS = 64, 2.0
 RATES = {"memory": None, "0.5 GB/s": 0.5e9}
 RATIO = 0.25
 CHUNKS = {"chunked_prefill_size": 512}
@@ -291,10 +297,11 @@ def measure_host_pools(model: ModelConfig, rounds: int) -> dict[str, object]:
     return {**row, "rounds": rounds}
 
 
-class DiskRig:
-    """The device has one pool; the host, and the file store in `folder`, are one or two."""
+class StoreRig(PoolRig):
+    """The device has one pool; the host, and the store, are one or two. open_one: opens a store of pages of the host,
+    which are a part of it, or all of it, by name."""
 
-    def __init__(self, model: ModelConfig, folder: Path, has_two: bool) -> None:
+    def __init__(self, model: ModelConfig, has_two: bool, open_one: Callable[[HostPages, str], BlockStore]) -> None:
         size = 2 * PREFIXES[-1]
         config = SchedulerConfig(1, size, size, 1, model.context_length, num_layers=NUM_LAYERS)
         if has_two:
@@ -305,11 +312,14 @@ class DiskRig:
 
         def open_store(pool: MHATokenToKVPoolHost) -> BlockStore:
             stores = [
-                HiCacheFile(folder, f"benchmark {i}", region, BLOCK, FileStoreOptions(8 << 30))
-                for i, region in enumerate(pool.regions)
+                open_one(region, f"benchmark {i} of {len(pool.regions)}") for i, region in enumerate(pool.regions)
             ]
+            self.stores = stores
+            if not has_two:
+                return stores[0]
             num_seen = -(-with_windows(config, model.windows).window_reach // BLOCK)
-            return WindowedStore(*stores, pool.windowed_of, num_seen) if has_two else stores[0]
+            kind = OverlappingWindowedStore if isinstance(stores[0], OverlappingStore) else WindowedStore
+            return kind(*stores, pool.windowed_of, num_seen)
 
         self.engine = LocalEngine(
             model,
@@ -337,25 +347,48 @@ class DiskRig:
         self.engine.settle()
         costs.add_fetch = add  # type: ignore[method-assign]
         fetched = cache.links_state(has_storage=True)[FETCH]["bytes_done"] - fetched
-        assert fetched, "it was to come from the disk"
+        assert fetched, "it was to come from storage"
         return {"bytes": fetched, "fetch s": sum(times), "first token s": answer.first_token_s}
 
 
-def measure_disk(model: ModelConfig, rounds: int) -> dict[str, object]:
+def measure_stores(
+    model: ModelConfig, rounds: int, name: str, open_one: Callable[[HostPages, str], BlockStore]
+) -> dict[str, object]:
     document = np.random.default_rng(0).integers(1, 512, PREFIXES[-1], dtype=np.int32)
-    with tempfile.TemporaryDirectory() as folder:
-        rigs = {"one": DiskRig(model, Path(folder), False), "two": DiskRig(model, Path(folder), True)}
-        for rig in rigs.values():
-            rig.engine.generate([question(document, 0)], ONE_TOKEN)
-            rig.engine.settle()
-        samples = [
-            {name: rig.ask(question(document, number)) for name, rig in rigs.items()} for number in range(rounds)
-        ]
-    row: dict[str, object] = {"prefix": PREFIXES[-1]}
+    rigs = {"one": StoreRig(model, False, open_one), "two": StoreRig(model, True, open_one)}
+    for rig in rigs.values():
+        rig.engine.generate([question(document, 0)], ONE_TOKEN)
+        rig.engine.settle()
+    samples = [{name: rig.ask(question(document, number)) for name, rig in rigs.items()} for number in range(rounds)]
+    row: dict[str, object] = {"store": name, "prefix": PREFIXES[-1]}
     for what in samples[0]["one"]:
         row[f"{what}, one"] = float(np.median([each["one"][what] for each in samples]))
         row[f"{what}, ratio"] = float(np.median([each["two"][what] / each["one"][what] for each in samples]))
+    for rig in rigs.values():
+        rig.engine.close()
+        for store in rig.stores:
+            store.close()
     return {**row, "rounds": rounds}
+
+
+def measure_disk(model: ModelConfig, rounds: int) -> dict[str, object]:
+    with tempfile.TemporaryDirectory() as folder:
+        options = FileStoreOptions(8 << 30)
+        return measure_stores(
+            model, rounds, "disk", lambda pages, name: HiCacheFile(Path(folder), name, pages, BLOCK, options)
+        )
+
+
+def measure_remote(model: ModelConfig, rounds: int) -> dict[str, object]:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as ends:
+        rig = ProxyRig(Path(folder), "shared memory", None, limit_bytes=2 << 30, max_read_gbps=REMOTE_GBPS)
+        ends.callback(rig.close)
+        config = {"proxy": rig.address, "token_file": str(rig.token), "codec": "raw"}
+
+        def open_one(pages: HostPages, name: str) -> BlockStore:
+            return storage_backend("bluefield").open(StoreParams(config, name, pages, BLOCK, model_name=""))
+
+        return measure_stores(model, rounds, f"remote, {REMOTE_GBPS:g} Gbit/s", open_one)
 
 
 def main() -> None:
@@ -368,12 +401,12 @@ def main() -> None:
         rows = [row for rate in RATES for row in measure(model, rate, args.rounds)]
         pools = [measure_pools(model, args.rounds, num_host_pages) for num_host_pages in (0, 4 * MEMORY)]
         host_pools = [measure_host_pools(model, args.rounds)]
-        disk = [measure_disk(model, args.rounds)]
+        stores = [measure_disk(model, args.rounds), measure_remote(model, args.rounds)]
     print_table("Loads that leave out what windows hide; a whole load is 1", rows)
     print_table("The same memory of the device as one pool, or as two", pools)
     print_table("The same memory of the host as one pool, or as two", host_pools)
-    print_table("A prefix from one store, or from one for each kind of layers", disk)
-    write_json("windows", {**vars(args), "model": "random, float32"}, [*rows, *pools, *host_pools, *disk])
+    print_table("A prefix from one store, or from one for each kind of layers", stores)
+    write_json("windows", {**vars(args), "model": "random, float32"}, [*rows, *pools, *host_pools, *stores])
 
 
 if __name__ == "__main__":

@@ -20,18 +20,21 @@ KINDS = ["shared memory", "tcp", "tcp elsewhere"]
 
 
 class ProxyRig:
-    """kind: of `KINDS`. there: the other machine, for the last of them, whose data plane is a program."""
+    """kind: of `KINDS`. there: the other machine, for the last of them, whose data plane is a program. limit_bytes:
+    of the store."""
 
-    def __init__(self, folder: Path, kind: str, there: Elsewhere | None) -> None:
+    def __init__(
+        self, folder: Path, kind: str, there: Elsewhere | None, limit_bytes: int = 1 << 28, **settings: Any
+    ) -> None:
         self.folder = folder
         self.kind = kind
         self.there = there
-        self.store = EmbeddedStore.start(folder / "store", 1 << 28)
+        self.store = EmbeddedStore.start(folder / "store", limit_bytes)
         self.token = folder / "token"
         self.token.write_text(TOKEN + "\n")
         self.engines: list[Remote] = []
         self._port = 0
-        self.start_proxy()
+        self.start_proxy(**settings)
 
     @property
     def over_tcp(self) -> bool:

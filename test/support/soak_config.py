@@ -228,10 +228,10 @@ class SoakConfig:
         has_pool = self.windowed_host_part and self.num_host_pages and self.has_both_kinds
         return bool(is_near and has_pool and self.seed % 2)
 
-    def border_beside(self, num_windowed: int) -> BorderSlabs | None:
-        """What may be of the host's num_windowed pages for layers with a window, or of the others."""
+    def divided_host(self, num_windowed: int) -> tuple[int, int, BorderSlabs | None]:
+        """The host's pages beside num_windowed of layers with a window, see `border_between`."""
         if self.host_layout != "page_first" or self.seed % 3 == 0:
-            return None
+            return self.num_host_pages, num_windowed, None
         num_full = self.windows.count(None)
         return border_between(self.num_host_pages, num_windowed, num_full, len(self.windows) - num_full)
 
@@ -434,6 +434,5 @@ def scheduler_config(config: SoakConfig, page_bytes: int) -> SchedulerConfig:
         made = replace(made, storage=replace(made.storage, has_windowed_store=True))
     part = made.num_host_pages // config.windowed_host_part
     num_windowed = min(made.num_host_pages, max(part, made.least_windowed_pages))
-    border = config.border_beside(num_windowed)
-    num_windowed += border.num_windowed if border is not None else 0
-    return replace(made, num_windowed_host_pages=num_windowed, host_border=border)
+    num_pages, num_windowed, border = config.divided_host(num_windowed)
+    return replace(made, num_host_pages=num_pages, num_windowed_host_pages=num_windowed, host_border=border)

@@ -135,7 +135,7 @@ def build_rank(
         num_windowed_host = scheduler.config.num_windowed_host_pages
         host_pool = sources[Tier.HOST] = host = MHATokenToKVPoolHost(
             pool,
-            config.num_host_pages,
+            scheduler.config.num_host_pages,
             config.host_layout,
             num_windowed_pages=num_windowed_host,
             windowed=windowed,

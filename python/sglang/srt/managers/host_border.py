@@ -1,8 +1,8 @@
 """`HostBorder`: which slabs of the host's memory layers with a window have, and which the others (border_slabs.py).
 
 Short prompts are seen to their beginning and want as many pages of the one kind as of the other; long ones want few
-for windows. After a loss a slab changes hands, if all in it is older than what the loser lost. Both kinds then give up
-what is oldest, as one pool would:
+for windows. After a loss a slab changes hands, if all in it is older than what the loser lost. Both kinds then give
+up what is oldest, as one pool would:
 
     lost                                          what is in the slab that goes over
     what ends of paths see, last at launch 50     prefixes that were last used before launch 50

@@ -35,15 +35,17 @@ class BorderSlabs:
 
 def border_between(
     num_full: int, num_windowed: int, full_bytes: int, windowed_bytes: int, block_pages: int = 1
-) -> BorderSlabs | None:
+) -> tuple[int, int, BorderSlabs | None]:
     """Slabs of a pool's num_full pages, of full_bytes each, beside num_windowed of windowed_bytes each: so many that
-    both kinds have as many pages if all go over. They begin and end between pages of both kinds, and have whole
-    blocks of block_pages. None if there is no room for one."""
+    both kinds have as many pages if all go over. They begin and end between pages of both kinds, counted from the
+    start of the memory, and have whole blocks of block_pages. Returns the pages of the one kind, less those that fit
+    into no slab, those of the other, with its part of the slabs, and the slabs; None if there is no room for one."""
     common = math.gcd(full_bytes, windowed_bytes)
-    full_pages = windowed_bytes // common * block_pages
-    windowed_pages = full_bytes // common * block_pages
-    num_most = (num_full - num_windowed) // (full_pages + windowed_pages)
+    step, windowed_pages = windowed_bytes // common, full_bytes // common * block_pages
+    full_pages, num_fitting = step * block_pages, num_full // step * step
+    num_most = (num_fitting - num_windowed) // (full_pages + windowed_pages)
     if num_most < 1:
-        return None
+        return num_full, num_windowed, None
     joined = -(-num_most // _MOST_SLABS)
-    return BorderSlabs(num_most // joined, full_pages * joined, windowed_pages * joined)
+    slabs = BorderSlabs(num_most // joined, full_pages * joined, windowed_pages * joined)
+    return num_fitting, num_windowed + slabs.num_windowed, slabs

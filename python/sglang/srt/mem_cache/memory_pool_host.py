@@ -31,8 +31,6 @@ _RESERVE_BYTES = 2 << 30
 _RESERVE_BYTES_BESIDE_PINNED = 8 << 30
 
 _POPULATING_THREADS = 8
-# What reads and writes past the page cache want.
-_ALIGNMENT = 4096
 # Its memory's name in /proc.
 HOST_POOL = "hicache-host-pool"
 
@@ -55,6 +53,9 @@ class MHATokenToKVPoolHost:
     `set_windowed` tells which they are in layers with a window. border: where slabs of the memory are either's;
     page-first.
     """
+
+    # See `HostRegion`.
+    first_page = 0
 
     def __init__(
         self,
@@ -82,7 +83,11 @@ class MHATokenToKVPoolHost:
         memory = torch.from_numpy(self.shared.memory)
         # Of layers with full attention and of those with a window, or of all layers.
         self.regions = [
-            HostRegion(PageMemory(of_region, count, memory[begin : begin + count * of_region.page_bytes], layout))
+            HostRegion(
+                PageMemory(of_region, count, memory[begin : begin + count * of_region.page_bytes], layout),
+                self.shared,
+                begin // of_region.page_bytes,
+            )
             for (count, of_region), begin in zip(regions, begins, strict=True)
         ]
         self.kv: torch.Tensor
@@ -146,10 +151,14 @@ class MHATokenToKVPoolHost:
 
 
 class HostRegion:
-    """Pages of a host pool that lie in one piece of its memory: a `HostPages`."""
+    """Pages of a host pool that lie in one piece of its memory, `shared`: a `HostPages`. first_page: how many such
+    pages would lie before them."""
 
-    def __init__(self, memory: PageMemory) -> None:
+    def __init__(self, memory: PageMemory, shared: SharedMemory, first_page: int) -> None:
         self.memory = memory
+        self.shared = shared
+        self.first_page = first_page
+        self.layout = memory.order
         self.page_layout = memory.layout
         self.num_pages = memory.num_pages
         self.page_size = self.page_layout.page_size
@@ -234,16 +243,18 @@ def _parts_of(
 
 
 def _places_of(regions: Sequence[tuple[int, PageLayout]], border: BorderSlabs | None = None) -> tuple[list[int], int]:
-    """Where each region begins, at a page of the system or with the slabs that are either's, and the bytes of all."""
+    """Where each region begins, and the bytes of all. A region begins as if its pages were the whole memory's, and
+    with the slabs that are either's."""
     begins, end = [], 0
     for count, layout in regions:
-        begins.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
+        begins.append(-(-end // layout.page_bytes) * layout.page_bytes)
         end = begins[-1] + count * layout.page_bytes
     if border is not None:
         (count, full), (num_windowed, of_windows) = regions
         begins[1] = (count - border.num_full) * full.page_bytes
         end = begins[1] + num_windowed * of_windows.page_bytes
         assert border.num_full * full.page_bytes == border.num_windowed * of_windows.page_bytes, "slabs differ"
+        assert begins[1] % of_windows.page_bytes == 0, "slabs begin within a page"
     return begins, end
 
 

@@ -42,6 +42,8 @@ _SHARED_OPTIONS = (
 class _ProxyBackend(StorageBackend):
     """What both have in common."""
 
+    takes_regions = True
+
     def check(self, config: Mapping[str, Any]) -> None:
         self.settings(config)
 

@@ -34,7 +34,7 @@ from sglang.srt.utils.memory import available_memory
 from sglang.srt.utils.rare_log import RareLog
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
+    from sglang.srt.mem_cache.memory_pool_host import HostRegion, MHATokenToKVPoolHost
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,8 @@ _ROOM_AT = 0.75
 
 
 class RemoteStore:
-    """hello: the first message, without the token. fd: the host pool's memory. settings.hang_s: a proxy that has
+    """hello: the first message, without the token. fd: the host pool's memory. first_page: see `HostRegion`, of the
+    pages that are read and written. settings.hang_s: a proxy that has
     answered no question for this long is killed if the server has started it, and of one elsewhere the relay is.
     Another proxy is asked only for a sign of life until it is heard again; the pages that it has stay taken until it
     moves or ends."""
@@ -67,6 +68,7 @@ class RemoteStore:
         fd: int,
         settings: RemoteSettings,
         clock: Callable[[], float] = time.monotonic,
+        first_page: int = 0,
     ) -> None:
         """Raises StoreError."""
         self.name = name
@@ -75,6 +77,7 @@ class RemoteStore:
         self._place = place
         self._hello = hello
         self._fd = fd
+        self._first_page = first_page
         self._hang_s = settings.hang_s
         self._clock = clock
         self._lock = threading.Lock()
@@ -125,12 +128,14 @@ class RemoteStore:
                     self._counters["read_errors"] += 1
             on_end(count)
 
-        read = _Read(partial(wire.Get, keys=b"".join(keys), pages=_pages(frames)), ended)
+        read = _Read(partial(wire.Get, keys=b"".join(keys), pages=_pages(frames + self._first_page)), ended)
         self._ask_read(read)
         return partial(self._give_up, read)
 
     def set(self, keys: Sequence[bytes], frames: np.ndarray, tenant: bytes = b"") -> int:
-        count = self._wait(partial(wire.Put, keys=b"".join(keys), pages=_pages(frames), tenant=tenant))
+        count = self._wait(
+            partial(wire.Put, keys=b"".join(keys), pages=_pages(frames + self._first_page), tenant=tenant)
+        )
         if count < len(keys):
             with self._lock:
                 self._counters["write_errors"] += 1
@@ -387,33 +392,31 @@ class RemoteSettings:
 
 
 def open_remote_store(backend: str, settings: RemoteSettings, params: StoreParams) -> RemoteStore:
-    """The remote tier of one rank, or of ranks that cache the same. backend: its name. Raises StoreError."""
-    pool: MHATokenToKVPoolHost = params.pool
+    """The remote tier of one rank, or of ranks that cache the same, or of its layers of one kind. backend: its name.
+    Raises StoreError."""
+    pool: MHATokenToKVPoolHost | HostRegion = params.pool
     namespace, block_tokens, directory = params.namespace, params.block_tokens, params.directory
     if pool.layout != "page_first" or pool.shared.fd < 0:
         raise StoreError(
             f"--hicache-storage-backend {backend} writes whole pages into shared memory: use --hicache-mem-layout "
             "page_first, on Linux"
         )
-    if pool.num_windowed_pages:
-        raise StoreError(
-            f"--hicache-storage-backend {backend} writes whole pages, and layers with a sliding window have others "
-            "on the host: start the server with this backend, or with --disable-hybrid-swa-memory"
-        )
     layout = BlockLayout(block_tokens // pool.page_size, pool.page_layout)
     own = settings.proxy
-    place = _start_own_proxy(own, directory, params.tp_size) if isinstance(own, OwnProxySettings) else own
+    place = (
+        _start_own_proxy(own, directory, params.share / params.tp_size) if isinstance(own, OwnProxySettings) else own
+    )
     hello = wire.Hello(
         token=place.token,
-        num_pages=pool.num_pages,
-        pool_bytes=pool.shared.size_bytes,
+        num_pages=(num_pages := pool.first_page + pool.num_pages),
+        pool_bytes=num_pages * pool.page_bytes,
         layout=layout.as_dict(),
         codec={"codec": settings.codec} if isinstance(settings.codec, str) else settings.codec,
         namespace=hashlib.blake2b(namespace.encode()).digest(),
         mac_key=_mac_key_of(params.mac_key, namespace),
         engine=os.urandom(16),
     )
-    store = RemoteStore(backend, block_tokens, place, hello, pool.shared.fd, settings)
+    store = RemoteStore(backend, block_tokens, place, hello, pool.shared.fd, settings, first_page=pool.first_page)
     logger.info("remote tier: %s, codec %s, blocks of %d tokens", place, store.codec, block_tokens)
     return store
 
@@ -425,11 +428,11 @@ def _mac_key_of(mac_key: bytes, namespace: str) -> bytes:
     )
 
 
-def _start_own_proxy(own: OwnProxySettings, directory: Path, num_tiers: int) -> ProxyPlace:
+def _start_own_proxy(own: OwnProxySettings, directory: Path, share: float) -> ProxyPlace:
     url, embedded = own.url, None
     if not url:
         # The stores of all tiers together; each tier of the server starts one.
-        limit_bytes = (int(own.limit_gb * 1e9) or available_memory() // 4) // num_tiers
+        limit_bytes = int(share * (own.limit_gb * 1e9 or available_memory() / 4))
         embedded = EmbeddedStore.start(directory / "store", limit_bytes)
         url = str(embedded.address)
         logger.info("remote tier: no url is given, so a store of %s is started here", shown_size(limit_bytes))

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import errno
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from queue import Queue
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -18,9 +23,11 @@ from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.storage.file.backend import FileBackend
 from sglang.srt.mem_cache.storage.file.file_store import HiCacheFile
-from sglang.srt.mem_cache.storage.windowed_store import WindowedStore
+from sglang.srt.mem_cache.storage.tiered_store import TieredStore
+from sglang.srt.mem_cache.storage.windowed_store import OverlappingWindowedStore, WindowedStore
 from sglang.srt.mem_cache.transfer import Tier
 from support.memory_store import MemoryStore
+from support.remote_fixture import PATIENCE_S, PROXY
 
 WINDOWED = (True, False, True, True, False)
 PAGE, BLOCK, HOST_PAGES, WINDOWED_PAGES = 4, 8, 64, 32
@@ -144,6 +151,131 @@ def test_both_are_told_what_is_used_erased_limited_and_closed():
     assert pair.store.clear() and not pair.full.blocks and not pair.of_windows.blocks
     pair.store.close()
     assert not pair.full.is_open and not pair.of_windows.is_open
+
+
+# -- several reads at once ----------------------------------------------------------------------------------------
+
+
+class Slow(MemoryStore):
+    """Reads end when the test says so."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.ends: list[Callable[[int], None]] = []
+        self.num_given_up = 0
+        self.is_refusing = False
+
+    def start_get(
+        self, keys: Sequence[bytes], frames: np.ndarray, on_end: Callable[[int], None]
+    ) -> Callable[[], None]:
+        if self.is_refusing:
+            raise OSError("no thread is left")
+        self.ends.append(on_end)
+
+        def give_up() -> None:
+            self.num_given_up += 1
+
+        return give_up
+
+
+class SlowPair(Pair):
+    def __init__(self) -> None:
+        super().__init__()
+        self.full, self.of_windows = (Slow(region, BLOCK) for region in self.pool.regions)
+        self.store = OverlappingWindowedStore(self.full, self.of_windows, self.pool.windowed_of, NUM_SEEN)
+        self.counts: list[int] = []
+
+    def read(self, num_partial: int) -> Callable[[], None]:
+        return self.store.start_get(keys(6), self.frames(6, num_partial), self.counts.append)
+
+    def end(self, of_full: int, of_windows: int) -> list[int]:
+        """of_windows: of those that it was asked for."""
+        self.full.ends.pop()(of_full)
+        assert not self.counts, "the other one still writes"
+        self.of_windows.ends.pop()(of_windows)
+        return self.counts
+
+
+@pytest.mark.parametrize(
+    ("num_partial", "of_full", "of_windows", "count"),
+    [(0, 6, 6, 6), (4, 6, 2, 6), (4, 5, 2, 5), (4, 6, 1, 5), (4, 3, 0, 3)],
+)
+def test_both_kinds_are_read_at_once(num_partial: int, of_full: int, of_windows: int, count: int):
+    pair = SlowPair()
+    pair.read(num_partial)
+    assert pair.end(of_full, of_windows) == [count]
+
+
+def test_what_windows_do_not_reach_is_not_waited_for():
+    pair = SlowPair()
+    pair.read(6)
+    assert not pair.of_windows.ends
+    pair.full.ends.pop()(6)
+    assert pair.counts == [6]
+
+
+def test_a_read_is_given_up_in_both():
+    pair = SlowPair()
+    pair.read(4)()
+    assert pair.full.num_given_up == pair.of_windows.num_given_up == 1 and not pair.counts
+    assert pair.end(0, 0) == [0]
+
+
+def test_pages_stay_taken_where_the_second_read_does_not_begin():
+    pair = SlowPair()
+    pair.of_windows.is_refusing = True
+    pair.read(4)()
+    assert not pair.counts and pair.full.num_given_up == 1
+    pair.full.ends.pop()(6)
+    assert pair.counts == [4]
+
+
+def test_of_two_tiers_the_near_one_brings_what_windows_do_not_reach():
+    """Though it lacks windows there: an operation of a long fetch ends where none of the request's do."""
+    near, far = Pair(), Pair()
+    far.pool = near.pool
+    store = TieredStore(near.store, far.store)
+    near.store.set(keys(6), near.frames(6, num_partial=4))
+    assert near.store.exists(keys(3)) == 0 and store.get(keys(3), near.frames(3, num_partial=3)) == 3
+    assert store.get(keys(6), near.frames(6, num_partial=4)) == 6
+    # Windows of the fourth block are nowhere.
+    assert store.get(keys(6), near.frames(6, num_partial=3)) == 3
+    far.full.blocks, far.of_windows.blocks = near.full.blocks, {keys(4)[3]: near.of_windows.blocks[keys(5)[4]]}
+    assert near.store.exists_for(keys(4), near.frames(4, num_partial=3)) == 3
+    assert store.get(keys(4), near.frames(4, num_partial=3)) == 4
+
+
+@pytest.mark.parametrize("in_process", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_remote_store_has_a_session_for_each_kind(tmp_path: Path, in_process: bool):
+    """And the proxies write into the pages of their kind alone."""
+    pool = make_pool()
+    opener = replace(opener_of(pool), directory=tmp_path)
+    config = {"in_process": in_process, "limit_gb": 0.1, "block_tokens": BLOCK, "proxy": PROXY}
+    setup = opener.setup("remote", json.dumps(config), "timeout", "write_through")
+    assert setup.has_windowed_store
+    store = opener.open(setup.setup)
+    assert isinstance(store, OverlappingWindowedStore)
+    frames, before = np.arange(8, dtype=np.int32), pool.kv.clone()
+    pool.set_windowed(frames, np.arange(8, dtype=np.int32)[::-1].copy())
+    wanted = np.empty((8, pool.page_bytes), np.uint8)
+    pool.copy_out(frames, wanted)
+    assert store.set(keys(4), frames) == 4 and store.exists(keys(5)) == 4
+    pool.copy_in(frames, np.zeros_like(wanted))
+    counts: Queue[int] = Queue()
+    store.start_get(keys(4), frames, counts.put)
+    assert counts.get(timeout=PATIENCE_S) == 4
+    found = np.empty_like(wanted)
+    pool.copy_out(frames, found)
+    assert np.array_equal(found, wanted) and torch.equal(pool.kv, before)
+    # Of the third block on only what windows reach.
+    pool.set_windowed(frames[:4], np.full(4, -1, np.int32))
+    pool.regions[1].copy_in(np.arange(8, dtype=np.int32), np.zeros((8, pool.regions[1].page_bytes), np.uint8))
+    store.start_get(keys(4), frames, counts.put)
+    assert counts.get(timeout=PATIENCE_S) == 4
+    ends = np.empty((8, pool.regions[1].page_bytes), np.uint8)
+    pool.regions[1].copy_out(np.arange(8, dtype=np.int32), ends)
+    assert ends[:4].any(axis=1).all() and not ends[4:].any()
+    store.close()
 
 
 # -- on a disk ----------------------------------------------------------------------------------------------------

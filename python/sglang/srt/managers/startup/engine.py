@@ -36,7 +36,6 @@ from sglang.srt.managers.startup.sizes import (
     check_weights_fit,
     device_pages,
     graph_batch_size_for,
-    has_remote_tier,
     most_device_pages,
     replicas_of,
     with_windowed_host_pool,
@@ -167,12 +166,9 @@ class EngineBuilder:
         if attention.computes_masked and args.peer_role != "worker":
             most_pages = most_device_pages(args, self.model, rank.device)
             config = with_windowed_pool(config, windows, args.swa_full_tokens_ratio, most_pages)
-        if not has_remote_tier(args):
-            layout = page_layout(self.model, config.page_size, rank.group.size)
-            is_page_first = args.hicache_mem_layout == "page_first"
-            config = with_windowed_host_pool(
-                config, windows, args.swa_full_tokens_ratio, layout if is_page_first else None
-            )
+        is_page_first = args.hicache_mem_layout == "page_first"
+        layout = page_layout(self.model, config.page_size, rank.group.size) if is_page_first else None
+        config = with_windowed_host_pool(config, windows, args.swa_full_tokens_ratio, layout)
         self.config = with_windows(config, windows)
         windowed = [window is not None for window in model.windows]
         graph_batch_size = self._open_device_pool(attention.computes_masked, windowed)

@@ -30,8 +30,7 @@ from sglang.srt.mem_cache.hybrid_pages import regions_of
 from sglang.srt.mem_cache.link import kernel_links_of
 from sglang.srt.mem_cache.memory_pool_host import host_pages_that_fit
 from sglang.srt.mem_cache.page_layout import PageLayout
-from sglang.srt.mem_cache.storage.registry import STORAGE_BACKENDS, parse_backends
-from sglang.srt.mem_cache.transfer import H2D, Tier
+from sglang.srt.mem_cache.transfer import H2D
 from sglang.srt.models.registry import get_model_class
 from sglang.srt.peer.protocol.elastic_units import layer_stream_sizes
 from sglang.srt.server_args import ServerArgs
@@ -43,8 +42,8 @@ from sglang.srt.utils.shared_memory import has_shared_memory
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_RUNNING = 256
-# Pages of layers with a window per page of the others: a prompt of so many tokens has room for what windows reach from
-# its end, at least and at most.
+# Pages of layers with a window per page of the others: a prompt of so many tokens has room for what windows reach
+# from its end; at least and at most.
 _TOKENS_PER_END = 3072
 _LEAST_WINDOWED, _MOST_WINDOWED = 0.25, 0.8
 # On the host, where the border may move.
@@ -272,9 +271,9 @@ def with_windowed_pool(
 
         num_device_pages * num_layers  =  pages * layers with full attention + ratio * pages * layers with a window
 
-    windows: as for `with_windows`. ratio: None for more where windows are long, `most` at the most, or as much more as
-    there is memory for, but one pool if that has as many pages. most_pages: of the device, None for no limit. tier:
-    for the log."""
+    windows: as for `with_windows`. ratio: None for more where windows are long, `most` at the most, or as much more
+    as there is memory for, but one pool if that has as many pages. most_pages: of the device, None for no limit.
+    tier: for the log."""
     num_windowed = sum(window is not None for window in windows)
     num_full = len(windows) - num_windowed
     reach, page = _reach(windows), config.page_size
@@ -306,8 +305,8 @@ def with_windowed_pool(
 def with_windowed_host_pool(
     config: SchedulerConfig, windows: Sequence[int | None], ratio: float | None, layout: PageLayout | None = None
 ) -> SchedulerConfig:
-    """The same of the host, if there is one. Layers with a window may get more of the others' memory later; layout: of
-    the host's pages, if they are page-first. None: they may not."""
+    """The same of the host, if there is one. Layers with a window may get more of the others' memory later. layout:
+    of the host's pages, if they are page-first; None: they may not."""
     if not config.num_host_pages:
         return config
     as_device = replace(config, num_device_pages=config.num_host_pages, num_windowed_pages=0)
@@ -318,16 +317,10 @@ def with_windowed_host_pool(
     # In another order of eviction what is oldest is not worth least.
     if layout is not None and config.eviction_policy == "lru":
         (_, full), (_, windowed) = regions_of(layout, num_pages, [w is not None for w in windows], num_windowed)
-        sizes = full.page_bytes, windowed.page_bytes
-        border = border_between(num_pages, num_windowed, *sizes, config.host_block_pages)
-    num_windowed += border.num_windowed if border is not None else 0
+        num_pages, num_windowed, border = border_between(
+            num_pages, num_windowed, full.page_bytes, windowed.page_bytes, config.host_block_pages
+        )
     return replace(config, num_host_pages=num_pages, num_windowed_host_pages=num_windowed, host_border=border)
-
-
-def has_remote_tier(args: ServerArgs) -> bool:
-    """Whether a proxy writes whole pages into the host pool."""
-    names = parse_backends(args.hicache_storage_backend) if args.hicache_storage_backend else ()
-    return any(STORAGE_BACKENDS[name].tier == Tier.REMOTE for name in names)
 
 
 def _reach(windows: Sequence[int | None], tile: int = WINDOW_TILE) -> int:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.configs.model_files import ModelConfigError
 from sglang.srt.managers.schedule_policy import FETCH_ORDERS
 from sglang.srt.managers.storage_setup import PREFETCH_POLICIES, PrefetchConfig, StorageLimits, StorageSetup
-from sglang.srt.mem_cache.block_store import BlockStore, StoreError
+from sglang.srt.mem_cache.block_store import BlockStore, OverlappingStore, StoreError
 from sglang.srt.mem_cache.placement import WRITE_POLICIES
 from sglang.srt.mem_cache.storage.guarded_store import GuardedStore
 from sglang.srt.mem_cache.storage.registry import (
@@ -28,7 +28,7 @@ from sglang.srt.mem_cache.storage.registry import (
     storage_backend,
 )
 from sglang.srt.mem_cache.storage.tiered_store import TieredStore
-from sglang.srt.mem_cache.storage.windowed_store import WindowedStore
+from sglang.srt.mem_cache.storage.windowed_store import OverlappingWindowedStore, WindowedStore
 from sglang.srt.utils.registry import (
     STRING,
     Kind,
@@ -222,15 +222,23 @@ class StorageOpener:
             return backend.open(params)
         stores: list[BlockStore] = []
         try:
-            for region, layers in zip(pool.regions, ("full attention", "a window"), strict=True):
-                namespace, share = f"{params.namespace}, layers with {layers}", region.page_bytes / pool.page_bytes
-                stores.append(backend.open(replace(params, namespace=namespace, pool=region, share=share)))
+            for i, (region, layers) in enumerate(zip(pool.regions, ("full attention", "a window"), strict=True)):
+                of_region = replace(
+                    params,
+                    namespace=f"{params.namespace}, layers with {layers}",
+                    pool=region,
+                    share=region.page_bytes / pool.page_bytes,
+                    # Short, as a socket's path is.
+                    directory=params.directory / str(i),
+                )
+                stores.append(backend.open(of_region))
         except StoreError:
             for store in stores:
                 store.close()
             raise
         full, of_windows = stores
-        return WindowedStore(full, of_windows, pool.windowed_of, -(-self.window_reach // block_tokens))
+        kind = OverlappingWindowedStore if isinstance(full, OverlappingStore) else WindowedStore
+        return kind(full, of_windows, pool.windowed_of, -(-self.window_reach // block_tokens))
 
     def _namespace(self, block_tokens: int, names: tuple[str, ...]) -> str:
         """What the bytes of a block depend on beside its tokens: equal on all ranks. names: of the backends that take

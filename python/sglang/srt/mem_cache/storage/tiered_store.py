@@ -21,6 +21,7 @@ from sglang.srt.mem_cache.block_store import (
     TouchedStore,
     has_room,
 )
+from sglang.srt.mem_cache.storage.windowed_store import WindowedStore
 from sglang.srt.mem_cache.transfer import Tier
 
 
@@ -114,7 +115,9 @@ class TieredStore:
         return self.near.stats()
 
     def _get_near(self, keys: Sequence[bytes], frames: np.ndarray) -> int:
-        there = _count_existing(self.near, keys)
+        # What windows do not reach from the end of a fetch need not be there.
+        exists = partial(self.near.exists_for, frames=frames) if isinstance(self.near, WindowedStore) else None
+        there = _count_existing(self.near, keys, exists)
         if not there:
             return 0
         return self.near.get(keys[:there], frames[: len(frames) // len(keys) * there])
@@ -152,10 +155,12 @@ def parts_of(store: BlockStore) -> list[BlockStore]:
     return [store.near, store.far] if isinstance(store, TieredStore) else [store]
 
 
-def _count_existing(store: BlockStore, keys: Sequence[bytes]) -> int:
-    """0 if the store fails: the other one may have them."""
+def _count_existing(
+    store: BlockStore, keys: Sequence[bytes], exists: Callable[[Sequence[bytes]], int] | None = None
+) -> int:
+    """0 if the store fails: the other one may have them. exists: by default the store's."""
     try:
-        return store.exists(keys)
+        return (exists or store.exists)(keys)
     except ExistsFailed:
         return 0
 

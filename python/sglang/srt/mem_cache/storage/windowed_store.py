@@ -7,13 +7,17 @@ where they lie. Of blocks that windows do not reach, the second one is not read.
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
 
-from sglang.srt.mem_cache.block_store import BlockStore, TenantStore, TouchedStore, has_room
+from sglang.srt.mem_cache.block_store import BlockStore, OverlappingStore, TenantStore, TouchedStore, has_room
 from sglang.srt.mem_cache.transfer import Tier
+
+logger = logging.getLogger(__name__)
 
 
 class WindowedStore:
@@ -39,6 +43,10 @@ class WindowedStore:
     def has_room(self) -> bool:
         return has_room(self.full) and has_room(self.of_windows)
 
+    @property
+    def is_synchronous(self) -> bool:
+        return getattr(self.full, "is_synchronous", False)
+
     def exists(self, keys: Sequence[bytes]) -> int:
         """How many leading blocks are stored, up to one from whose end windows reach nothing that is not."""
         count = self.full.exists(keys)
@@ -49,6 +57,10 @@ class WindowedStore:
                 break
             count = first + there
         return count
+
+    def exists_for(self, keys: Sequence[bytes], frames: np.ndarray) -> int:
+        """How many leading blocks `get` would read into these pages."""
+        return self._and_windows(keys, frames, self.full.exists(keys), lambda keys, _: self.of_windows.exists(keys))
 
     def get(self, keys: Sequence[bytes], frames: np.ndarray) -> int:
         """Of blocks whose pages are none in layers with a window, these are left out."""
@@ -68,12 +80,17 @@ class WindowedStore:
     ) -> int:
         """Of the leading `count` blocks also what their pages are in layers with a window. Returns how many of them
         are whole then."""
-        windowed = self._windowed_of(frames).reshape(len(keys), -1)
-        wanted = np.flatnonzero((windowed[:count] >= 0).all(axis=1)).tolist()
-        if not wanted:
-            return count
-        there = carry_out([keys[i] for i in wanted], windowed[wanted].ravel())
+        if not count:
+            return 0
+        wanted, windowed = self._wanted(count, frames[: len(frames) // len(keys) * count])
+        there = carry_out([keys[i] for i in wanted], windowed) if wanted else 0
         return count if there == len(wanted) else wanted[there]
+
+    def _wanted(self, count: int, frames: np.ndarray) -> tuple[list[int], np.ndarray]:
+        """Of `count` blocks those that have pages in layers with a window, and these. frames: (n,) int32."""
+        windowed = self._windowed_of(frames).reshape(count, -1)
+        wanted = np.flatnonzero((windowed >= 0).all(axis=1)).tolist()
+        return wanted, windowed[wanted].ravel()
 
     def touch(self, keys: Sequence[bytes]) -> int:
         """See TouchedStore. How much `full` has: of a path that was stored in part, windows lack in front."""
@@ -102,3 +119,51 @@ class WindowedStore:
         full, of_windows = self.full.stats(), self.of_windows.stats()
         sums = {name: value + of_windows.get(name, 0) for name, value in full.items()}
         return sums | {"blocks": full["blocks"]}
+
+
+class OverlappingWindowedStore(WindowedStore):
+    """Of two that can have several reads under way: both kinds of layers are read at once."""
+
+    def start_get(
+        self, keys: Sequence[bytes], frames: np.ndarray, on_end: Callable[[int], None]
+    ) -> Callable[[], None]:
+        """See OverlappingStore."""
+        assert isinstance(self.full, OverlappingStore) and isinstance(self.of_windows, OverlappingStore)
+        wanted, windowed = self._wanted(len(keys), frames)
+        if not wanted:
+            return self.full.start_get(keys, frames, on_end)
+        both = _Both(on_end)
+
+        def windows_ended(there: int) -> None:
+            both.end(len(keys) if there == len(wanted) else wanted[there])
+
+        give_up = self.full.start_get(keys, frames, both.end)
+        try:
+            give_up_windows = self.of_windows.start_get([keys[i] for i in wanted], windowed, windows_ended)
+        except Exception:
+            # The pages are the other read's until it ends.
+            logger.exception("a read of layers with a window has not begun")
+            windows_ended(0)
+            return give_up
+
+        def give_both_up() -> None:
+            give_up()
+            give_up_windows()
+
+        return give_both_up
+
+
+class _Both:
+    """The end of two reads, each of which ends once, from any thread. on_end: called with the smaller count."""
+
+    def __init__(self, on_end: Callable[[int], None]) -> None:
+        self._on_end = on_end
+        self._lock = threading.Lock()
+        self._counts: list[int] = []
+
+    def end(self, count: int) -> None:
+        with self._lock:
+            self._counts.append(count)
+            is_over = len(self._counts) == 2
+        if is_over:
+            self._on_end(min(self._counts))
