@@ -230,7 +230,7 @@ class SoakConfig:
 
     def divided_host(self, num_windowed: int) -> tuple[int, int, BorderSlabs | None]:
         """The host's pages beside num_windowed of layers with a window, see `border_between`."""
-        if self.host_layout != "page_first" or self.seed % 3 == 0:
+        if self.host_layout != "page_first" or self.seed % 5 == 0:
             return self.num_host_pages, num_windowed, None
         num_full = self.windows.count(None)
         return border_between(self.num_host_pages, num_windowed, num_full, len(self.windows) - num_full)

@@ -20,10 +20,10 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost, host_pool_bytes
 from sglang.srt.mem_cache.node import MatchResult, Node
 from sglang.srt.mem_cache.page_layout import PageLayout
-from sglang.srt.utils.time_units import LaunchSeq
+from sglang.srt.utils.time_units import NO_LAUNCH, LaunchSeq
 from support.controller_rig import Rig
 from support.kv_oracle import check_kv
-from support.storage_rig import DEVICE, HOST
+from support.storage_rig import DEVICE, HOST, tokens
 
 # As in test_hybrid_pool.py: a page has three layers with a window, and two without.
 KINDS = (True, False, True, True, False)
@@ -195,38 +195,60 @@ def test_slabs_of_what_is_in_use_stay(use: str):
 
 
 def given_to_windows() -> Rig:
-    """All slabs are of layers with a window, which have lost something of launch 114."""
-    rig = rig_with()
+    """All slabs are of layers with a window."""
+    rig = rig_with(host=34)
     short_prompts(rig, "abcdefghijklmnopqrstuvwxyz")
-    short_prompts(rig, "abcdefghijklmnopqrstuvwxyz", 200)
     assert slabs_of_windows(rig) == 5
     return rig
 
 
-def long_prompts(rig: Rig, now: int) -> None:
-    """Of six letters each, of which windows see two."""
-    for place in range(0, 48, 6):
-        on_host(rig, "".join(chr(200 + place + i) for i in range(6)), now + place)
+def long_prompts(rig: Rig, num: int) -> list[str]:
+    """Of twelve letters each, of which windows see two."""
+    texts = ["".join(chr(200 + 12 * place + i) for i in range(12)) for place in range(num)]
+    for place, text in enumerate(texts):
+        on_host(rig, text, 300 + place)
         tidy(rig)
+    return texts
 
 
 def test_slabs_of_which_ends_see_nothing_newer_go_back():
     rig = given_to_windows()
-    long_prompts(rig, 300)
+    texts = long_prompts(rig, 8)
     assert slabs_of_windows(rig) <= 1
-    # Of the last prompts all that windows see has stayed.
-    assert [marks(rig, "".join(chr(200 + place + i) for i in range(6)))[4:] for place in (36, 42)] == ["ww"] * 2
+    assert [marks(rig, text)[10:] for text in texts[-2:]] == ["ww"] * 2, "of these all that windows see has stayed"
 
 
 def test_what_windows_see_stays_as_long_as_it_is_newer_than_lost_prefixes():
     rig = given_to_windows()
-    border = rig.controller.windowed_host.border
-    assert border is not None
-    lost = on_host(rig, "AB", 90)
-    before = slabs_of_windows(rig)
-    rig.controller.give_up_on_host([lost])
-    tidy(rig)
-    assert slabs_of_windows(rig) == before
+    for place in range(8):
+        on_host(rig, chr(300 + 2 * place) + chr(301 + 2 * place), 90)
+        # All as old as can be: these go, and are lost.
+        tidy(rig)
+    assert rig.controller.counters["evicted_tokens_host"] >= 16 and slabs_of_windows(rig) == 5
+
+
+def test_what_a_quota_takes_off_the_host_moves_no_slab():
+    rig = given_to_windows()
+    for place in range(8):
+        node = on_host(rig, chr(300 + 2 * place) + chr(301 + 2 * place), 900 + place)
+        rig.controller.evict_of(HOST, 2, frozenset({node.id}))
+        tidy(rig)
+    assert slabs_of_windows(rig) == 5
+
+
+def test_an_end_that_is_not_known_is_as_old_as_its_node():
+    """A path that parts where no prompt has ended, as what windows saw there was lost and computed again."""
+    rig = rig_with(host=44)
+    node = on_host(rig, "abcd", 100)
+    rig.tree.split(node, 2)
+    on_host(rig, "abxy", 100)
+    (front, *_) = rig.tree.match("", tokens("ab"), fetching=True).path
+    assert len(front.children) == 2 and front.last_end == NO_LAUNCH and front.last_access >= 100
+    pool = rig.windowed_host
+    assert pool is not None and front.frames[HOST] is not None
+    if not front.is_host_partial:
+        assert pool.last_seen()[pool.of(front.frames[HOST])].min() >= 100
+    assert rig.controller.windowed_host.make(4) and pool.take_oldest_given_up() >= 100
 
 
 # -- answers ------------------------------------------------------------------------------------------------------

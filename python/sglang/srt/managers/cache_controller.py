@@ -456,7 +456,10 @@ class HiCacheController:
             stay = {node.id for node in kept}
             if tier == Tier.PEER and self._moves_unstored:
                 stay |= self._move_unstored(missing, kept)
-            self._give_up(self.tree.victims(tier, missing, stay, stay=False), tier, kept, ages)
+            victims = self.tree.victims(tier, missing, stay, stay=False)
+            if tier == Tier.HOST and (border := self.windowed_host.border) is not None:
+                border.note_given_up(victims)
+            self._give_up(victims, tier, kept, ages)
         return table.num_free >= num_pages
 
     @property
@@ -602,8 +605,6 @@ class HiCacheController:
         if Tier.PEER in self.tables and tier != Tier.HOST:
             other = Tier.PEER if tier == Tier.DEVICE else Tier.DEVICE
             self.num_short_of_peers += self.pages_of(node for node in nodes if node.frames[other] is None)
-        if tier == Tier.HOST and (border := self.windowed_host.border) is not None:
-            border.note_given_up(nodes)
         self.evicting(nodes, tier)
         dropped = self.tree.give_up(nodes, tier)
         self.ledger.free(dropped, tier)

@@ -1,11 +1,11 @@
 """`HostBorder`: which slabs of the host's memory layers with a window have, and which the others (border_slabs.py).
 
 Short prompts are seen to their beginning and want as many pages of the one kind as of the other; long ones want few
-for windows. After a loss a slab changes hands, if all in it is older than what the loser lost. Both kinds then give
-up what is oldest, as one pool would:
+for windows. After a loss a slab changes hands, if what is in it is older than what the loser lost. Both kinds then
+give up what is oldest, as one pool would:
 
     lost                                          what is in the slab that goes over
-    what ends of paths see, last at launch 50     prefixes that were last used before launch 50
+    what ends of paths see, last at launch 50     prefixes, most of which were last used before launch 50
     a prefix, last used at launch 50              what ends of paths saw last before launch 50
 
 What is free, or what no end sees, is worth as much as what was lost last for lack of it.
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 # The tree is looked through when one in so many pages was lost, so that it takes little of the time.
 _LOST_SHARE = 16
+# Of the pages that windows get with a slab, so many of what it had may be newer than what they lost: it is the oldest
+# in few slabs, as pages of many prefixes mix.
+_NEWER_SHARE = 0.5
 
 
 class HostBorder:
@@ -65,9 +68,9 @@ class HostBorder:
         self._worth_of_full = self._worth_of_windowed = FREE_TO_GO
 
     def note_given_up(self, nodes: Iterable[Node]) -> None:
-        """The host gives up nodes for others."""
+        """The host gives up nodes to make room."""
         for node in nodes:
-            if is_lacking(node):
+            if is_lacking(node) and node.priority != RETIRED_PRIORITY:
                 self._num_lost += len(node.key) // self._tree.page_size
                 self._oldest_lost = min(self._oldest_lost, last_access_on(node, Tier.HOST))
 
@@ -77,7 +80,8 @@ class HostBorder:
         if num_seen * _LOST_SHARE > self._pool.table.num_usable:
             self._worth_of_windowed = self._pool.take_oldest_given_up()
             self._num_seen_before += num_seen
-            self._to_windows(num_seen, self._worth_of_windowed)
+            if not self._is_windowed.all():
+                self._to_windows(num_seen, self._worth_of_windowed)
         if self._num_lost * _LOST_SHARE > self._host.num_usable:
             num_lost, self._worth_of_full = self._num_lost, self._oldest_lost
             self._num_lost, self._oldest_lost = 0, STAYS
@@ -87,35 +91,34 @@ class HostBorder:
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _to_windows(self, num_pages: int, lost: int) -> None:
-        """Slabs of num_pages go over, of which all was last used before launch `lost`."""
-        ages = np.maximum(self._last_used(), self._worth_of_full)
-        last_used = np.where(self._is_windowed, STAYS, ages[self._full].max(1))
-        slabs = self._oldest(last_used, lost, num_pages / self._windowed.shape[1])
-        if not len(slabs):
-            return
-        counted = self._num_lost, self._oldest_lost
-        # What is below goes first.
-        self._controller.give_up_on_host(self._controller.nodes_in(Tier.HOST, [self._full[slabs].ravel()])[::-1])
-        self._num_lost, self._oldest_lost = counted
+        """Slabs of num_pages go over, of which few pages were used from launch `lost` on."""
+        per_slab = self._windowed.shape[1]
+        ages = np.maximum(self._last_used(), self._worth_of_full)[self._full]
+        slabs = self._oldest(~self._is_windowed, ages, lost, int(_NEWER_SHARE * per_slab))[
+            : -(-num_pages // per_slab)
+        ]
+        if len(slabs):
+            going = self._controller.nodes_in(Tier.HOST, [self._full[slabs].ravel()])
+            # What is below goes first.
+            self._controller.give_up_on_host(going[::-1])
         self._move(slabs[(self._host.state[self._full[slabs]] == int(FrameState.FREE)).all(1)])
 
     def _to_full(self, num_pages: int, lost: int) -> None:
-        """Slabs of num_pages go back, of which ends of paths saw all before launch `lost`."""
-        ages = np.maximum(self._pool.last_seen(), self._worth_of_windowed)
-        last_seen = np.where(self._is_windowed, ages[self._windowed].max(1), STAYS)
-        slabs = self._oldest(last_seen, lost, num_pages / self._full.shape[1])
-        if not len(slabs):
-            return
+        """Slabs of num_pages go back, of which ends of paths saw none from launch `lost` on."""
+        ages = np.maximum(self._pool.last_seen(), self._worth_of_windowed)[self._windowed]
+        slabs = self._oldest(self._is_windowed, ages, lost, 0)[: -(-num_pages // self._full.shape[1])]
         goes = np.zeros(self._pool.table.num_pages, np.bool_)
         goes[self._windowed[slabs]] = True
-        self._make_partial([self._front_of(node, goes) for node in self._nodes_with(goes)])
+        self._make_partial([self._front_of(node, goes) for node in self._nodes_with(goes)] if len(slabs) else [])
         self._move(slabs[(self._pool.table.state[self._windowed[slabs]] == int(FrameState.FREE)).all(1)])
 
     @staticmethod
-    def _oldest(ages: np.ndarray, lost: int, num_slabs: float) -> np.ndarray:
-        """So many slabs, rounded up, the oldest first, of those that are older than launch `lost`."""
-        order = np.argsort(ages, kind="stable")[: int(np.ceil(num_slabs))]
-        return order[ages[order] < lost]
+    def _oldest(may_go: np.ndarray, ages: np.ndarray, lost: int, most_newer: int) -> np.ndarray:
+        """Slabs of which at most so many pages were used from launch `lost` on, the fewest first. may_go:
+        (num_slabs,) bool. ages: (num_slabs, pages) int64, of what they have."""
+        num_newer, newest = (ages >= lost).sum(1), ages.max(1)
+        order = np.lexsort((newest, num_newer))
+        return order[(may_go & (newest < STAYS) & (num_newer <= most_newer))[order]]
 
     def _move(self, slabs: np.ndarray) -> None:
         """Free slabs of one owner change hands."""

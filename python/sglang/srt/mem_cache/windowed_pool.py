@@ -235,8 +235,10 @@ class WindowedPool:
 
     def _last_end(self, node: Node) -> LaunchSeq:
         """When a path ended with a node. Where two part, as one that goes on from an answer that no prompt has
-        repeated, that is when the other one began; where many do, they are questions behind a document."""
-        return node.last_end if len(node.children) == 2 else last_access_on(node, self._tier)
+        repeated, that is when the other one began, if one has ended there; where many do, they are questions behind a
+        document."""
+        is_known = len(node.children) == 2 and node.last_end != NO_LAUNCH
+        return node.last_end if is_known else last_access_on(node, self._tier)
 
     def _distances(self, start: int, first_seen: int) -> Iterator[tuple[int, int]]:
         """(rank, where it ends) of parts of a path from `start` on, which are the shorter the nearer they are to the
