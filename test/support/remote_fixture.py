@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang.srt.mem_cache.block_store import ExistsFailed
+from sglang.srt.mem_cache.block_store import BlockStore, ExistsFailed
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.page_layout import PageLayout
@@ -18,6 +19,7 @@ from sglang.srt.offload.remote_store import RemoteStore
 from sglang.srt.offload.store.address import StoreAddress
 from sglang.srt.offload.store.embedded import EmbeddedStore
 from sglang.srt.offload.store.resp import RespConnection
+from support.children import wait_until
 
 BLOCK = 32
 # Blocks that hold what is stored; as many behind them are where it is fetched to.
@@ -112,6 +114,12 @@ class Remote:
 
     def close(self) -> None:
         self.store.close()
+
+
+def close_to_the_end(store: BlockStore) -> None:
+    """And wait for the threads of proxies in this process."""
+    store.close()
+    wait_until(lambda: all(thread.name != "proxy-close" for thread in threading.enumerate()), "proxies to end")
 
 
 def connection(address: StoreAddress) -> RespConnection:

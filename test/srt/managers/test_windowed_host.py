@@ -23,7 +23,7 @@ from sglang.srt.mem_cache.storage.registry import STORAGE_BACKENDS
 from sglang.srt.mem_cache.transfer import H2D, P2H, StorageOp, TransferOp
 from support.controller_rig import Rig
 from support.kv_oracle import check_kv
-from support.remote_fixture import PATIENCE_S, PROXY
+from support.remote_fixture import PATIENCE_S, PROXY, close_to_the_end
 from support.storage_rig import DEVICE, HOST, PEER, StorageRig, keys_of, tokens
 
 # Windows of 3: what they reach are the 2 tokens before a query.
@@ -519,6 +519,8 @@ def test_answers_are_those_of_transformers(
         "remote": {"in_process": True, "limit_gb": 0.1, "proxy": PROXY, "hang_timeout_s": PATIENCE_S},
     }
 
+    opened: list[BlockStore] = []
+
     def open_store(pool: MHATokenToKVPoolHost) -> BlockStore:
         if stores == "one":
             return HiCacheFile(tmp_path / "store", "model", pool, block, FileStoreOptions(64 << 20))
@@ -526,7 +528,8 @@ def test_answers_are_those_of_transformers(
         config = settings[backend] if len(names) == 1 else {name: settings[name] for name in names}
         opener = StorageOpener(lambda: "model", "name", pool, 0, 1, directory=tmp_path, window_reach=23)
         config = {"block_tokens": block, **config}
-        return opener.open(opener.setup(backend, json.dumps(config), "wait_complete", "write_through").setup)
+        opened.append(opener.open(opener.setup(backend, json.dumps(config), "wait_complete", "write_through").setup))
+        return opened[0]
 
     engine = model.engine(
         page_size=page_size,
@@ -548,3 +551,5 @@ def test_answers_are_those_of_transformers(
     pools = {DEVICE: engine.device_pool, HOST: engine.host_pool}
     assert check_kv(engine.scheduler, pools, model.reference_kv, KV_TOLERANCE, windows=engine.model.windows)
     engine.close()
+    for store in opened:
+        close_to_the_end(store)

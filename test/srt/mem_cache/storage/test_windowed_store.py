@@ -27,7 +27,7 @@ from sglang.srt.mem_cache.storage.tiered_store import TieredStore
 from sglang.srt.mem_cache.storage.windowed_store import OverlappingWindowedStore, WindowedStore
 from sglang.srt.mem_cache.transfer import Tier
 from support.memory_store import MemoryStore
-from support.remote_fixture import PATIENCE_S, PROXY
+from support.remote_fixture import PATIENCE_S, PROXY, close_to_the_end
 
 WINDOWED = (True, False, True, True, False)
 PAGE, BLOCK, HOST_PAGES, WINDOWED_PAGES = 4, 8, 64, 32
@@ -275,7 +275,7 @@ def test_a_remote_store_has_a_session_for_each_kind(tmp_path: Path, in_process: 
     ends = np.empty((8, pool.regions[1].page_bytes), np.uint8)
     pool.regions[1].copy_out(np.arange(8, dtype=np.int32), ends)
     assert ends[:4].any(axis=1).all() and not ends[4:].any()
-    store.close()
+    close_to_the_end(store)
 
 
 # -- on a disk ----------------------------------------------------------------------------------------------------
