@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sglang.srt.mem_cache.border_slabs import BorderSlabs
-from sglang.srt.mem_cache.eviction import RETIRED_PRIORITY
+from sglang.srt.mem_cache.eviction import RETIRED_PRIORITY, least_recent
 from sglang.srt.mem_cache.eviction_order import is_awaited
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.node import Node, is_lacking, is_whole, last_access_on
@@ -76,6 +76,8 @@ class HostBorder:
 
     def update(self) -> None:
         """Move slabs if enough was lost. Nothing else looks at nodes meanwhile."""
+        if self._tree.order.policy is not least_recent:
+            return  # what is oldest is not worth least
         num_seen = self._pool.num_seen_given_up - self._num_seen_before
         if num_seen * _LOST_SHARE > self._pool.table.num_usable:
             self._worth_of_windowed = self._pool.take_oldest_given_up()
@@ -94,9 +96,8 @@ class HostBorder:
         """Slabs of num_pages go over, of which few pages were used from launch `lost` on."""
         per_slab = self._windowed.shape[1]
         ages = np.maximum(self._last_used(), self._worth_of_full)[self._full]
-        slabs = self._oldest(~self._is_windowed, ages, lost, int(_NEWER_SHARE * per_slab))[
-            : -(-num_pages // per_slab)
-        ]
+        slabs = self._oldest(~self._is_windowed, ages, lost, int(_NEWER_SHARE * per_slab))
+        slabs = slabs[: -(-num_pages // per_slab)]
         if len(slabs):
             going = self._controller.nodes_in(Tier.HOST, [self._full[slabs].ravel()])
             # What is below goes first.

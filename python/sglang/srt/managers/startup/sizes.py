@@ -314,8 +314,7 @@ def with_windowed_host_pool(
     if not found.num_windowed_pages:
         return config
     num_pages, num_windowed, border = found.num_device_pages, found.num_windowed_pages, None
-    # In another order of eviction what is oldest is not worth least.
-    if layout is not None and config.eviction_policy == "lru":
+    if layout is not None:
         (_, full), (_, windowed) = regions_of(layout, num_pages, [w is not None for w in windows], num_windowed)
         num_pages, num_windowed, border = border_between(
             num_pages, num_windowed, full.page_bytes, windowed.page_bytes, config.host_block_pages
