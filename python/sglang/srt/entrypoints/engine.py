@@ -75,6 +75,8 @@ _STOP_INTERVAL_S = 0.02
 _PROGRESS_INTERVAL_S = 10.0
 # sun_path holds 108 bytes.
 _MAX_SOCKET_PATH = 100
+# In a server's directory: of a remote store for one kind of layers.
+_LONGEST_SOCKET_NAME = "/sglang-xxxxxxxx/rank99/0/store/redis.sock"
 
 logger = logging.getLogger(__name__)
 
@@ -400,7 +402,7 @@ def private_directory() -> tuple[str, int]:
     """A directory that only its owner may enter, so that no other user can write to the sockets in it, and the
     descriptor of the lock in it. While the descriptor is open, the directory is in use."""
     parent = tempfile.gettempdir()
-    if len(parent) + len("/sglang-xxxxxxxx/detokenizer_in") > _MAX_SOCKET_PATH:
+    if len(parent) + len(_LONGEST_SOCKET_NAME) > _MAX_SOCKET_PATH:
         parent = "/tmp"
     _remove_deserted(parent)
     while True:

@@ -72,6 +72,7 @@ class MHATokenToKVPoolHost:
         self.page_layout = device_pool.page_layout
         self.num_pages = num_pages
         self.num_windowed_pages = num_windowed_pages
+        self.windowed = tuple(windowed)
         self.page_size = self.page_layout.page_size
         self.page_bytes = self.page_layout.page_bytes
         self.layout = layout

@@ -26,6 +26,7 @@ from sglang.srt.mem_cache.storage.registry import StoreParams
 from sglang.srt.mem_cache.transfer import Tier
 from sglang.srt.offload import wire
 from sglang.srt.offload.codec.layout import BlockLayout
+from sglang.srt.offload.codec.registry import codec_of_layers
 from sglang.srt.offload.proxy_client import ProxyClient
 from sglang.srt.offload.proxy_process import InProcessProxy, OtherProxy, OwnProxy, ProxyElsewhere, ProxyPlace
 from sglang.srt.offload.store.embedded import EmbeddedStore
@@ -46,6 +47,9 @@ ASK_AGAIN_S = 5.0
 _CHECK_INTERVAL_S = 0.5
 # Blocks of one message, so that a question of a request waits for few.
 _TOUCHED_AT_ONCE = 64
+# Statistics of a whole store, and those of this session alone.
+_OF_STORE = frozenset(("blocks", "size_bytes", "limit_bytes", "keys", "evicted_keys"))
+_OF_SESSION = frozenset(("read_errors", "write_errors", "proxy_sessions", "proxy_hangs"))
 # Parts of the limit. A store that is filled up to the first, or evicts, is full until it is down to the second: one
 # that evicts whole pieces may stay well below its limit.
 _FULL_AT = 0.95
@@ -80,6 +84,8 @@ class RemoteStore:
         self._first_page = first_page
         self._hang_s = settings.hang_s
         self._clock = clock
+        self._has_own_store = isinstance(settings.proxy, OwnProxySettings) and not settings.proxy.url
+        self._has_own_proxy = isinstance(settings.proxy, OwnProxySettings)
         self._lock = threading.Lock()
         self._retry_at, self._retry_s = 0.0, RETRY_S
         self._is_connecting = False
@@ -197,6 +203,12 @@ class RemoteStore:
         client = self._client
         values = {"blocks": 0, "size_bytes": 0, "limit_bytes": 0, **(client.stats if client is not None else {})}
         return {**values, **self._counters}
+
+    def is_of_all(self, name: str) -> bool:
+        """Whether another session with the same settings tells the same under this name of `stats`."""
+        if name in _OF_STORE:
+            return not self._has_own_store
+        return name not in _OF_SESSION and not self._has_own_proxy
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -402,6 +414,12 @@ def open_remote_store(backend: str, settings: RemoteSettings, params: StoreParam
             "page_first, on Linux"
         )
     layout = BlockLayout(block_tokens // pool.page_size, pool.page_layout)
+    codec = {"codec": settings.codec} if isinstance(settings.codec, str) else settings.codec
+    if params.layers:
+        try:
+            codec = codec_of_layers(codec, params.layers, params.num_layers)
+        except ValueError as error:
+            raise StoreError(f"--hicache-storage-backend {backend}: {error}") from None
     own = settings.proxy
     place = (
         _start_own_proxy(own, directory, params.share / params.tp_size) if isinstance(own, OwnProxySettings) else own
@@ -411,13 +429,14 @@ def open_remote_store(backend: str, settings: RemoteSettings, params: StoreParam
         num_pages=(num_pages := pool.first_page + pool.num_pages),
         pool_bytes=num_pages * pool.page_bytes,
         layout=layout.as_dict(),
-        codec={"codec": settings.codec} if isinstance(settings.codec, str) else settings.codec,
+        codec=codec,
         namespace=hashlib.blake2b(namespace.encode()).digest(),
         mac_key=_mac_key_of(params.mac_key, namespace),
         engine=os.urandom(16),
     )
     store = RemoteStore(backend, block_tokens, place, hello, pool.shared.fd, settings, first_page=pool.first_page)
-    logger.info("remote tier: %s, codec %s, blocks of %d tokens", place, store.codec, block_tokens)
+    part = f" of {len(params.layers)} of {params.num_layers} layers" if params.layers else ""
+    logger.info("remote tier: %s, codec %s, blocks of %d tokens%s", place, store.codec, block_tokens, part)
     return store
 
 

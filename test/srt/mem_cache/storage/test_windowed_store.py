@@ -230,6 +230,61 @@ def test_pages_stay_taken_where_the_second_read_does_not_begin():
     assert pair.counts == [4]
 
 
+def test_few_questions_are_asked_over_a_network():
+    """Where layers with a window have nothing, of a long prompt."""
+    pair, slow = Pair(), SlowPair()
+    for each in (pair, slow):
+        with mock.patch.object(each.full, "exists", lambda keys: len(keys)):
+            for store, most in ((each.store, each.store.most_questions), (each.store, 3)):
+                store.most_questions = most
+                with mock.patch.object(each.of_windows, "exists", return_value=0) as asked:
+                    assert store.exists(keys(60)) == 0 and asked.call_count == min(most, 30)
+
+
+@pytest.mark.parametrize("others", ["nothing", "the store", "the store and the proxy"])
+def test_what_both_tell_of_one_store_counts_once(others: str):
+    pair = SlowPair()
+    told = {"size_bytes": 100, "blocks": 6, "read_bytes": 10, "read_errors": 1}
+    of_all = {"nothing": (), "the store": ("size_bytes", "blocks"), "the store and the proxy": tuple(told)[:3]}[
+        others
+    ]
+    pair.full.is_of_all = of_all.__contains__  # type: ignore[attr-defined]
+    with (
+        mock.patch.object(pair.full, "stats", lambda: told),
+        mock.patch.object(pair.of_windows, "stats", lambda: told | {"blocks": 3}),
+    ):
+        found = pair.store.stats()
+    assert found["size_bytes"] == (200 if others == "nothing" else 100)
+    # 18 keys: two for each block of the one kind and four of the other, or as many as the first has.
+    assert found["blocks"] == (6 if others == "nothing" else 2)
+    assert found["read_bytes"] == (10 if others == "the store and the proxy" else 20) and found["read_errors"] == 2
+
+
+@pytest.mark.parametrize(
+    ("codec", "message"),
+    [
+        ({"codec": "binned", "k_bins": [[3, 255], [2, 128]]}, ""),
+        ({"codec": "binned", "v_bins": [[4, 8]]}, "bins for 4 layers, the model has 5"),
+    ],
+)
+def test_a_codec_takes_layers_as_those_of_the_model(tmp_path: Path, codec: dict[str, Any], message: str):
+    opener = replace(opener_of(make_pool()), directory=tmp_path)
+    config = {"in_process": True, "limit_gb": 0.1, "block_tokens": BLOCK, "proxy": PROXY, "codec": codec}
+    setup = opener.setup("remote", json.dumps(config), "timeout", "write_through").setup
+    if message:
+        with pytest.raises(StoreError, match=message):
+            opener.open(setup)
+        return
+    store = opener.open(setup)
+    assert isinstance(store, WindowedStore)
+    # Layers 1 and 4 see all, the others have a window.
+    assert [part.codec.split("k=")[1].split()[0] for part in (store.full, store.of_windows)] == [  # type: ignore[attr-defined]
+        "1x255,1x128",
+        "2x255,1x128",
+    ]
+    close_to_the_end(store)
+
+
 def test_of_two_tiers_the_near_one_brings_what_windows_do_not_reach():
     """Though it lacks windows there: an operation of a long fetch ends where none of the request's do."""
     near, far = Pair(), Pair()

@@ -220,11 +220,13 @@ class StorageOpener:
         pool, backend = self.pool, storage_backend(name)
         if not self._has_regions or not backend.takes_regions:
             return backend.open(params)
-        stores: list[BlockStore] = []
+        kinds, stores = pool.windowed, list[BlockStore]()
         try:
             for i, (region, layers) in enumerate(zip(pool.regions, ("full attention", "a window"), strict=True)):
                 of_region = replace(
                     params,
+                    layers=tuple(layer for layer, is_windowed in enumerate(kinds) if is_windowed == bool(i)),
+                    num_layers=len(kinds),
                     namespace=f"{params.namespace}, layers with {layers}",
                     pool=region,
                     share=region.page_bytes / pool.page_bytes,

@@ -64,6 +64,9 @@ class StoreParams:
     tp_size: int = 1
     # Of the limits of its rank, this store's part.
     share: float = 1.0
+    # Of the model's num_layers those that its pages have, where these are not all.
+    layers: tuple[int, ...] = ()
+    num_layers: int = 0
     # See `StorageSetup`.
     is_exclusive: bool = False
     # A private directory of the rank that opens it, which is removed when the server ends.

@@ -8,6 +8,7 @@ where they lie. Of blocks that windows do not reach, the second one is not read.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,6 +24,9 @@ logger = logging.getLogger(__name__)
 class WindowedStore:
     """windowed_of: pages of the host -> what they are in layers with a window, -1 for none; both int32. num_seen:
     blocks that windows reach from the end of a block. name, block_tokens, and blocks of `stats`: those of `full`."""
+
+    # Of `exists`: an index in memory answers at once.
+    most_questions = sys.maxsize
 
     def __init__(
         self,
@@ -48,15 +52,16 @@ class WindowedStore:
         return getattr(self.full, "is_synchronous", False)
 
     def exists(self, keys: Sequence[bytes]) -> int:
-        """How many leading blocks are stored, up to one from whose end windows reach nothing that is not."""
+        """How many leading blocks are stored, up to one from whose end windows reach nothing that is not. 0 where
+        that is not found soon."""
         count = self.full.exists(keys)
-        while count:
+        for _ in range(self.most_questions):
             first = max(0, count - self._num_seen)
-            there = self.of_windows.exists(keys[first:count])
+            there = self.of_windows.exists(keys[first:count]) if count else 0
             if there == count - first:
-                break
+                return count
             count = first + there
-        return count
+        return 0
 
     def exists_for(self, keys: Sequence[bytes], frames: np.ndarray) -> int:
         """How many leading blocks `get` would read into these pages."""
@@ -117,12 +122,20 @@ class WindowedStore:
 
     def stats(self) -> dict[str, int]:
         full, of_windows = self.full.stats(), self.of_windows.stats()
-        sums = {name: value + of_windows.get(name, 0) for name, value in full.items()}
-        return sums | {"blocks": full["blocks"]}
+        is_of_all = getattr(self.full, "is_of_all", lambda name: False)
+        sums = {name: value if is_of_all(name) else value + of_windows.get(name, 0) for name, value in full.items()}
+        blocks, others = full["blocks"], of_windows["blocks"]
+        if is_of_all("blocks") and blocks and others:
+            # Each takes all keys for those of its blocks.
+            blocks = blocks * others // (blocks + others)
+        return sums | {"blocks": blocks}
 
 
 class OverlappingWindowedStore(WindowedStore):
     """Of two that can have several reads under way: both kinds of layers are read at once."""
+
+    # Each goes over the network, while a request waits.
+    most_questions = 16
 
     def start_get(
         self, keys: Sequence[bytes], frames: np.ndarray, on_end: Callable[[int], None]
@@ -140,9 +153,9 @@ class OverlappingWindowedStore(WindowedStore):
         give_up = self.full.start_get(keys, frames, both.end)
         try:
             give_up_windows = self.of_windows.start_get([keys[i] for i in wanted], windowed, windows_ended)
-        except Exception:
+        except Exception as error:
             # The pages are the other read's until it ends.
-            logger.exception("a read of layers with a window has not begun")
+            logger.warning("a read of layers with a window has not begun: %r", error)
             windows_ended(0)
             return give_up
 

@@ -14,7 +14,7 @@ piece that is not exactly as expected raises `CodecError`, and nothing outside o
 from __future__ import annotations
 
 import hmac
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, Protocol, Self
 
@@ -111,6 +111,12 @@ class PieceCodec:
         """settings: a user's settings, checked one by one against `options`. Raises ValueError, with the remedy, for
         settings that contradict each other or do not fit the layout."""
         return cls(layout)
+
+    @classmethod
+    def of_layers(cls, settings: Mapping[str, Any], layers: Sequence[int], num_layers: int) -> dict[str, Any]:
+        """Settings with which some layers are coded alone as they are in a cache of all num_layers. settings: as of
+        `from_settings`. layers: ascending. Raises ValueError."""
+        return dict(settings)
 
     def __init__(self, layout: BlockLayout) -> None:
         self.layout = layout

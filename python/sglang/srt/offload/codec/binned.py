@@ -13,7 +13,7 @@ exactly. Such a value shows that something is wrong in the engine, and must not 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -67,13 +67,15 @@ class BinnedCodec(PieceCodec):
 
     @classmethod
     def from_settings(cls, layout: BlockLayout, settings: Mapping[str, Any]) -> BinnedCodec:
-        if "bins" in settings and ("k_bins" in settings or "v_bins" in settings):
-            raise ValueError("bins is for K and V alike: give either bins, or k_bins and v_bins")
-        both = settings.get("bins", MAX_BINS)
-        k_bins, v_bins = (both if settings.get(name) is None else settings[name] for name in ("k_bins", "v_bins"))
-        if both == "cachegen":
-            k_bins, v_bins = cachegen_bins(layout.page.num_layers)
+        k_bins, v_bins = _bins_of(settings, layout.page.num_layers)
         return cls(layout, k_bins, v_bins, make_coder(settings, "deflate"))
+
+    @classmethod
+    def of_layers(cls, settings: Mapping[str, Any], layers: Sequence[int], num_layers: int) -> dict[str, Any]:
+        found = {name: value for name, value in settings.items() if name != "bins"}
+        for name, bins in zip(("k_bins", "v_bins"), _bins_of(settings, num_layers), strict=True):
+            found[name] = [[1, each] for each in bins_per_layer(bins, num_layers)[list(layers)].tolist()]
+        return found
 
     def __init__(
         self, layout: BlockLayout, k_bins: Bins = 255, v_bins: Bins = 255, coder: EntropyCoder | None = None
@@ -132,6 +134,17 @@ class BinnedCodec(PieceCodec):
         half = self._half[is_value.astype(np.intp), layer]
         half.flags.writeable = False
         return half
+
+
+def _bins_of(settings: Mapping[str, Any], num_layers: int) -> tuple[Bins, Bins]:
+    """Of K and of V."""
+    if "bins" in settings and ("k_bins" in settings or "v_bins" in settings):
+        raise ValueError("bins is for K and V alike: give either bins, or k_bins and v_bins")
+    both = settings.get("bins", MAX_BINS)
+    if both == "cachegen":
+        return cachegen_bins(num_layers)
+    k_bins, v_bins = (both if settings.get(name) is None else settings[name] for name in ("k_bins", "v_bins"))
+    return k_bins, v_bins
 
 
 def bins_per_layer(bins: Bins, num_layers: int) -> np.ndarray:

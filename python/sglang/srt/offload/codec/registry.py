@@ -6,7 +6,7 @@ A new codec is a file with a subclass of `PieceCodec`, one line in `CODECS`, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sglang.srt.offload.codec.base import Codec, PieceCodec
@@ -38,6 +38,13 @@ def make_codec(config: Mapping[str, Any], layout: BlockLayout, mac_key: bytes = 
     made = codec.from_settings(layout, settings)
     made.mac_key = mac_key
     return made
+
+
+def codec_of_layers(config: Mapping[str, Any], layers: Sequence[int], num_layers: int) -> dict[str, Any]:
+    """The settings with which some of a model's layers are coded as in a cache of all num_layers. Raises
+    ValueError."""
+    codec, settings = check_codec(config)
+    return {"codec": codec.name, **codec.of_layers(settings, layers, num_layers)}
 
 
 def check_codec(config: Mapping[str, Any]) -> tuple[type[PieceCodec], dict[str, Any]]:
