@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 class BlockStore(Protocol):
     """name: the backend's name, as in --hicache-storage-backend. block_tokens: tokens per block, a multiple of the
     host pool's page size. A store may have an attribute `has_room`: whether it can take more blocks without giving up
-    others."""
+    others; and a method `is_of_all(name)`: whether what `stats` tells under a name is told by others on the same
+    medium, too."""
 
     name: str
     block_tokens: int

@@ -58,10 +58,9 @@ _ROOM_AT = 0.75
 
 class RemoteStore:
     """hello: the first message, without the token. fd: the host pool's memory. first_page: see `HostRegion`, of the
-    pages that are read and written. settings.hang_s: a proxy that has
-    answered no question for this long is killed if the server has started it, and of one elsewhere the relay is.
-    Another proxy is asked only for a sign of life until it is heard again; the pages that it has stay taken until it
-    moves or ends."""
+    pages that are read and written. settings.hang_s: a proxy that has answered no question for this long is killed
+    if the server has started it, and of one elsewhere the relay is. Another proxy is asked only for a sign of life
+    until it is heard again; the pages that it has stay taken until it moves or ends."""
 
     def __init__(
         self,

@@ -54,8 +54,8 @@ class TieredStore:
 
     def locate(self, keys: Sequence[bytes]) -> tuple[int, int]:
         """How many of the leading blocks the near store has, and how many of the blocks behind them the far one."""
-        near = _count_existing(self.near, keys)
-        return near, _count_existing(self.far, keys[near:]) if near < len(keys) else 0
+        near = _count_existing(self.near.exists, keys)
+        return near, _count_existing(self.far.exists, keys[near:]) if near < len(keys) else 0
 
     def get(self, keys: Sequence[bytes], frames: np.ndarray) -> int:
         count = self._get_near(keys, frames)
@@ -116,8 +116,9 @@ class TieredStore:
 
     def _get_near(self, keys: Sequence[bytes], frames: np.ndarray) -> int:
         # What windows do not reach from the end of a fetch need not be there.
-        exists = partial(self.near.exists_for, frames=frames) if isinstance(self.near, WindowedStore) else None
-        there = _count_existing(self.near, keys, exists)
+        near = self.near
+        exists = partial(near.exists_for, frames=frames) if isinstance(near, WindowedStore) else near.exists
+        there = _count_existing(exists, keys)
         if not there:
             return 0
         return self.near.get(keys[:there], frames[: len(frames) // len(keys) * there])
@@ -155,12 +156,10 @@ def parts_of(store: BlockStore) -> list[BlockStore]:
     return [store.near, store.far] if isinstance(store, TieredStore) else [store]
 
 
-def _count_existing(
-    store: BlockStore, keys: Sequence[bytes], exists: Callable[[Sequence[bytes]], int] | None = None
-) -> int:
-    """0 if the store fails: the other one may have them. exists: by default the store's."""
+def _count_existing(exists: Callable[[Sequence[bytes]], int], keys: Sequence[bytes]) -> int:
+    """0 if the store fails: the other one may have them. exists: the store's."""
     try:
-        return (exists or store.exists)(keys)
+        return exists(keys)
     except ExistsFailed:
         return 0
 
