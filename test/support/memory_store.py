@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from sglang.srt.mem_cache.block_store import longest_seen
 from sglang.srt.mem_cache.storage.host_pages import HostPages
 from sglang.srt.mem_cache.transfer import Tier
 from sglang.srt.utils.stream import Stream
@@ -48,6 +49,10 @@ class MemoryStore:
     def exists(self, keys: Sequence[bytes]) -> int:
         self._maybe_raise()
         return next((i for i, key in enumerate(keys) if key not in self.blocks), len(keys))
+
+    def longest_seen(self, keys: Sequence[bytes], num_seen: int) -> int:
+        self._maybe_raise()
+        return longest_seen([key in self.blocks for key in keys], num_seen)
 
     def get(self, keys: Sequence[bytes], frames: np.ndarray) -> int:
         self._maybe_raise()

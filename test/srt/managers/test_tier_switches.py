@@ -162,8 +162,8 @@ def test_one_of_two_stores_is_left_out():
     both = TieredStore(near, far)
     keys, frames = [b"a" * 16, b"b" * 16], np.arange(2, dtype=np.int32)
     assert both.without((0,)).set(keys, frames) == 2 and not near.blocks and len(far.blocks) == 2
-    assert both.locate(keys) == (0, 2) and both.without((1,)).locate(keys) == (0, 0)
+    assert both.locate(keys) == (0, 2, 2) and both.without((1,)).locate(keys) == (0, 0, 0)
     assert both.without((0,)).get(keys, frames) == 2 and both.without((1,)).get(keys, frames) == 0
     near.set(keys[:1], frames[:1])
-    assert both.locate(keys) == (1, 1) and both.without((0,)).locate(keys) == (0, 2)
+    assert both.locate(keys) == (1, 1, 2) and both.without((0,)).locate(keys) == (0, 2, 2)
     assert both.without((0,)).touch(keys) == 2 and both.touch(keys) == 1

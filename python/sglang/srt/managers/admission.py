@@ -448,6 +448,7 @@ class Admission:
         """It waits for storage no more, and has a lock of its own on what was loaded ahead."""
         req.fetched = self._storage.found_by_tier(req.rid) or req.fetched
         # Before the path is looked at: cancelling a fetch may merge nodes.
+        req.leaves_at = self._storage.leaves_at(req.rid) or req.leaves_at
         self._storage.detach(req.rid)
         self.end_preloads([req])
 

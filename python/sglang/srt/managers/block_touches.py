@@ -17,6 +17,7 @@ import numpy as np
 
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.mem_cache.block_keys import to_bytes
+from sglang.srt.mem_cache.block_names import NOT_STORED
 from sglang.srt.mem_cache.node import Node, survivor_of
 from sglang.srt.mem_cache.transfer import STORE, StorageAction, Ticket
 
@@ -222,7 +223,7 @@ class BlockTouches:
             # The front first.
             blocks = blocks[:affordable]
             self.num_back -= len(blocks)
-        self.tree.names.mark_stored(path, blocks, is_stored=False)
+        self.tree.names.mark_stored(path, blocks, NOT_STORED)
         self.counters["storage_losses"] += 1
         self._got_back[last] = None
         if len(self._got_back) > _MAX_HOLES:

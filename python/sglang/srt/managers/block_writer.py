@@ -23,6 +23,8 @@ from sglang.srt.managers.block_touches import BlockTouches
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.managers.storage_breaker import StorageBreaker
 from sglang.srt.managers.storage_setup import StorageSetup
+from sglang.srt.managers.window_blocks import WindowBlocks
+from sglang.srt.mem_cache.block_names import NOT_STORED, STORED, WITHOUT_WINDOWS
 from sglang.srt.mem_cache.namespaces import is_alone, salt_of
 from sglang.srt.mem_cache.node import Node, is_ready, is_whole, survivor_of
 from sglang.srt.mem_cache.transfer import STORE, StorageAction, StorageOp, Ticket, Tier
@@ -50,6 +52,8 @@ class BlockWriter:
         self.breaker = breaker
         # None while no storage is attached, or is being emptied or detached.
         self.setup: StorageSetup | None = None
+        # None where all layers of a block are stored.
+        self._window_blocks: WindowBlocks | None = None
         # Whether an administrator wants nothing stored.
         self.is_off = False
         # Of two stores, the places of those that get nothing.
@@ -74,6 +78,10 @@ class BlockWriter:
     def open(self, setup: StorageSetup | None) -> None:
         """Storage was attached, emptied or detached."""
         self.setup = setup
+        self._window_blocks = None
+        if setup is not None and setup.has_windowed_store:
+            num_seen = -(-self.tree.windows.num_tokens // setup.block_tokens)
+            self._window_blocks = WindowBlocks(setup.block_tokens, num_seen)
         self._trial, self._next_trial_at = None, Seconds(-math.inf)
 
     def close(self) -> None:
@@ -126,6 +134,11 @@ class BlockWriter:
                 self.store_path(node)
             if was_pinned:
                 self.tree.end_soft_pin(end)
+
+    def note_answer(self, end: Node) -> None:
+        """The path to `end` ends there. The host may have had it before that was known."""
+        if self._window_blocks is not None and not self.stores_late:
+            self.store_path(end)
 
     def store_nodes(self, nodes: list[Node]) -> None:
         """Copies have brought these nodes to the host: store what lacks no page any more."""
@@ -186,11 +199,12 @@ class BlockWriter:
             return
         end = path[-1]
         tree.names.name_path(end)
-        first = next((i for i, n in enumerate(path) if n.stored is not None and not n.stored.all()), None)
-        if first is None:
-            return
         assert tree.names.keys is not None
         size = tree.names.keys.block_tokens
+        wanted = self._window_blocks.of(path) if self._window_blocks is not None else None
+        first = next((i for i, n in enumerate(path) if self._lacks(n, size, wanted)), None)
+        if first is None:
+            return
         tenant = tree.names.keys.tenant(salt_of(tree.root_of(end).namespace))
         # The first block may begin in a node above.
         begin, top = path[first].start // size * size, first
@@ -200,7 +214,9 @@ class BlockWriter:
         stored = np.concatenate([n.stored for n in path[first:]])  # type: ignore[misc]
         by_page = np.concatenate([self._host_frames(n) for n in path[top:]])[(begin - path[top].start) // page :]
         frames = by_page[: len(keys) * (size // page)].reshape(len(keys), size // page)
-        lacking = np.flatnonzero(~stored & (frames >= 0).all(axis=1))
+        is_whole = self._gets_windows(frames, wanted[begin // size :] if wanted is not None else None)
+        is_there = (frames >= 0).all(axis=1)
+        lacking = np.flatnonzero(is_there & ((stored == NOT_STORED) | ((stored == WITHOUT_WINDOWS) & is_whole)))
         # write_through promises all of it.
         controller = self.controller
         is_worth_it = controller.write_policy == "write_through" or controller.is_worth_storing(begin, end.end)
@@ -216,13 +232,19 @@ class BlockWriter:
         for i in range(0, len(lacking), per_op):
             blocks = lacking[i : i + per_op]
             ticket = self.ledger.begin_storage_op(
-                STORE, StorageAction.SET, keys[blocks], frames[blocks].ravel(), skips=self.skips, tenant=tenant
+                STORE,
+                StorageAction.SET,
+                keys[blocks],
+                frames[blocks].ravel(),
+                without_windows=np.repeat(~is_whole[blocks], size // page),
+                skips=self.skips,
+                tenant=tenant,
             )
             tree.pages.storing(ticket, path[top:], keys[blocks], begin + blocks * size)
             self.storing_pages += frames[blocks].size
             if not is_worth_it:
                 self._trial, self._trial_began = ticket, self.breaker.now
-        tree.names.mark_stored(path[first:], lacking)
+        tree.names.mark_stored(path[first:], lacking, np.where(is_whole[lacking], STORED, WITHOUT_WINDOWS))
         if len(lacking):
             self.touches.note(end)
 
@@ -239,6 +261,23 @@ class BlockWriter:
         if frames is not None and self._can_store(node):
             return frames
         return np.full(len(node.key) // self.tree.page_size, -1, np.int32)
+
+    @staticmethod
+    def _lacks(node: Node, size: int, wanted: np.ndarray | None) -> bool:
+        """Whether storage may lack something of a node. wanted: of the path's blocks, see `WindowBlocks`; None: all
+        are stored whole."""
+        if node.stored is None or not node.stored.all():
+            return node.stored is not None
+        here = slice(node.start // size, node.end // size)
+        return wanted is not None and bool((wanted[here] & (node.stored == WITHOUT_WINDOWS)).any())
+
+    def _gets_windows(self, frames: np.ndarray, wanted: np.ndarray | None) -> np.ndarray:
+        """(num_blocks,) bool: which blocks are stored with layers with a window. frames: (num_blocks, pages of a
+        block) int32. wanted: as of `_lacks`."""
+        pool = self.controller.windowed_host.pool
+        if wanted is None or pool is None:
+            return np.ones(len(frames), np.bool_)
+        return wanted & (pool.frame_of[frames] >= 0).all(axis=1)
 
     def _num_storable_blocks(self) -> int:
         """Blocks that may be handed to storage now."""

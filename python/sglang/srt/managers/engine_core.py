@@ -79,6 +79,7 @@ class EngineCore:
         self._findings: dict[int, LaunchFindings] = {}
         self._counts: dict[str, list[int]] = {name: [] for name in STORAGE_LINKS}
         self._far_counts: list[int] = []
+        self._part_counts: list[int] = []
         self._cost: dict[str, dict[int, float]] = {name: {} for name in _MEASURED}
         # The result of the last `progress` (done, failed, slabs), and the result on which the last step was taken.
         self._seen: tuple[dict[str, int], dict[str, int], SlabReport] = (dict(self._completed), {}, SlabReport())
@@ -116,6 +117,7 @@ class EngineCore:
                     self._counts[name].append(op.count)
                     if name == PROBE:
                         self._far_counts.append(op.far_count)
+                        self._part_counts.append(op.part_count)
                     continue
                 if not op.ok:
                     self._failures[name].append(op.seq)
@@ -135,6 +137,7 @@ class EngineCore:
             findings=dict(self._findings),
             counts=counts,
             far_counts=tuple(self._far_counts[:COUNTS_PER_STEP]),
+            part_counts=tuple(self._part_counts[:COUNTS_PER_STEP]),
             consumed=consumed,
             cost={name: dict(costs) for name, costs in self._cost.items() if costs},
             slab_report=report,
@@ -170,6 +173,7 @@ class EngineCore:
             failed=progress.failed,
             counts=progress.counts,
             far_counts=progress.far_counts,
+            part_counts=progress.part_counts,
             results=progress.results,
             findings=progress.findings,
             cost=progress.cost,
@@ -213,6 +217,7 @@ class EngineCore:
         for name, of_link in progress.counts.items():
             del self._counts[name][: len(of_link)]
         del self._far_counts[: len(progress.far_counts)]
+        del self._part_counts[: len(progress.part_counts)]
         for name, first in progress.failed.items():
             seqs = self._failures[name]
             self._failures[name] = [s for s in seqs if s > first]

@@ -268,7 +268,8 @@ class KVCache:
     def end_turn(self, req: Req) -> None:
         """A request that has a hold is answered. If it is a session's, its path gets weights."""
         assert req.hold is not None
-        self.tree.note_answer(req.hold.receipt.node, req.num_prompt)
+        self.tree.note_answer(req.hold.receipt.node, req.num_prompt, req.leaves_at)
+        self.storage.writer.note_answer(req.hold.receipt.node)
         if req.session is not None:
             self.sessions.end_turn(req.session, req.hold.receipt.node)
 
@@ -582,11 +583,11 @@ class KVCache:
         link: str,
         done: int,
         counts: tuple[int, ...],
-        far_counts: tuple[int, ...],
+        probed: tuple[tuple[int, ...], tuple[int, ...]],
         administered: Callable[[Ticket, int], bool],
     ) -> None:
-        """Storage operations below `done` are over. counts: what each brought or found; far_counts: how much of that
-        each probe found on the second storage tier. administered: whether it was an administrator's, and has been
+        """Storage operations below `done` are over. counts: what each brought or found. probed: the far counts of
+        probes, and their part counts, see `OpResult`. administered: whether it was an administrator's, and has been
         dealt with."""
         for i, (seq, count) in enumerate(zip(range(self.num_done(link), done), counts, strict=True)):
             ticket = Ticket(link, seq)
@@ -602,7 +603,8 @@ class KVCache:
             elif link == STORE:
                 self.storage.writer.end(ticket, count)
             else:
-                self.storage.end_probe(ticket, count, far_counts[i])
+                far_counts, part_counts = probed
+                self.storage.end_probe(ticket, count, far_counts[i], part_counts[i])
             self._note_end()
 
     def _note_growth(self, ticket: Ticket) -> None:

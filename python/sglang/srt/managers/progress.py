@@ -39,6 +39,8 @@ class Progress:
     counts: dict[str, tuple[int, ...]] = field(default_factory=dict)
     # For each result of the probe link: how many of its blocks, the last ones, lie on the second storage tier.
     far_counts: tuple[int, ...] = ()
+    # For each of them, see `OpResult.part_count`.
+    part_counts: tuple[int, ...] = ()
     # Per storage link: operations whose results earlier steps have taken; alike on all ranks.
     consumed: dict[str, int] = field(default_factory=dict)
     # Per link, EXEC and parts of launches: number -> seconds; rank 0's.
@@ -55,7 +57,7 @@ class _Columns:
     done: completed launches and operations, in the order of COUNTED.
     first_failed: the earliest failure of each, or the largest int64.
     counts: COUNTS_PER_STEP results per storage link; unused ones are 0.
-    far_counts: COUNTS_PER_STEP results of the probe link; unused ones are 0.
+    far_counts, part_counts: COUNTS_PER_STEP results of the probe link each; unused ones are 0.
     mapped_slabs: 1 for each slab that the rank may use, else 0.
     readable_slabs: 1 for each slab from which the rank can copy, else 0.
     num_borrowable_slabs, num_lendable_slabs, value_us, lent_value_us: one number each, of `SlabReport`.
@@ -73,6 +75,7 @@ class _Columns:
             "first_failed": len(COUNTED),
             "counts": len(STORAGE_LINKS) * COUNTS_PER_STEP,
             "far_counts": COUNTS_PER_STEP,
+            "part_counts": COUNTS_PER_STEP,
             "mapped_slabs": len(report.mapped),
             "readable_slabs": len(report.mapped),
             "num_borrowable_slabs": 1,
@@ -111,6 +114,7 @@ def pack_progress(progress: Progress) -> np.ndarray:
         of_link = progress.counts.get(name, ())
         row[: len(of_link)] = of_link
     columns.of(values, "far_counts")[: len(progress.far_counts)] = progress.far_counts
+    columns.of(values, "part_counts")[: len(progress.part_counts)] = progress.part_counts
     columns.of(values, "mapped_slabs")[:] = np.frombuffer(report.mapped, np.uint8)
     columns.of(values, "readable_slabs")[:] = np.frombuffer(report.readable, np.uint8) if report.readable else 1
     columns.of(values, "num_borrowable_slabs")[:] = report.num_borrowable
@@ -145,6 +149,7 @@ def unpack_progress(least: np.ndarray, rank_0: Progress) -> Progress:
             name: tuple(row[: num_new[name]].tolist()) for name, row in zip(STORAGE_LINKS, columns.counts(least))
         },
         far_counts=tuple(columns.of(least, "far_counts")[: num_new[PROBE]].tolist()),
+        part_counts=tuple(columns.of(least, "part_counts")[: num_new[PROBE]].tolist()),
         consumed=rank_0.consumed,
         cost={
             name: {seq: c for seq, c in costs.items() if seq < (end if name in PARTS_OF_LAUNCHES else done[name])}

@@ -161,6 +161,7 @@ class Req:
         "insert_at",
         "is_check",
         "last_launch",
+        "leaves_at",
         "length",
         "loaded",
         "loaded_from_peers",
@@ -212,6 +213,8 @@ class Req:
         )
         # Place in the order of arrival.
         self.order = order
+        # See `Prefetch`.
+        self.leaves_at = 0
         # The next launch when it came; of a session's requests.
         self.came_at = NO_LAUNCH
         # (max_len,) int32, prompt and output; the first num_known are there.
@@ -319,7 +322,7 @@ class StepInputs(msgspec.Struct, frozen=True, kw_only=True):
     step: its number. now: seconds, from rank 0. done: completed operations per link, and launches under "exec".
     failed: per link the earliest failed number not yet consumed. counts: per storage link, the results of the
     operations that are new in done. far_counts: for each result of a probe, how many of its blocks, the last ones,
-    lie on the second storage tier. results: launch -> its sampled tokens, int32 bytes. findings: launch -> what it
+    lie on the second storage tier. part_counts: see `OpResult`, for each of them. results: launch -> its sampled tokens, int32 bytes. findings: launch -> what it
     found beside tokens, if asked to. cost: seconds that rank 0 measured, by number, of completed launches (EXEC,
     STALL for what they waited, STREAM for what they streamed), loads (H2D, P2D) and reads of storage (FETCH). flush:
     ids of flush requests. storage: what an administrator asks of the storage tier. slab_report: what all ranks may
@@ -334,6 +337,7 @@ class StepInputs(msgspec.Struct, frozen=True, kw_only=True):
     failed: dict[str, int] = {}
     counts: dict[str, tuple[int, ...]] = {}
     far_counts: tuple[int, ...] = ()
+    part_counts: tuple[int, ...] = ()
     results: dict[int, bytes] = {}
     findings: dict[int, LaunchFindings] = {}
     cost: dict[str, dict[int, float]] = {}

@@ -252,7 +252,8 @@ class Scheduler:
             self._distrust(tier)
         for link in STORAGE_LINKS:
             done, counts = inputs.done.get(link, 0), inputs.counts.get(link, ())
-            cache.complete_storage_ops(link, done, counts, inputs.far_counts, self._administered)
+            probed = inputs.far_counts, inputs.part_counts
+            cache.complete_storage_ops(link, done, counts, probed, self._administered)
         if cache.update_borrowed(inputs.slab_report, self._lose_to_lenders):
             self._step_again_at = inputs.now
         for each in (self.lender, self.borrower):

@@ -331,6 +331,11 @@ class StorageController:
             return StorageOutcome("switched_off" if self.is_unread else "storage_not_awaited")
         return StorageOutcome(prefetch.trouble, prefetch.stored_end, prefetch.cut_from)
 
+    def leaves_at(self, rid: str) -> int:
+        """See `Prefetch`; before `detach`."""
+        prefetch = self._prefetches.get(rid)
+        return prefetch.leaves_at if prefetch is not None else 0
+
     def detach(self, rid: str) -> None:
         """The request starts, or ends: it waits for nothing more."""
         prefetch = self._prefetches.pop(rid, None)
@@ -425,9 +430,9 @@ class StorageController:
             heapq.heappop(self._deadlines)
         return None
 
-    def end_probe(self, ticket: Ticket, count: int, far_count: int) -> None:
+    def end_probe(self, ticket: Ticket, count: int, far_count: int = 0, part_count: int = 0) -> None:
         """Storage has the first `count` of the blocks that it was asked for, the last `far_count` of them on its
-        second tier. PROBE_FAILED: it did not answer."""
+        second tier. PROBE_FAILED: it did not answer. part_count: see `OpResult`."""
         op = self.ledger.end(ticket)
         assert isinstance(op, StorageOp)
         if has_failed := count == PROBE_FAILED:
@@ -442,6 +447,8 @@ class StorageController:
             prefetch, names = self._prefetches[rid], self.tree.names.keys
             assert names is not None
             prefetch.probe, prefetch.probe_failed = None, has_failed
+            if part_count > count:
+                prefetch.leaves_at = (prefetch.probed + part_count) * names.block_tokens
             if count:
                 self.counters["storage_hit_tokens"] += count * names.block_tokens
                 prefetch.end = prefetch.stored_end = (prefetch.probed + count) * names.block_tokens
@@ -557,7 +564,11 @@ class StorageController:
         # What is being fetched for others may not come.
         coming = next((n.start for n in match.path if is_fetching(n)), match.total_len)
         prefetch.reach = max(prefetch.reach, coming)
-        lacking = len(prefetch.tokens) - match.total_len
+        begin = match.total_len
+        if self.leaves_out_windows and match.whole_len is not None:
+            # Windows may be stored for an end before that alone.
+            begin = match.whole_len
+        lacking = len(prefetch.tokens) - begin
         is_worth_asking = lacking >= max(1, config.threshold)
         if not is_worth_asking and not self._fetching(match):
             return
@@ -570,11 +581,11 @@ class StorageController:
         prefetch.last_deadline = now + max(prefetch.limit_s, WAIT_COMPLETE_LIMIT_S)
         self._join(rid, prefetch, match)
         if is_worth_asking:
-            prefetch.probed = match.total_len // names.block_tokens
+            prefetch.probed = begin // names.block_tokens
             keys = prefetch.keys[prefetch.probed :]
             prefetch.probe = self.ledger.begin_storage_op(PROBE, StorageAction.EXISTS, keys, skips=self._skips)
             self._probes[prefetch.probe] = now
-            gain_s = self._advice.fetch_gain_s(match.total_len, len(prefetch.tokens))
+            gain_s = self._advice.fetch_gain_s(begin, len(prefetch.tokens))
             if config.policy == "timeout":
                 prefetch.waits_for_probe = self._probe_value.is_worth_waiting(gain_s)
             self._trial.begin_doubt(prefetch.keys[:1], is_slow=gain_s is not None and gain_s <= 0)

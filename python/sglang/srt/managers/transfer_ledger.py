@@ -156,14 +156,18 @@ class TransferLedger:
         action: StorageAction,
         keys: np.ndarray = NO_KEYS,
         frames: np.ndarray = NO_FRAMES,
+        without_windows: np.ndarray | None = None,
         **more: Any,
     ) -> Ticket:
-        """keys, frames, more: see `StorageOp`. What is read got its frames for layers with a window before."""
+        """keys, frames, more: see `StorageOp`. What is read got its frames for layers with a window before.
+        without_windows: (len(frames),) bool, pages that are written without these layers."""
         windowed, num_left_out = None, 0
         if len(frames):
             self.tables[Tier.HOST].pin(frames)
             if (pool := self.windowed.get(Tier.HOST)) is not None:
                 windowed = pool.frame_of[frames]
+                if without_windows is not None:
+                    windowed[without_windows] = -1
                 pool.table.pin(windowed[windowed >= 0])
                 num_left_out = int(np.count_nonzero(windowed < 0))
         size_bytes = round((len(frames) - num_left_out * self._windowed_share) * self.page_bytes)

@@ -82,14 +82,15 @@ class WindowedHost:
         return nodes, len(nodes)
 
     def drop_partial_ends(self, node: Node) -> None:
-        """Take off the host what is partial there of what windows reach from where its part of the path to `node`
-        ends, as far as the device has it whole: it has been computed again, and is copied anew."""
+        """Take off the host what is partial there of what windows reach from where the last block of its part of the
+        path to `node` ends, as far as the device has it whole: it has been computed again, and is copied anew."""
         if self.pool is None:
             return
         step: Node | None = node
         while step is not None and step.frames[Tier.HOST] is None:
             step = step.parent
-        cut = self._tree.windows.cut(step.end) if step is not None else 0
+        size = self._tree.order.cut_tokens
+        cut = self._tree.windows.cut(step.end // size * size) if step is not None else 0
         while step is not None and step.end > cut:
             above = step.parent
             if step.is_host_partial and step.tickets[Tier.HOST] is None and is_whole(step, Tier.DEVICE):

@@ -17,6 +17,9 @@ import numpy as np
 from sglang.srt.mem_cache.block_keys import BlockKeys
 from sglang.srt.mem_cache.node import Node, path_of, root_of
 
+# What storage has of a block: nothing, all layers, or all but those with a window (`WindowBlocks`).
+NOT_STORED, STORED, WITHOUT_WINDOWS = range(3)
+
 
 class BlockNames:
     def __init__(self) -> None:
@@ -60,7 +63,7 @@ class BlockNames:
             run = np.concatenate((tail, each.key)) if len(tail) else each.key
             if each.block_keys is None:
                 each.block_keys = names.chain(last, run)
-                each.stored = np.zeros(len(each.block_keys), np.bool_)
+                each.stored = np.zeros(len(each.block_keys), np.int8)
             if len(each.block_keys):
                 last = each.block_keys[-1].tobytes()
             tail = run[len(run) - each.end % names.block_tokens :]
@@ -73,24 +76,26 @@ class BlockNames:
             first, end = node.start // size, node.end // size
             if node.block_keys is None and end <= len(keys):
                 node.block_keys = keys[first:end].copy()
-                node.stored = np.zeros(end - first, np.bool_)
+                node.stored = np.zeros(end - first, np.int8)
 
     def name_fetched(self, node: Node, block_keys: np.ndarray) -> None:
         """A node gets what storage has under these names."""
         assert len(block_keys) == self.num_blocks(node)
         node.block_keys = block_keys
-        node.stored = np.ones(len(block_keys), np.bool_)
+        node.stored = np.full(len(block_keys), STORED, np.int8)
 
     # -- what is stored -----------------------------------------------------------------------------------------
 
     @staticmethod
-    def mark_stored(path: Sequence[Node], blocks: np.ndarray, is_stored: bool = True) -> None:
-        """These blocks of the path, counted from its first one, are believed stored, or not. Its nodes follow each
-        other and have names."""
+    def mark_stored(path: Sequence[Node], blocks: np.ndarray, of_each: np.ndarray | int) -> None:
+        """Note what storage has of some blocks of the path, counted from its first one. Its nodes follow each other
+        and have names. of_each: of all, or (len(blocks),)."""
+        of_each = np.broadcast_to(np.asarray(of_each, np.int8), blocks.shape)
         for node in path:
             assert node.stored is not None
             num_blocks = len(node.stored)
-            node.stored[blocks[(blocks >= 0) & (blocks < num_blocks)]] = is_stored
+            is_here = (blocks >= 0) & (blocks < num_blocks)
+            node.stored[blocks[is_here]] = of_each[is_here]
             blocks = blocks - num_blocks
 
     @staticmethod
@@ -107,7 +112,7 @@ class BlockNames:
     def forget_stored(node: Node) -> None:
         """Nothing of the node is believed stored."""
         if node.stored is not None:
-            node.stored[:] = False
+            node.stored[:] = NOT_STORED
 
     # -- splits and merges --------------------------------------------------------------------------------------
 

@@ -105,6 +105,27 @@ class TenantStore(Protocol):
         ...
 
 
+@runtime_checkable
+class WindowStore(BlockStore, Protocol):
+    """A `BlockStore` of layers with a window, of which it need not have every block."""
+
+    def longest_seen(self, keys: Sequence[bytes], num_seen: int) -> int:
+        """The most leading keys of which the last num_seen are stored, or all if these are fewer. Raises
+        `ExistsFailed` as `exists` does."""
+        ...
+
+
+def longest_seen(are_stored: Sequence[bool], num_seen: int) -> int:
+    """See `WindowStore`."""
+    end = len(are_stored)
+    for i in range(end - 1, -1, -1):
+        if not are_stored[i]:
+            end = i
+        elif end - i >= num_seen:
+            break
+    return end
+
+
 def has_room(store: BlockStore | None) -> bool:
     """Whether the store can take more blocks without giving up others; a store that does not tell is taken to be
     without a limit."""

@@ -128,7 +128,7 @@ class HottestPrefixes:
                 if step.frames[tier] is not None and step.tickets[tier] is None:
                     tokens[TIER_NAMES[tier]] += len(step.key)
             if storage and step.stored is not None:
-                tokens["storage"] += int(step.stored.sum()) * names.block_tokens
+                tokens["storage"] += int(np.count_nonzero(step.stored)) * names.block_tokens
             step = step.parent
         assert isinstance(step, Root)
         num_blocks = node.end // names.block_tokens

@@ -41,6 +41,7 @@ class Node:
         "num_device_children",
         "page_digests",
         "parent",
+        "parts_at",
         "priority",
         "soft_pins",
         "start",
@@ -95,6 +96,8 @@ class Node:
         self.last_end = NO_LAUNCH
         # Where the last prompt ended whose answer it ends with, in tokens: the next one may end there.
         self.asked_end = 0
+        # Where other paths part from the one that ends with it, as storage has shown, in tokens.
+        self.parts_at = 0
         # Per tier: as late as a session's weight makes its last access, see session_weights.py; None without one.
         # Never above the parent's.
         self.weighted_until: tuple[LaunchSeq, ...] | None = None
@@ -104,7 +107,7 @@ class Node:
         self.last_stream = NO_LAUNCH
         # (n, 16) uint8, names of the blocks that end in this node; None until they are asked for.
         self.block_keys: np.ndarray | None = None
-        # (n,) bool, which blocks storage is believed to have.
+        # (n,) int8, what storage is believed to have of them, see block_names.py.
         self.stored: np.ndarray | None = None
         # (pages, 32) uint8, by which KV events name pages; None until one does.
         self.page_digests: np.ndarray | None = None
@@ -128,6 +131,7 @@ class Node:
             "last_access",
             "last_end",
             "asked_end",
+            "parts_at",
             "hits",
             "priority",
             "was_copied",
@@ -263,6 +267,8 @@ class MatchResult:
     awaits_load: bool = False
     # Nodes that continue the path and the tokens, but begin in what such layers would see and no tier has whole.
     beyond: tuple[Node, ...] = ()
+    # Of one that ends where such layers lack something, which storage may have: up to there nothing is lacking.
+    whole_len: int | None = None
 
     @property
     def from_peers(self) -> int:

@@ -44,7 +44,7 @@ class LeftToLeader:
         link, seq = op.ticket
         assert link == self.name and seq == self._next_seq, f"{op.ticket} out of order, {self._next_seq} expected"
         self._next_seq += 1
-        self._ended.append(OpResult(seq, True, count=_MOST, far_count=_MOST))
+        self._ended.append(OpResult(seq, True, count=_MOST, far_count=_MOST, part_count=_MOST))
 
     def cancel(self, ticket: Ticket) -> None:
         """It has ended."""

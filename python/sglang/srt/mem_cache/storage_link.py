@@ -34,6 +34,7 @@ from sglang.srt.mem_cache.block_store import (
 )
 from sglang.srt.mem_cache.rate_limit import RateLimit
 from sglang.srt.mem_cache.storage.tiered_store import TieredStore
+from sglang.srt.mem_cache.storage.windowed_store import find
 from sglang.srt.mem_cache.transfer import (
     PROBE_FAILED,
     GateError,
@@ -172,7 +173,7 @@ class StorageLink:
             is_cancelled = op.ticket.seq in self._cancelled
             self._cancelled.discard(op.ticket.seq)
         if is_cancelled:
-            self._end(begun, 0, 0, "cancelled")
+            self._end(begun, 0, error="cancelled")
             return
         begun.at = self._clock()
         store = self._store_for(op)
@@ -184,7 +185,7 @@ class StorageLink:
             give_up = store.start_get(to_bytes(op.keys), op.frames, partial(self._end, begun))
         except Exception as raised:
             logger.warning("%s of %d blocks failed: %r", op.action.name, len(op.keys), raised)
-            self._end(begun, 0, 0, str(raised) or type(raised).__name__)
+            self._end(begun, 0, error=str(raised) or type(raised).__name__)
             return
         with self._lock:
             begun.give_up = give_up
@@ -206,17 +207,17 @@ class StorageLink:
         the benefit of asynchronous fetching (ShadowServe 6.4)."""
         return getattr(self.slot.store, "is_synchronous", False)
 
-    def _end(self, begun: _Begun, count: int, far_count: int = 0, error: str = "") -> None:
+    def _end(self, begun: _Begun, count: int, far_count: int = 0, part_count: int = 0, *, error: str = "") -> None:
         with self._lock:
             seconds = 0.0
             if begun.at is not None:
                 now = self._clock()
                 seconds, self._last_end = now - max(begun.at, self._last_end), now
-            begun.result = OpResult(begun.seq, not error, error, count, far_count, seconds)
+            begun.result = OpResult(begun.seq, not error, error, count, far_count, part_count, seconds)
         self.notify()
 
-    def _carry_out(self, op: StorageOp) -> tuple[int, int]:
-        """The count of the operation's result, and of a probe its far count."""
+    def _carry_out(self, op: StorageOp) -> tuple[int, ...]:
+        """The count of the operation's result, and of a probe the far count and the part count."""
         store = self._store_for(op)
         if op.action == StorageAction.ATTACH:
             return int(self.slot.attach(op.setup)), 0
@@ -226,11 +227,12 @@ class StorageLink:
             keys = to_bytes(op.keys)
             if not isinstance(store, TieredStore):
                 try:
-                    return store.exists(keys), 0
+                    count, part = find(store, keys)
                 except ExistsFailed:
                     return PROBE_FAILED, 0
-            near, far = store.locate(keys)
-            return near + far, far
+                return count, 0, part
+            near, far, part = store.locate(keys)
+            return near + far, far, part
         if op.action == StorageAction.TOUCH:
             try:
                 return 1 + (store.touch(to_bytes(op.keys)) if isinstance(store, TouchedStore) else len(op.keys)), 0

@@ -101,8 +101,10 @@ class WindowReach:
         for place, node in enumerate(match.path):
             if node.end > cut and is_lacking(node) and node.tickets[_DEVICE] is None and not comes_whole(node):
                 end = max(cut, node.start)
-                # The tokens may part from the node before that.
-                return match.up_to(place, end) if end < match.total_len else match
+                if end >= match.total_len:
+                    return match  # the tokens part from the node before that
+                whole = self.longest_whole(match, lambda node: Tier.HOST if comes_whole(node) else None)
+                return replace(match.up_to(place, end), whole_len=whole.total_len)
         return match
 
     def cut_to_complete(self, end: Node) -> list[Node]:

@@ -116,6 +116,10 @@ class RemoteStore:
         """Raises ExistsFailed."""
         return self._told(partial(wire.Exists, keys=b"".join(keys)))
 
+    def longest_seen(self, keys: Sequence[bytes], num_seen: int) -> int:
+        """See WindowStore."""
+        return self._told(partial(wire.Exists, keys=b"".join(keys), num_seen=num_seen))
+
     def get(self, keys: Sequence[bytes], frames: np.ndarray) -> int:
         ended = _Result()
         self.start_get(keys, frames, ended.put)

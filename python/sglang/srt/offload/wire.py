@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-WIRE_VERSION = 6
+WIRE_VERSION = 7
 # A Get of 256 blocks of 256 one-token pages is 270 KB.
 MAX_FRAME_BYTES = 16 << 20
 MAC_KEY_BYTES = 32
@@ -58,10 +58,12 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
 
 
 class Exists(msgspec.Struct, tag=True, frozen=True):
-    """How many of the leading blocks are stored? keys: 16 bytes each."""
+    """How many of the leading blocks are stored? keys: 16 bytes each. num_seen: above 0, how many there are up to the
+    last one before which so many are stored, see `WindowStore`."""
 
     id: int
     keys: bytes
+    num_seen: int = 0
 
 
 class Touch(msgspec.Struct, tag=True, frozen=True):

@@ -125,14 +125,14 @@ def rig() -> Iterator[Rig]:
 def test_a_far_store_that_hangs_is_left_alone_and_the_near_one_goes_on(rig: Rig):
     rig.near.set(KEYS[:3], FRAMES[:3])
     gate = rig.hang()
-    assert rig.both.locate(KEYS) == (3, 0) and rig.both.exists(KEYS) == 3
+    assert rig.both.locate(KEYS) == (3, 0, 3) and rig.both.exists(KEYS) == 3
     assert rig.both.get(KEYS, FRAMES) == 3
     ended: list[int] = []
     rig.both.start_get(KEYS, FRAMES, ended.append)
     assert ended == [3]
     assert rig.both.set(KEYS[:5], FRAMES[:5]) == 5 and len(rig.near.blocks) == 5
     assert rig.both.touch(KEYS[:4]) == 4
-    assert rig.both.without((0,)).locate(KEYS) == (0, 0) and rig.both.without((1,)).locate(KEYS) == (5, 0)
+    assert rig.both.without((0,)).locate(KEYS) == (0, 0, 0) and rig.both.without((1,)).locate(KEYS) == (5, 0, 5)
     assert (rig.far.num_read, rig.far.num_written) == (0, 1), "only what came before"
     gate.open.set()
 
@@ -141,7 +141,7 @@ def test_no_caller_waits_beyond_the_limit(rig: Rig):
     gate = Gate(rig.far, "exists")
     rig.near.set(KEYS[:3], FRAMES[:3])
     rig.guarded._limit_s = HURRY_S
-    assert rig.both.locate(KEYS) == (3, 0) and rig.is_left_alone
+    assert rig.both.locate(KEYS) == (3, 0, 3) and rig.is_left_alone
     gate.open.set()
 
 
@@ -201,7 +201,7 @@ def test_a_trial_shows_that_it_works_again(rig: Rig, caplog: pytest.LogCaptureFi
     assert rig.is_left_alone and rig.far.num_asked == asked
     rig.pass_s(0.2)
     wait_until(lambda: not rig.is_left_alone)
-    assert rig.both.locate(KEYS) == (0, 8) and rig.both.get(KEYS, FRAMES) == 8
+    assert rig.both.locate(KEYS) == (0, 8, 8) and rig.both.get(KEYS, FRAMES) == 8
     assert [r.getMessage().split(":")[0] for r in caplog.records] == [
         "the memory store is left alone",
         "the memory store is used again",

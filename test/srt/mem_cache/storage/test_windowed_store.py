@@ -114,7 +114,7 @@ def test_a_prompt_is_there_up_to_where_its_windows_are(missing: tuple[int, ...],
 def test_a_store_that_does_not_tell_makes_the_pair_not_tell():
     pair = Pair()
     pair.store.set(keys(2), pair.frames(2))
-    with mock.patch.object(pair.of_windows, "exists", side_effect=ExistsFailed), pytest.raises(ExistsFailed):
+    with mock.patch.object(pair.of_windows, "longest_seen", side_effect=ExistsFailed), pytest.raises(ExistsFailed):
         pair.store.exists(keys(2))
 
 
@@ -230,15 +230,16 @@ def test_pages_stay_taken_where_the_second_read_does_not_begin():
     assert pair.counts == [4]
 
 
-def test_few_questions_are_asked_over_a_network():
-    """Where layers with a window have nothing, of a long prompt."""
-    pair, slow = Pair(), SlowPair()
-    for each in (pair, slow):
-        with mock.patch.object(each.full, "exists", lambda keys: len(keys)):
-            for store, most in ((each.store, each.store.most_questions), (each.store, 3)):
-                store.most_questions = most
-                with mock.patch.object(each.of_windows, "exists", return_value=0) as asked:
-                    assert store.exists(keys(60)) == 0 and asked.call_count == min(most, 30)
+def test_one_question_is_asked_of_each():
+    """Each goes over a network, while a request waits."""
+    pair = Pair()
+    with (
+        mock.patch.object(pair.full, "exists", return_value=60) as of_full,
+        mock.patch.object(pair.of_windows, "longest_seen", return_value=0) as of_windows,
+    ):
+        assert pair.store.exists(keys(64)) == 0
+    of_full.assert_called_once_with(keys(64))
+    of_windows.assert_called_once_with(keys(60), NUM_SEEN)
 
 
 @pytest.mark.parametrize("others", ["nothing", "the store", "the store and the proxy"])

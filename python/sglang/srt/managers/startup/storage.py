@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.configs.model_files import ModelConfigError
 from sglang.srt.managers.schedule_policy import FETCH_ORDERS
 from sglang.srt.managers.storage_setup import PREFETCH_POLICIES, PrefetchConfig, StorageLimits, StorageSetup
-from sglang.srt.mem_cache.block_store import BlockStore, OverlappingStore, StoreError
+from sglang.srt.mem_cache.block_store import BlockStore, OverlappingStore, StoreError, WindowStore
 from sglang.srt.mem_cache.placement import WRITE_POLICIES
 from sglang.srt.mem_cache.storage.guarded_store import GuardedStore
 from sglang.srt.mem_cache.storage.registry import (
@@ -239,6 +239,7 @@ class StorageOpener:
                 store.close()
             raise
         full, of_windows = stores
+        assert isinstance(of_windows, WindowStore), f"{name} takes regions"
         kind = OverlappingWindowedStore if isinstance(full, OverlappingStore) else WindowedStore
         return kind(full, of_windows, pool.windowed_of, -(-self.window_reach // block_tokens))
 

@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.block_store import (
     TouchedStore,
     has_room,
 )
-from sglang.srt.mem_cache.storage.windowed_store import WindowedStore
+from sglang.srt.mem_cache.storage.windowed_store import WindowedStore, find
 from sglang.srt.mem_cache.transfer import Tier
 
 
@@ -50,12 +50,16 @@ class TieredStore:
         return TieredStore(near, far)
 
     def exists(self, keys: Sequence[bytes]) -> int:
-        return sum(self.locate(keys))
+        near, far, _ = self.locate(keys)
+        return near + far
 
-    def locate(self, keys: Sequence[bytes]) -> tuple[int, int]:
-        """How many of the leading blocks the near store has, and how many of the blocks behind them the far one."""
-        near = _count_existing(self.near.exists, keys)
-        return near, _count_existing(self.far.exists, keys[near:]) if near < len(keys) else 0
+    def locate(self, keys: Sequence[bytes]) -> tuple[int, int, int]:
+        """How many of the leading blocks the near store has, how many of the blocks behind them the far one, and how
+        many leading ones are there, whether windows reach what is there from their end or not, as far as the near
+        one tells."""
+        near, part = _find(self.near, keys)
+        far = _count_existing(self.far.exists, keys[near:]) if near < len(keys) else 0
+        return near, far, max(part, near + far)
 
     def get(self, keys: Sequence[bytes], frames: np.ndarray) -> int:
         count = self._get_near(keys, frames)
@@ -162,6 +166,14 @@ def _count_existing(exists: Callable[[Sequence[bytes]], int], keys: Sequence[byt
         return exists(keys)
     except ExistsFailed:
         return 0
+
+
+def _find(store: BlockStore, keys: Sequence[bytes]) -> tuple[int, int]:
+    """See `WindowedStore.find`; (0, 0) if the store fails."""
+    try:
+        return find(store, keys)
+    except ExistsFailed:
+        return 0, 0
 
 
 def _from(count: int, keys: Sequence[bytes], frames: np.ndarray) -> tuple[Sequence[bytes], np.ndarray]:

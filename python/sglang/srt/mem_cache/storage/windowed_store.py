@@ -8,14 +8,20 @@ where they lie. Of blocks that windows do not reach, the second one is not read.
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
 
-from sglang.srt.mem_cache.block_store import BlockStore, OverlappingStore, TenantStore, TouchedStore, has_room
+from sglang.srt.mem_cache.block_store import (
+    BlockStore,
+    OverlappingStore,
+    TenantStore,
+    TouchedStore,
+    WindowStore,
+    has_room,
+)
 from sglang.srt.mem_cache.transfer import Tier
 
 logger = logging.getLogger(__name__)
@@ -25,13 +31,10 @@ class WindowedStore:
     """windowed_of: pages of the host -> what they are in layers with a window, -1 for none; both int32. num_seen:
     blocks that windows reach from the end of a block. name, block_tokens, and blocks of `stats`: those of `full`."""
 
-    # Of `exists`: an index in memory answers at once.
-    most_questions = sys.maxsize
-
     def __init__(
         self,
         full: BlockStore,
-        of_windows: BlockStore,
+        of_windows: WindowStore,
         windowed_of: Callable[[np.ndarray], np.ndarray],
         num_seen: int,
     ) -> None:
@@ -52,16 +55,13 @@ class WindowedStore:
         return getattr(self.full, "is_synchronous", False)
 
     def exists(self, keys: Sequence[bytes]) -> int:
-        """How many leading blocks are stored, up to one from whose end windows reach nothing that is not. 0 where
-        that is not found soon."""
+        """How many leading blocks are stored, up to one from whose end windows reach nothing that is not."""
+        return self.find(keys)[0]
+
+    def find(self, keys: Sequence[bytes]) -> tuple[int, int]:
+        """As `exists`, and how many leading blocks `full` has. Raises `ExistsFailed`."""
         count = self.full.exists(keys)
-        for _ in range(self.most_questions):
-            first = max(0, count - self._num_seen)
-            there = self.of_windows.exists(keys[first:count]) if count else 0
-            if there == count - first:
-                return count
-            count = first + there
-        return 0
+        return self.of_windows.longest_seen(keys[:count], self._num_seen) if count else 0, count
 
     def exists_for(self, keys: Sequence[bytes], frames: np.ndarray) -> int:
         """How many leading blocks `get` would read into these pages."""
@@ -134,9 +134,6 @@ class WindowedStore:
 class OverlappingWindowedStore(WindowedStore):
     """Of two that can have several reads under way: both kinds of layers are read at once."""
 
-    # Each goes over the network, while a request waits.
-    most_questions = 16
-
     def start_get(
         self, keys: Sequence[bytes], frames: np.ndarray, on_end: Callable[[int], None]
     ) -> Callable[[], None]:
@@ -180,3 +177,11 @@ class _Both:
             is_over = len(self._counts) == 2
         if is_over:
             self._on_end(min(self._counts))
+
+
+def find(store: BlockStore, keys: Sequence[bytes]) -> tuple[int, int]:
+    """See `WindowedStore.find`; of any store."""
+    if isinstance(store, WindowedStore):
+        return store.find(keys)
+    count = store.exists(keys)
+    return count, count

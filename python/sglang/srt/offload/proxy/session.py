@@ -230,7 +230,10 @@ class Session:
     def _answer_questions(self) -> None:
         while (question := self._questions.get()) is not None:
             keys = _split(question.keys)
-            count = self.store.leading(keys) if isinstance(question, wire.Exists) else self._touch(keys)
+            if isinstance(question, wire.Exists):
+                count = self.store.leading(keys, question.num_seen)
+            else:
+                count = self._touch(keys)
             self._outbox.put(wire.Done(question.id, 0 if count is None else 1 + count))
 
     def _do_chores(self) -> None:

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from sglang.srt.mem_cache.block_store import longest_seen
 from sglang.srt.offload.store.address import Endpoint, StoreAddress
 from sglang.srt.offload.store.cluster import NodeConnections, SlotMap, is_redirect
 from sglang.srt.offload.store.node_health import NodeHealth
@@ -130,10 +131,13 @@ class ObjectStore:
         for failure in failures:
             self.note_failure("asking whether a node is up", failure)
 
-    def leading(self, keys: Sequence[bytes]) -> int | None:
-        """How many of the leading blocks have a manifest, or None if the store fails. One round trip."""
+    def leading(self, keys: Sequence[bytes], num_seen: int = 0) -> int | None:
+        """How many of the leading blocks have a manifest, or None if the store fails. One round trip. num_seen: see
+        `wire.Exists`."""
         found = self._found(keys)
-        return None if found is None else _num_leading(found)
+        if found is None:
+            return None
+        return longest_seen(found, num_seen) if num_seen else _num_leading(found)
 
     def stored(self, keys: Sequence[bytes]) -> list[bool]:
         """Which blocks have a manifest; none if the store fails. One round trip."""

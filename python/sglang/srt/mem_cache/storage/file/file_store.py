@@ -28,7 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sglang.srt.mem_cache.block_store import StoreError
+from sglang.srt.mem_cache.block_store import StoreError, longest_seen
 from sglang.srt.mem_cache.storage.file.folder import NamespaceFolder, cannot_use, find_earlier_format
 from sglang.srt.mem_cache.storage.file.index_sync import IndexSync
 from sglang.srt.mem_cache.storage.file.segment import VERSION, SegmentLayout, namespace_digest
@@ -172,6 +172,15 @@ class HiCacheFile:
             count = len(self._find_to_read(keys))
         self._sync.share_uses()
         return count
+
+    def longest_seen(self, keys: Sequence[bytes], num_seen: int) -> int:
+        """See WindowStore. What windows reach there is soon read."""
+        self._sync.refresh()
+        with self._lock:
+            end = longest_seen([key in self._index for key in keys], num_seen)
+            self._find_to_read(keys[max(0, end - num_seen) : end])
+        self._sync.share_uses()
+        return end
 
     def get(self, keys: Sequence[bytes], frames: np.ndarray) -> int:
         """See BlockStore."""
