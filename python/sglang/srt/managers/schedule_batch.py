@@ -322,11 +322,12 @@ class StepInputs(msgspec.Struct, frozen=True, kw_only=True):
     step: its number. now: seconds, from rank 0. done: completed operations per link, and launches under "exec".
     failed: per link the earliest failed number not yet consumed. counts: per storage link, the results of the
     operations that are new in done. far_counts: for each result of a probe, how many of its blocks, the last ones,
-    lie on the second storage tier. part_counts: see `OpResult`, for each of them. results: launch -> its sampled tokens, int32 bytes. findings: launch -> what it
-    found beside tokens, if asked to. cost: seconds that rank 0 measured, by number, of completed launches (EXEC,
-    STALL for what they waited, STREAM for what they streamed), loads (H2D, P2D) and reads of storage (FETCH). flush:
-    ids of flush requests. storage: what an administrator asks of the storage tier. slab_report: what all ranks may
-    use of borrowed or lent memory. admin: what else an administrator asks for.
+    lie on the second storage tier. part_counts: see `OpResult`, for each of them. results: launch -> its sampled
+    tokens, int32 bytes. findings: launch -> what it found beside tokens, if asked to. cost: seconds that rank 0
+    measured, by number, of completed launches (EXEC, STALL for what they waited, STREAM for what they streamed),
+    loads (H2D, P2D) and reads of storage (FETCH). flush: ids of flush requests. storage: what an administrator asks
+    of the storage tier. slab_report: what all ranks may use of borrowed or lent memory. admin: what else an
+    administrator asks for.
     """
 
     step: int
