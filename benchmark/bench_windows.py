@@ -17,6 +17,10 @@ turn.
 
 Stores: a prefix comes from the file store, which is in the system's cache, or from a remote store behind a proxy of
 2 Gbit/s: one store, or one for each kind of layers.
+
+A disk that is full: documents are asked in a random order, some of them behind a random part, with memory emptied
+before each. The disk has room for half of them, in one store; in two, all blocks of which have windows, each with its
+part of the limit; or in two with one limit, and windows where prompts are likely to leave (`WindowBlocks`).
 """
 
 from __future__ import annotations
@@ -63,6 +67,10 @@ CHAT, TURN, NUM_CHATS, CHAT_TURNS = (300, 800), 50, 24, 60
 DOCUMENT_ROUNDS = 4
 # Tokens of a block of storage; what a proxy reads of a remote one.
 BLOCK, REMOTE_GBPS = 64, 2.0
+# Where a disk is full: the window, documents, how many of them one store has room for, one in how many prompts leaves
+# its document before the end, and prompts per round.
+DISKS = "one", "all", "ends"
+SHORT_WINDOW, NUM_ON_DISK, ROOM_FOR, ONE_LEAVES, DISK_ASKED = 64, 8, 4, 4, 10
 RATES = {"memory": None, "0.5 GB/s": 0.5e9}
 RATIO = 0.25
 CHUNKS = {"chunked_prefill_size": 512}
@@ -350,6 +358,11 @@ class StoreRig(PoolRig):
         assert fetched, "it was to come from storage"
         return {"bytes": fetched, "fetch s": sum(times), "first token s": answer.first_token_s}
 
+    def close(self) -> None:
+        self.engine.close()
+        for store in self.stores:
+            store.close()
+
 
 def measure_stores(
     model: ModelConfig, rounds: int, name: str, open_one: Callable[[HostPages, str], BlockStore]
@@ -365,9 +378,7 @@ def measure_stores(
         row[f"{what}, one"] = float(np.median([each["one"][what] for each in samples]))
         row[f"{what}, ratio"] = float(np.median([each["two"][what] / each["one"][what] for each in samples]))
     for rig in rigs.values():
-        rig.engine.close()
-        for store in rig.stores:
-            store.close()
+        rig.close()
     return {**row, "rounds": rounds}
 
 
@@ -377,6 +388,70 @@ def measure_disk(model: ModelConfig, rounds: int) -> dict[str, object]:
         return measure_stores(
             model, rounds, "disk", lambda pages, name: HiCacheFile(Path(folder), name, pages, BLOCK, options)
         )
+
+
+class DiskRig(StoreRig):
+    """A disk of `limit_bytes`, one of `DISKS`."""
+
+    def __init__(self, model: ModelConfig, disk: str, folder: Path, limit_bytes: int) -> None:
+        opened: list[HiCacheFile] = []
+
+        def open_one(pages: HostPages, name: str) -> BlockStore:
+            part = pages.page_bytes / self.page_bytes if disk == "all" else 1.0
+            beside = opened[0] if opened and disk == "ends" else None
+            options = FileStoreOptions(int(part * limit_bytes))
+            opened.append(HiCacheFile(folder, f"{disk} {name}", pages, BLOCK, options, beside=beside))
+            return opened[-1]
+
+        self.page_bytes = page_layout(model, 1, 1).page_bytes
+        super().__init__(model, disk != "one", open_one)
+        if disk == "all":
+            self.engine.scheduler.cache.storage.writer._window_blocks = None
+
+    def ask_some(self, rng: np.random.Generator) -> dict[str, float]:
+        """Tokens found per token of the documents, of prompts that leave theirs at its end and before, bytes written
+        per byte of the documents, and the median first token."""
+        cache, tokens, found = self.engine.scheduler.cache, [0, 0], [0, 0]
+        shares = 1 / np.arange(1, NUM_ON_DISK + 1) ** 0.5
+        before, firsts = self._written_bytes(), []
+        for _ in range(DISK_ASKED):
+            place = int(rng.choice(NUM_ON_DISK, p=shares / shares.sum()))
+            document = np.random.default_rng(place).integers(1, 512, DOCUMENT, dtype=np.int32)
+            leaves = int(rng.integers(ONE_LEAVES) == 0)
+            document = document[: rng.integers(DOCUMENT // 8, DOCUMENT)] if leaves else document
+            cache.flush()
+            (answer,) = self.engine.generate([question(document, int(rng.integers(1 << 30)))], ONE_TOKEN)
+            self.engine.settle()
+            tokens[leaves] += len(document)
+            found[leaves] += sum(answer.cached_tokens_details.values())
+            firsts.append(answer.first_token_s)
+        return {
+            "found behind the end": found[0] / max(1, tokens[0]),
+            "found before": found[1] / max(1, tokens[1]),
+            "written": (self._written_bytes() - before) / (sum(tokens) * self.page_bytes),
+            "first token s": float(np.median(firsts)),
+        }
+
+    def _written_bytes(self) -> int:
+        return sum(store.stats()["written_bytes"] for store in self.stores)
+
+
+def measure_full_disk(model: ModelConfig, rounds: int) -> dict[str, object]:
+    limit_bytes = ROOM_FOR * (DOCUMENT + NEW_TOKENS) * page_layout(model, 1, 1).page_bytes
+    row: dict[str, object] = {"documents": NUM_ON_DISK, "room for": ROOM_FOR}
+    with tempfile.TemporaryDirectory() as folder:
+        rigs = {disk: DiskRig(model, disk, Path(folder) / disk, limit_bytes) for disk in DISKS}
+        samples = []
+        for number in range(2 * rounds):
+            asked = {disk: rig.ask_some(np.random.default_rng(number)) for disk, rig in rigs.items()}
+            # The first half fills the disks.
+            samples += [asked] if number >= rounds else []
+        for rig in rigs.values():
+            rig.close()
+    for what in samples[0]["one"]:
+        for disk in DISKS:
+            row[f"{what}, {disk}"] = float(np.mean([each[disk][what] for each in samples]))
+    return {**row, "rounds": rounds}
 
 
 def measure_remote(model: ModelConfig, rounds: int) -> dict[str, object]:
@@ -402,11 +477,14 @@ def main() -> None:
         pools = [measure_pools(model, args.rounds, num_host_pages) for num_host_pages in (0, 4 * MEMORY)]
         host_pools = [measure_host_pools(model, args.rounds)]
         stores = [measure_disk(model, args.rounds), measure_remote(model, args.rounds)]
+        (Path(folder) / "config.json").write_text(json.dumps(CONFIG | {"sliding_window": SHORT_WINDOW}))
+        disks = [measure_full_disk(ModelConfig.from_pretrained(folder), args.rounds)]
     print_table("Loads that leave out what windows hide; a whole load is 1", rows)
     print_table("The same memory of the device as one pool, or as two", pools)
     print_table("The same memory of the host as one pool, or as two", host_pools)
     print_table("A prefix from one store, or from one for each kind of layers", stores)
-    write_json("windows", {**vars(args), "model": "random, float32"}, [*rows, *pools, *host_pools, *stores])
+    print_table("A disk with room for half of the documents", disks)
+    write_json("windows", {**vars(args), "model": "random, float32"}, [*rows, *pools, *host_pools, *stores, *disks])
 
 
 if __name__ == "__main__":
