@@ -72,7 +72,7 @@ class WindowedStore:
         return self._and_windows(keys, frames, self.full.get(keys, frames), self.of_windows.get)
 
     def set(self, keys: Sequence[bytes], frames: np.ndarray, tenant: bytes = b"") -> int:
-        """As `get`."""
+        """As `get`. `full` is first, as `SharedRoom.begin_set` requires."""
         count = self.full.set(keys, frames, tenant)
         return self._and_windows(keys, frames, count, partial(self.of_windows.set, tenant=tenant))
 

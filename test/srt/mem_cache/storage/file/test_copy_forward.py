@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sglang.srt.mem_cache.storage.file.eviction import Victim, choose_victim
+from sglang.srt.mem_cache.storage.file.eviction import Candidates, Victim, choose_victim
 from sglang.srt.mem_cache.storage.file.file_store import FileStoreOptions, HiCacheFile
 from sglang.srt.mem_cache.storage.file.segment import ALIGNMENT, ENTRY_BYTES, SegmentLayout
 from sglang.srt.mem_cache.storage.file.segment_index import Segment, number_of
@@ -387,7 +387,7 @@ def segment(number: int, uses: list[int]) -> Segment:
 
 
 def choose(segments: list[Segment], max_copies: int = 2) -> Victim:
-    victim = choose_victim(segments, segments, max_copies, 16)
+    victim = choose_victim([Candidates(segments, max_copies, 16)], segments)
     assert victim is not None
     return victim
 

@@ -80,18 +80,20 @@ class FileBackend(StorageBackend):
 
     def open(self, params: StoreParams) -> BlockStore:
         values = self.values(params.config)
+        assert params.beside is None or isinstance(params.beside, HiCacheFile)
         return HiCacheFile(
             find_root(values["path"]),
             params.namespace,
             params.pool,
             params.block_tokens,
             FileStoreOptions(
-                limit_bytes=int(values["limit_gb"] * 1e9 * params.share) // params.tp_size,
+                limit_bytes=int(values["limit_gb"] * 1e9) // params.tp_size,
                 segment_bytes=int(values["segment_mb"] * 1e6),
                 is_exclusive=params.is_exclusive,
                 rewrite_share=values["rewrite_share"],
-                daily_write_bytes=int(values["daily_write_gb"] * 1e9 * params.share) // params.tp_size,
+                daily_write_bytes=int(values["daily_write_gb"] * 1e9) // params.tp_size,
             ),
+            beside=params.beside,
         )
 
     def shared_secret(self, config: Mapping[str, Any]) -> bytes:

@@ -3,9 +3,9 @@
 Pure functions over the times at which blocks were last used. Owns nothing, and opens no file.
 
 Eviction by whole files loses what is used together with what is not, or keeps both. A block is *hot* if it was used
-later than a quarter of all blocks were. Eviction by blocks would then keep it, with a margin: a segment is an eighth
-of the limit at most. The segment that goes gives most for its price, as in Rosenblum and Ousterhout's log-structured
-file system (1992):
+later than a quarter of all bytes were. Eviction by blocks would then keep it, with a margin: a segment is an eighth
+of the limit at most. Stores that share a limit may have blocks of different sizes, in segments of about one size. The
+segment that goes gives most for its price, as in Rosenblum and Ousterhout's log-structured file system (1992):
 
     (1 - u) * age / (1 + u)      u: share of its blocks that are hot; age: mean, since the use of its other blocks
 
@@ -15,12 +15,15 @@ with hot blocks goes last, the least recently used first.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from sglang.srt.mem_cache.storage.file.segment_index import Segment
+
+# Of blocks that differ in size.
+_SAMPLED_USES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -31,26 +34,37 @@ class Victim:
     hot: list[int]
 
 
-def choose_victim(
-    segments: Iterable[Segment], evictable: Collection[Segment], max_copies: int, page_size: int
-) -> Victim | None:
-    """segments: all, with the evictable ones; max_copies: of blocks, which must have pages of `page_size`."""
+@dataclass(frozen=True)
+class Candidates:
+    """segments: all of a store; max_copies: of blocks, which must have pages of `page_size`."""
+
+    segments: list[Segment]
+    max_copies: int
+    page_size: int
+
+    def most_copies(self, segment: Segment) -> int:
+        return self.max_copies if segment.layout.page_size == self.page_size else 0
+
+
+def choose_victim(stores: Sequence[Candidates], evictable: Collection[Segment]) -> Victim | None:
+    """stores: that share a disk; evictable: of their segments."""
     if not evictable:
         return None
     if (empty := next((segment for segment in evictable if not segment.used), None)) is not None:
         return Victim(empty, [])
     # Over all slots, as there may be thousands of segments.
-    filled = [segment for segment in segments if segment.used]
-    sizes = np.array([segment.used for segment in filled])
+    filled = [(segment, store.most_copies(segment)) for store in stores for segment in store.segments if segment.used]
+    sizes = np.array([segment.used for segment, _ in filled])
     starts = np.cumsum(sizes) - sizes
-    uses = np.concatenate([segment.uses[: segment.used] for segment in filled])
-    live = uses[uses > 0]
-    newest = int(live.max(initial=0))
-    is_hot = uses > (np.partition(live, len(live) // 4)[len(live) // 4] if len(live) else 0)
-    for start, segment in zip(starts.tolist(), filled):
+    uses = np.concatenate([segment.uses[: segment.used] for segment, _ in filled])
+    newest = int(uses.max())
+    slot_bytes = np.repeat([segment.layout.slot_bytes for segment, _ in filled], sizes)
+    is_live = uses > 0
+    is_hot = uses > _end_of_first_quarter(uses[is_live], slot_bytes[is_live])
+    for start, (segment, _) in zip(starts.tolist(), filled):
         if segment.spare:  # Memory has these blocks, and stores them again when it gives them up.
             is_hot[start + np.array(list(segment.spare))] = False
-    is_cold = (uses > 0) & ~is_hot
+    is_cold = is_live & ~is_hot
     num_hot = np.add.reduceat(is_hot, starts, dtype=np.int64)
     num_cold = np.add.reduceat(is_cold, starts, dtype=np.int64)
     # Of differences, as a float has no room for the time since 1970 in ns.
@@ -58,20 +72,31 @@ def choose_victim(
     age[(num_cold == 0) & (num_hot == 0)] = newest
     share = num_hot / sizes
     gain = (1 - share) * age / (1 + share)
-    index_of = {segment.number: i for i, segment in enumerate(filled)}
+    index_of = {segment: i for i, (segment, _) in enumerate(filled)}
 
     def rank(segment: Segment) -> tuple[bool, float, int]:
-        i = index_of[segment.number]
-        most = max_copies if segment.layout.page_size == page_size else 0
+        i = index_of[segment]
+        most = filled[i][1]
         if num_hot[i] and not most:
             return True, 1.0, segment.used_ns
         return bool(num_hot[i] > most), -float(gain[i]), segment.used_ns
 
     victim = min(evictable, key=rank)
-    if victim.layout.page_size != page_size:
-        return Victim(victim, [])
-    start = starts[index_of[victim.number]]
-    hot = np.flatnonzero(is_hot[start : start + victim.used])
+    i = index_of[victim]
+    hot = np.flatnonzero(is_hot[starts[i] : starts[i] + victim.used])
     # The front of a prompt was used last.
-    hot = np.sort(hot[np.argsort(-victim.uses[hot], kind="stable")[:max_copies]])
+    hot = np.sort(hot[np.argsort(-victim.uses[hot], kind="stable")[: filled[i][1]]])
     return Victim(victim, hot.tolist())
+
+
+def _end_of_first_quarter(uses: np.ndarray, sizes: np.ndarray) -> int:
+    """The use of the block at a quarter of the bytes, in the order of use. uses, sizes: of each block."""
+    if not len(uses):
+        return 0
+    if (sizes == sizes[0]).all():
+        return int(np.partition(uses, len(uses) // 4)[len(uses) // 4])
+    # Of a sample, as sorting a million takes long.
+    step = 1 + len(uses) // _SAMPLED_USES
+    order = np.argsort(uses[::step])
+    ends = np.cumsum(sizes[::step][order])
+    return int(uses[::step][order][np.searchsorted(ends, ends[-1] / 4, side="right")])

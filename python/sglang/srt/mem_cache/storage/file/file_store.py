@@ -9,9 +9,10 @@ alone: what a medium can do wrong ends a call's count, is counted and logged.
       +--- set anew <----+ forgotten: entry zeroed        +--------------+ copied forward
 
 Its parts: `SegmentIndex` (which blocks there are, and where), `IndexSync` (what other processes change),
-`SegmentWriter` (claims, room, copies), `TenantBlocks` (erasing and limits of tenants), `eviction` (which segment
-goes), `WriteBudget` (bytes written), `SegmentFiles` (bytes in and out of files), `recovery` (what a start finds),
-`folder` (the namespace's folder, leftovers). Format, crash safety and tuning: docs/design/disk.md.
+`SegmentWriter` (claims, room, copies), `SharedRoom` (the limit, which the stores of a rank share), `TenantBlocks`
+(erasing and limits of tenants), `eviction` (which segment goes), `WriteBudget` (bytes written), `SegmentFiles` (bytes
+in and out of files), `recovery` (what a start finds), `folder` (the namespace's folder, leftovers). Format, crash
+safety and tuning: docs/design/disk.md.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from sglang.srt.mem_cache.storage.file.segment import VERSION, SegmentLayout, na
 from sglang.srt.mem_cache.storage.file.segment_files import SegmentFiles
 from sglang.srt.mem_cache.storage.file.segment_index import Segment, number_of, runs, slot_of
 from sglang.srt.mem_cache.storage.file.segment_writer import SegmentWriter
+from sglang.srt.mem_cache.storage.file.shared_room import SharedRoom
 from sglang.srt.mem_cache.storage.file.store_log import StoreLog
 from sglang.srt.mem_cache.storage.file.tenant_blocks import TenantBlocks
 from sglang.srt.mem_cache.storage.file.write_budget import DEFAULT_REWRITE_SHARE, WriteBudget
@@ -48,6 +50,8 @@ logger = logging.getLogger(__name__)
 DEFAULT_SEGMENT_BYTES = 256 << 20
 # Of a limit: then evicting one segment loses little of what is stored.
 _SEGMENTS_PER_LIMIT = 8
+# What `stats` tells of all stores in a room.
+_OF_ROOM = frozenset(("limit_bytes", "leftover_bytes", "last_day_written_bytes", "daily_limit_bytes"))
 # Segments that may go with as many hot blocks as can be copied, after others have gone without any.
 _MAX_CREDIT_SEGMENTS = 8
 
@@ -72,7 +76,8 @@ class HiCacheFile:
 
     root: shared with other namespaces and ranks. namespace: everything that two engines must have in common to share
     KV, beside the layout without its page size: the model's fingerprint, rank. clock: seconds, for pauses between
-    attempts, log lines and the last day.
+    attempts, log lines and the last day. beside: a store of this process under the same root, with the same options,
+    with which this one shares the limits; a `set` of both begins with the one that was opened first.
 
     Raises StoreError where the folder cannot be used.
     """
@@ -87,6 +92,7 @@ class HiCacheFile:
         block_tokens: int,
         options: FileStoreOptions | None = None,
         clock: Callable[[], float] = time.monotonic,
+        beside: HiCacheFile | None = None,
     ) -> None:
         options = options or FileStoreOptions()
         limit_bytes, segment_bytes = options.limit_bytes, options.segment_bytes
@@ -98,12 +104,14 @@ class HiCacheFile:
         raw = namespace.encode() if isinstance(namespace, str) else namespace
         digest = namespace_digest(raw, block_tokens, pool.page_layout)
         layout = SegmentLayout(digest, block_tokens, pool.page_layout, num_slots=1)
+        self._room: SharedRoom = beside._room if beside is not None else SharedRoom(root, limit_bytes)
         if limit_bytes:
             segment_bytes = min(segment_bytes, limit_bytes // _SEGMENTS_PER_LIMIT)
-            if limit_bytes < layout.size_bytes(1):
+            least_bytes = self._room.least_bytes + layout.size_bytes(1)
+            if limit_bytes < least_bytes:
                 raise StoreError(
                     f"limit_gb in {CONFIG_FLAG} is {limit_bytes / 1e9:g}, less than one block of this model with its "
-                    f"header ({layout.size_bytes(1) / 1e9:g}): raise it"
+                    f"header ({least_bytes / 1e9:g}): raise it"
                 )
         description = raw.decode("utf-8", "backslashreplace")
         self._folder = NamespaceFolder(root, digest, description)
@@ -112,12 +120,18 @@ class HiCacheFile:
         # With as many from each segment, what is copied is that share of what is stored.
         max_copies = int(layout.num_slots * options.rewrite_share / (1 + options.rewrite_share))
         max_credit = _MAX_CREDIT_SEGMENTS * max_copies * layout.slot_bytes
-        self._budget = WriteBudget(options.rewrite_share, max_credit, options.daily_write_bytes, clock)
+        self._budget: WriteBudget = WriteBudget(
+            options.rewrite_share,
+            max_credit,
+            options.daily_write_bytes,
+            clock,
+            beside._budget if beside is not None else None,
+        )
         self._files = SegmentFiles(pool, layout, self._budget)
         self._sync = IndexSync(self._folder, self._files, self._log, clock)
         # Guards the index, and is not held during reads and writes.
         self._lock, self._index = self._sync.lock, self._sync.index
-        self._writer = SegmentWriter(root, self._sync, limit_bytes, max_copies, clock)
+        self._writer = SegmentWriter(self._room, self._sync, max_copies, clock)
         self._tenants = TenantBlocks(root, self._sync, self._writer)
         try:
             self._sync.open()
@@ -162,8 +176,8 @@ class HiCacheFile:
 
     @property
     def has_room(self) -> bool:
-        """See `SegmentWriter`."""
-        return self._writer.has_room
+        """See `SharedRoom`."""
+        return self._room.has_room
 
     def exists(self, keys: Sequence[bytes]) -> int:
         """See BlockStore. What is asked for is soon read."""
@@ -214,14 +228,14 @@ class HiCacheFile:
         self._sync.refresh()
         pages = frames.reshape(len(keys), self._pages_per_block)
         with self._lock:
-            before = self._index.tick
+            self._writer.begin_set()
             # Each key once, at its first position.
             first = {key: i for i, key in reversed(list(enumerate(keys)))}
             missing = sorted(i for key, i in first.items() if key not in self._index)
             self._index.use([self._index.places[key] for key in keys if key in self._index])
         if tenant:
             missing = self._tenants.admitted(tenant, keys, missing)
-        self._writer.store(keys, pages, missing, before, tenant)
+        self._writer.store(keys, pages, missing, tenant)
         if tenant:
             with contextlib.suppress(OSError):
                 self._tenants.enforce(tenant)
@@ -261,7 +275,7 @@ class HiCacheFile:
 
     def close(self) -> None:
         """See BlockStore. Keeps the order of use for the next start, as times of the files."""
-        self._writer.close()
+        self._writer.leave_room()
         self._sync.close()
         self._folder.close()
 
@@ -276,11 +290,15 @@ class HiCacheFile:
                 "size_bytes": self._index.size_bytes,
                 "limit_bytes": self.limit_bytes,
                 "segments": len(self._index.segments),
-                "leftover_bytes": self._writer.leftover_bytes,
+                "leftover_bytes": self._room.leftover_bytes,
                 "refused_segments": self._refused_segments,
                 **self._budget.stats(),
                 **self._log.counters(),
             }
+
+    def is_of_all(self, name: str) -> bool:
+        """See BlockStore."""
+        return self._room.is_shared and name in _OF_ROOM
 
     def check_invariants(self) -> None:
         """Asserts; for tests, with no call under way."""

@@ -19,6 +19,7 @@ import os
 import re
 import secrets
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -197,15 +198,15 @@ def find_earlier_format(root: Path, own: Path, description: str) -> EarlierForma
 class Leftovers:
     """Segments of namespaces under the same root that no process has open: earlier weights, other models.
 
-    They count against this store's limit and go first, the oldest first, else every change of a model would leave its
-    predecessor's blocks on disk for ever. Looked up once, at the first write.
+    They count against this process's limit and go first, the oldest first, else every change of a model would leave
+    its predecessor's blocks on disk for ever. Looked up once, at the first write. own: folders of this process.
     """
 
-    def __init__(self, root: Path, own: Path) -> None:
+    def __init__(self, root: Path, own: Collection[Path]) -> None:
         self.size_bytes = 0
         self._segments: list[tuple[float, int, Path]] = []  # The oldest last.
         for folder in namespace_folders(root):
-            if folder == own:
+            if folder in own:
                 continue
             lock_fd = try_lock(folder)
             if lock_fd is None:

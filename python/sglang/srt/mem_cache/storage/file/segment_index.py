@@ -329,13 +329,12 @@ class SegmentIndex:
         segment.last_used = self.tick
         segment.used_ns = used_ns
 
-    def evictable(self, before: int, but: Collection[int] = ()) -> list[Segment]:
-        """Segments that this process neither writes to nor has used after tick `before`. but: numbers of segments to
-        leave out."""
+    def evictable(self, before: int) -> list[Segment]:
+        """Segments that this process neither writes to nor has used after tick `before`."""
         return [
             segment
             for segment in self.segments.values()
-            if segment is not self.active and segment.last_used <= before and segment.number not in but
+            if segment is not self.active and segment.last_used <= before
         ]
 
     def unshared(self) -> list[Segment]:

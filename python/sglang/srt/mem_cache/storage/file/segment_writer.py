@@ -1,6 +1,7 @@
 """`SegmentWriter`: stores blocks: claims them, writes them, and makes room for them.
 
-Owns the segment that this process appends to, the limit, and the pause after a failed write. One call at a time.
+Owns the segment that this process appends to, and the pause after a failed write. One call at a time, of all stores
+in a `SharedRoom`.
 
     missing --folder's lock--> claimed in the table --no lock--> payloads, then entries written: stored
                  |                                       |
@@ -12,6 +13,9 @@ counts while its writer holds the lock of the segment's file, that is, until it 
 
 Before a segment goes, its hot blocks are copied forward: they are read without the lock, then claimed and written as
 others are. A process that is killed meanwhile leaves them in the old segment, in the new one, or in both.
+
+A segment of another store in the room is evicted by that store's writer, after this folder's lock was released: no
+process has two, as others may take them in another order.
 """
 
 from __future__ import annotations
@@ -20,17 +24,19 @@ import contextlib
 import errno
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
-from sglang.srt.mem_cache.storage.file.eviction import Victim, choose_victim
-from sglang.srt.mem_cache.storage.file.folder import Leftovers, allocated_bytes
+from sglang.srt.mem_cache.storage.file.eviction import Victim
+from sglang.srt.mem_cache.storage.file.folder import allocated_bytes
 from sglang.srt.mem_cache.storage.file.index_sync import IndexSync
 from sglang.srt.mem_cache.storage.file.recovery import UsableHead, read_head, segment_numbers, segment_path
 from sglang.srt.mem_cache.storage.file.segment_index import Segment, number_of
+from sglang.srt.mem_cache.storage.file.shared_room import Eviction, Member, SharedRoom
 from sglang.srt.mem_cache.storage.file.store_log import FULL
 
 # Without a limit, the store stops growing when less than this share of the file system is free.
@@ -39,6 +45,7 @@ FREE_SHARE = 0.1
 WRITE_PAUSE_S = 10.0
 # Unfinished segments of processes that have ended are tried to be filled up, so many at a time.
 _MAX_ADOPTIONS = 8
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -55,76 +62,42 @@ class _Claim:
     overwrites: bool
 
 
-@dataclass(frozen=True)
-class _Eviction:
-    """What may go, and what is kept of it."""
+class _UnlockFirstError(Exception):
+    """Before more is evicted, hot blocks of the victim are to be copied forward, or another store is to give it up.
+    used_bytes: by all stores."""
 
-    # The tick at which the call started; nothing that this process has used since goes.
-    before: int
-    # Of blocks, copied forward from one segment.
-    max_copies: int = 0
-    # Its hot blocks were copied, and it goes next.
-    emptied: Segment | None = None
-
-
-class _CopyFirstError(Exception):
-    """Hot blocks of the next segment to go have to be copied forward before."""
-
-    def __init__(self, victim: Victim) -> None:
+    def __init__(self, owner: Member, victim: Victim, used_bytes: int) -> None:
         super().__init__()
+        self.owner = owner
         self.victim = victim
+        self.used_bytes = used_bytes
 
 
 class SegmentWriter:
-    """root: of all namespaces. limit_bytes: of all segments and leftovers; 0 for none but FREE_SHARE. max_copies: of
-    blocks, copied forward from one segment."""
+    """room: which this store joins. max_copies: of blocks, copied forward from one segment."""
 
     def __init__(
         self,
-        root: Path,
+        room: SharedRoom,
         sync: IndexSync,
-        limit_bytes: int,
         max_copies: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._root = root
+        self._room = room
         self._sync = sync
-        self._limit_bytes = limit_bytes
-        self._max_copies = max_copies
         self._clock = clock
-        layout = sync.files.layout
-        # Of the limit: kept free for the blocks that are copied while their old segment is still there.
-        self._reserve_bytes = layout.data_offset + max_copies * layout.slot_bytes if max_copies else 0
+        self._member = Member(sync, max_copies, lambda: self._may_write, self.give_up_segment)
+        room.join(self._member)
         # The file of the index's active segment, open and locked.
         self._held: tuple[Segment, int] | None = None
-        # Looked up by the first write that needs room: by then the other ranks of this server hold their folders.
-        self._leftovers: Leftovers | None = None
-        # Whether a segment had to go for the limit.
-        self._is_full = False
         self._no_write_before = -float("inf")
         self._budget = sync.files.budget
         # Called with the folder's lock, a tenant and keys of its blocks that are about to be claimed.
         self.claiming: Callable[[bytes, Sequence[bytes]], None] = lambda tenant, keys: None
 
-    @property
-    def has_room(self) -> bool:
-        """Whether another segment is within the limit; True without a limit. Once a segment had to go for a new one
-        there is none, until others are lost."""
-        layout = self._sync.files.layout
-        segment_bytes = layout.size_bytes(layout.num_slots)
-        # Another process may have deleted all, so that much is free.
-        num_free = 2 if self._is_full else 1
-        return not self._limit_bytes or self.fits(num_free * segment_bytes)
-
-    @property
-    def leftover_bytes(self) -> int:
-        return self._leftovers.size_bytes if self._leftovers is not None else 0
-
     def fits(self, need_bytes: int) -> bool:
-        return self._fits_copies(need_bytes + self._reserve_bytes)
-
-    def _fits_copies(self, need_bytes: int) -> bool:
-        return self._sync.index.size_bytes + self.leftover_bytes + need_bytes <= self._limit_bytes
+        """See SharedRoom."""
+        return self._room.fits(need_bytes)
 
     def close(self) -> None:
         """Others may go on with the active segment."""
@@ -132,23 +105,40 @@ class SegmentWriter:
             os.close(self._held[1])
             self._held = self._sync.index.active = None
 
+    def leave_room(self) -> None:
+        """For the end."""
+        self.close()
+        self._room.leave(self._member)
+
     # -- storing --------------------------------------------------------------------------------------------------
 
-    def store(
-        self, keys: Sequence[bytes], pages: np.ndarray, missing: list[int], before: int, tenant: bytes = b""
-    ) -> None:
-        """Write the blocks at positions `missing`, as far as there is room and no other process stores them.
+    def begin_set(self) -> None:
+        """What this process uses from now on is not evicted by the `set` that begins."""
+        self._room.begin_set(self._member)
 
-        before: the tick at which the call started; nothing that this process has used since is evicted for it.
-        tenant: whose they are.
-        """
-        if not missing or not self._sync.folder.writable or self._clock() < self._no_write_before:
+    def store(self, keys: Sequence[bytes], pages: np.ndarray, missing: list[int], tenant: bytes = b"") -> None:
+        """Write the blocks at positions `missing`, as far as there is room and no other process stores them. After
+        `begin_set`. tenant: whose they are."""
+        if not missing or not self._may_write:
             return
         if self._budget.is_used_up:
             self._sync.log.writes_refused(len(missing), self._budget.daily_bytes)
             return
+        with self._pausing():
+            self._store(keys, pages, missing, tenant)
+
+    @property
+    def _may_write(self) -> bool:
+        return self._sync.folder.writable and self._clock() >= self._no_write_before
+
+    def pause(self) -> None:
+        self._no_write_before = self._clock() + WRITE_PAUSE_S
+
+    @contextlib.contextmanager
+    def _pausing(self) -> Iterator[None]:
+        """After a write that fails."""
         try:
-            self._store(keys, pages, missing, _Eviction(before), tenant)
+            yield
         except OSError as error:
             if error.errno != errno.ENOENT:
                 self.pause()
@@ -157,68 +147,52 @@ class SegmentWriter:
                 # Deleted during the write. The next one makes it anew.
                 self._sync.log.folder_is_gone()
 
-    def pause(self) -> None:
-        self._no_write_before = self._clock() + WRITE_PAUSE_S
-
-    def _store(
-        self, keys: Sequence[bytes], pages: np.ndarray, missing: list[int], eviction: _Eviction, tenant: bytes
-    ) -> None:
+    def _store(self, keys: Sequence[bytes], pages: np.ndarray, missing: list[int], tenant: bytes) -> None:
         """Raises OSError."""
         index = self._sync.index
         has_made_room = False
-        emptied = None
         while missing:
-            credit = self._budget.credit_bytes // self._sync.files.layout.slot_bytes
-            eviction = _Eviction(eviction.before, min(self._max_copies, credit), emptied)
+            eviction = Eviction()
             try:
-                claim = self._claim(keys, missing, eviction, tenant)
+                claim = self._with_lock(eviction, partial(self._claim, keys, missing, eviction, tenant))
                 if claim is None:
                     return
                 self._fill(claim, pages[claim.positions])
-            except _CopyFirstError as copy:
-                self._copy_forward(copy.victim)
-                emptied = copy.victim.segment
-                continue
             except OSError as error:
                 # Others fill the disk too: what is oldest here makes room for what is new, once.
-                if error.errno not in FULL or has_made_room or not self._make_room_on_disk(eviction.before):
+                if error.errno not in FULL or has_made_room or not self._make_room_on_disk():
                     raise
                 has_made_room = True
                 continue
-            has_made_room, emptied = False, None
+            has_made_room = False
             last = claim.positions[-1]
             missing = [i for i in missing if i > last and keys[i] not in index]
 
-    def _claim(self, keys: Sequence[bytes], missing: list[int], eviction: _Eviction, tenant: bytes) -> _Claim | None:
-        """Claim as many of the missing blocks as one write takes; None: none are left, or there is no room. Raises
-        OSError and _CopyFirstError."""
-        if not self.lock_folder():
-            return None
+    def _claim(self, keys: Sequence[bytes], missing: list[int], eviction: Eviction, tenant: bytes) -> _Claim | None:
+        """With the folder's lock: claim as many of the missing blocks as one write takes; None: none are left, or
+        there is no room. Raises OSError and _UnlockFirstError."""
         sync = self._sync
+        live: set[int] = set()
+        missing = [i for i in missing if keys[i] not in sync.index and not self._is_being_stored(keys[i], live)]
+        if not missing:
+            return None
+        found = self._find_slots(len(missing), eviction)
+        if found is None:
+            return None
+        segment, fd, slots, overwrites = found
+        positions = missing[: len(slots)]
+        claim = _Claim(segment, fd, slots.start, positions, [keys[i] for i in positions], overwrites)
         try:
-            live: set[int] = set()
-            missing = [i for i in missing if keys[i] not in sync.index and not self._is_being_stored(keys[i], live)]
-            if not missing:
-                return None
-            found = self._find_slots(len(missing), eviction)
-            if found is None:
-                return None
-            segment, fd, slots, overwrites = found
-            positions = missing[: len(slots)]
-            claim = _Claim(segment, fd, slots.start, positions, [keys[i] for i in positions], overwrites)
-            try:
-                self.claiming(tenant, claim.keys)
-            except OSError:
-                if overwrites:
-                    os.close(fd)
-                raise
-            self._write_claim(claim)
-            return claim
-        finally:
-            self.unlock_folder()
+            self.claiming(tenant, claim.keys)
+        except OSError:
+            if overwrites:
+                os.close(fd)
+            raise
+        return claim if self._write_claim(claim) else None
 
-    def _write_claim(self, claim: _Claim) -> None:
-        """With the folder's lock. Raises OSError; nothing is claimed then."""
+    def _write_claim(self, claim: _Claim) -> bool:
+        """With the folder's lock. False: another process has just taken the room, for blocks of another store. Raises
+        OSError; nothing is claimed then, either."""
         sync, segment = self._sync, claim.segment
         try:
             with sync.table_lock:
@@ -231,6 +205,10 @@ class SegmentWriter:
         except OSError:
             self._void(claim)
             raise
+        if claim.overwrites or not self._room.is_exceeded(self._member):
+            return True
+        self._void(claim)
+        return False
 
     def _fill(self, claim: _Claim, pages: np.ndarray) -> None:
         """Write the blocks of a claim. Raises OSError; they are not stored then."""
@@ -350,17 +328,36 @@ class SegmentWriter:
             held = self._usable_held() or self._adopt()
             positions = positions[: held[0].free if held is not None else layout.num_slots]
             need = len(positions) * layout.slot_bytes + (0 if held is not None else layout.data_offset)
-            has_room = not self._limit_bytes or self._fits_copies(need)
+            has_room = not self._room.limit_bytes or self._room.fits_copies(need)
             if not has_room or (held is not None and held[0] is segment):
                 return False, None
             target, fd = held or self._begin_segment()
             claim = _Claim(target, fd, target.used, positions, [expected[i][0] for i in positions], False)
-            self._write_claim(claim)
-            return True, claim
+            return (True, claim) if self._write_claim(claim) else (False, None)
         finally:
             self.unlock_folder()
 
     # -- the folder's lock ------------------------------------------------------------------------------------------
+
+    def _with_lock(self, eviction: Eviction, act: Callable[[], _T]) -> _T | None:
+        """Do something that may evict with the folder's lock. None: another process hangs. Raises OSError."""
+        while self.lock_folder():
+            try:
+                return act()
+            except _UnlockFirstError as error:
+                first = error
+            finally:
+                self.unlock_folder()
+            # This ends: a segment from which blocks were copied goes next, or is in use and then stays. Other stores
+            # are asked only while all shrink, and not after one gave up nothing.
+            if first.owner is self._member:
+                self._copy_forward(first.victim)
+                eviction.emptied, eviction.wanted_bytes = first.victim.segment, None
+            else:
+                freed = first.owner.give_up(eviction.copies)
+                eviction.asks_below = first.used_bytes if freed else 0
+                eviction.freed_bytes += freed
+        return None
 
     def lock_folder(self) -> bool:
         """Take the folder's lock, and take in what others have changed. False: another process hangs, and nothing is
@@ -377,6 +374,7 @@ class SegmentWriter:
                 return False
         try:
             self._sync.refresh_locked()
+            self._room.refresh_others(self._member)
             changes.set_holder(True)
             self._delete_unusable()
         except BaseException:
@@ -452,21 +450,21 @@ class SegmentWriter:
                     sync.index.sync(segment, table, allocated_bytes(os.fstat(fd)))
         sync.ring_erased(segment.number)
 
-    def _find_slots(self, num_missing: int, eviction: _Eviction) -> tuple[Segment, int, range, bool] | None:
+    def _find_slots(self, num_missing: int, eviction: Eviction) -> tuple[Segment, int, range, bool] | None:
         """A segment, its file, locked, free slots for some of the blocks, and whether these hold spare blocks. None:
-        there is no room. Raises OSError and _CopyFirstError."""
+        there is no room. Raises OSError and _UnlockFirstError."""
         sync = self._sync
         files, layout = sync.files, sync.files.layout
-        if self._leftovers is None:
-            self._leftovers = Leftovers(self._root, sync.folder.path)
+        self._room.find_leftovers()
         held = self._usable_held() or self._adopt()
         free = held[0].free if held is not None else layout.num_slots
         num_blocks = min(num_missing, free, files.batch_blocks)
         need = num_blocks * layout.slot_bytes + (0 if held is not None else layout.data_offset)
-        if not self.leftover_bytes and not self.fits(need) and (spare := self._take_spare(num_blocks)) is not None:
+        can_grow = self._room.leftover_bytes or self.fits(need)
+        if not can_grow and (spare := self._take_spare(num_blocks)) is not None:
             return *spare, True
         if not self._make_room(need, eviction):
-            if not self._limit_bytes:
+            if not self._room.limit_bytes:
                 raise OSError(errno.ENOSPC, f"less than {FREE_SHARE:.0%} of the file system is free")
             return None
         segment, fd = held or self._begin_segment()
@@ -557,80 +555,56 @@ class SegmentWriter:
     def shrink(self) -> None:
         """To the limit, which may have been larger. What was being copied by a process that was killed stays. Raises
         OSError."""
-        if self._limit_bytes and not self._fits_copies(0) and self.lock_folder():
-            try:
-                self._make_room(-self._reserve_bytes, _Eviction(self._sync.index.tick))
-            finally:
-                self.unlock_folder()
+        if self._room.limit_bytes and not self._room.fits_copies(0):
+            eviction = Eviction(copies=False)
+            self._with_lock(eviction, lambda: self._make_room(-self._room.reserve_bytes, eviction))
 
-    def _make_room(self, need_bytes: int, eviction: _Eviction) -> bool:
-        """Evict until need_bytes more are within the limit; False: that is not possible. Raises _CopyFirstError."""
-        if self._limit_bytes:
+    def _make_room(self, need_bytes: int, eviction: Eviction) -> bool:
+        """Evict until need_bytes more are within the limit; False: that is not possible. Raises _UnlockFirstError."""
+        if self._room.limit_bytes:
             # Asked anew each time: leftovers may have gone without this store's doing.
             while not self.fits(need_bytes):
                 if not self._evict(eviction):
                     return self.fits(need_bytes)
             return True
-        disk = os.statvfs(self._sync.folder.path)
-        reserve = int(disk.f_blocks * disk.f_frsize * FREE_SHARE)
-        # Where others fill the disk, the store stops growing, but gives nothing up.
-        over = min(need_bytes, reserve + need_bytes - disk.f_bavail * disk.f_frsize)
-        while over > 0:
-            freed = self._evict(eviction)
-            if not freed:
+        if eviction.wanted_bytes is None:
+            disk = os.statvfs(self._sync.folder.path)
+            reserve = int(disk.f_blocks * disk.f_frsize * FREE_SHARE)
+            # Where others fill the disk, the store stops growing, but gives nothing up.
+            eviction.wanted_bytes = min(need_bytes, reserve + need_bytes - disk.f_bavail * disk.f_frsize)
+            eviction.freed_bytes = 0
+        while eviction.freed_bytes < eviction.wanted_bytes:
+            if not self._evict(eviction):
                 return False
-            over -= freed
         return True
 
-    def _make_room_on_disk(self, before: int) -> bool:
-        if not self.lock_folder():
-            return False
-        try:
-            return self._evict(_Eviction(before)) > 0
-        finally:
-            self.unlock_folder()
+    def _make_room_on_disk(self) -> bool:
+        eviction = Eviction(copies=False)
+        return bool(self._with_lock(eviction, lambda: eviction.freed_bytes > 0 or self._evict(eviction)))
 
-    def _evict(self, eviction: _Eviction) -> int:
-        """Delete the segment that is worth least, other namespaces' leftovers first. Returns the bytes that this
-        frees; 0: this process has used all, or others write to it. Raises _CopyFirstError."""
-        if self._leftovers is not None and (freed := self._leftovers.evict_oldest()):
-            return freed
-        sync = self._sync
-        written_by_others: set[int] = set()
-        while True:
-            with sync.lock:
-                segments = list(sync.index.segments.values())
-                evictable = sync.index.evictable(eviction.before, written_by_others)
-                if eviction.emptied in evictable:
-                    victim: Victim | None = Victim(eviction.emptied, [])
-                else:
-                    page_size = sync.files.layout.page_size
-                    victim = choose_victim(segments, evictable, eviction.max_copies, page_size)
-            if victim is None:
-                return 0
-            segment = victim.segment
-            if self._used_later(segment):
-                continue
-            if sync.files.is_written_by_another(segment.path):
-                written_by_others.add(segment.number)
-                continue
-            if victim.hot:
-                raise _CopyFirstError(victim)
-            sync.log.count("evicted_blocks", segment.live)
-            self._is_full = True
-            self.delete([segment])
-            return segment.size_bytes
+    def give_up_segment(self, copies: bool) -> int:
+        """See Member."""
+        eviction = Eviction(copies, asks_below=0)
+        with self._pausing():
+            self._with_lock(eviction, lambda: self._evict(eviction))
+        return eviction.freed_bytes
 
-    def _used_later(self, segment: Segment) -> bool:
-        """Whether another process has used the segment since this one last looked, which then counts."""
-        try:
-            used_ns = min(os.stat(segment.path, follow_symlinks=False).st_mtime_ns, time.time_ns())
-        except OSError:
-            return False
-        if used_ns <= segment.used_ns:
-            return False
-        with self._sync.lock:
-            self._sync.index.note_shared_use(segment, used_ns)
+    def _evict(self, eviction: Eviction) -> bool:
+        """Delete the segment that is worth least, other namespaces' leftovers first. False: this process has used
+        all, or others write to it. Raises _UnlockFirstError."""
+        freed = self._room.evict_leftover()
+        if not freed:
+            chosen = self._room.choose_victim(self._member, eviction)
+            if chosen is None:
+                return False
+            owner, victim = chosen
+            if owner is not self._member or victim.hot:
+                raise _UnlockFirstError(owner, victim, self._room.size_bytes)
+            self._sync.log.count("evicted_blocks", victim.segment.live)
+            self._room.is_full = True
+            self.delete([victim.segment])
+            freed = victim.segment.size_bytes
+        eviction.freed_bytes += freed
         return True
 
     def delete(self, segments: list[Segment]) -> bool:
@@ -673,7 +647,7 @@ class SegmentWriter:
         finally:
             if is_locked:
                 self.unlock_folder()
-        self._is_full = False
+        self._room.is_full = False
         return are_gone
 
     def delete_unusable(self) -> None:
