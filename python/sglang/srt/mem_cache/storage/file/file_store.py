@@ -227,12 +227,11 @@ class HiCacheFile:
         """See BlockStore. Stops where it would have to evict what this call stored or found."""
         self._sync.refresh()
         pages = frames.reshape(len(keys), self._pages_per_block)
+        self._writer.begin_set(keys)
         with self._lock:
-            self._writer.begin_set()
             # Each key once, at its first position.
             first = {key: i for i, key in reversed(list(enumerate(keys)))}
             missing = sorted(i for key, i in first.items() if key not in self._index)
-            self._index.use([self._index.places[key] for key in keys if key in self._index])
         if tenant:
             missing = self._tenants.admitted(tenant, keys, missing)
         self._writer.store(keys, pages, missing, tenant)

@@ -112,9 +112,9 @@ class SegmentWriter:
 
     # -- storing --------------------------------------------------------------------------------------------------
 
-    def begin_set(self) -> None:
-        """What this process uses from now on is not evicted by the `set` that begins."""
-        self._room.begin_set(self._member)
+    def begin_set(self, keys: Sequence[bytes]) -> None:
+        """See SharedRoom."""
+        self._room.begin_set(self._member, keys)
 
     def store(self, keys: Sequence[bytes], pages: np.ndarray, missing: list[int], tenant: bytes = b"") -> None:
         """Write the blocks at positions `missing`, as far as there is room and no other process stores them. After

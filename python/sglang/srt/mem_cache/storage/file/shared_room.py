@@ -11,7 +11,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,10 +45,10 @@ class Member:
     max_copies: int
     # Whether its segments can be evicted now.
     can_evict: Callable[[], bool]
-    # Evicts one segment for another store, with no folder's lock held; True: hot blocks are copied before. Returns the
-    # bytes that this frees; 0: it cannot.
+    # Evicts one segment for another store, with no folder's lock held; True: hot blocks are copied before. Returns
+    # the bytes that this frees; 0: it cannot.
     give_up: Callable[[bool], int]
-    # The tick of its index at which the last `set` began; what this process has used since stays.
+    # The tick of its index at which the last `set` of all stores began; what this process has used since stays.
     before: int = 0
 
     @property
@@ -61,6 +61,12 @@ class Member:
     def segment_bytes(self) -> int:
         layout = self.sync.files.layout
         return layout.size_bytes(layout.num_slots)
+
+    def use(self, keys: Sequence[bytes]) -> None:
+        """Those of the blocks that are stored."""
+        index = self.sync.index
+        with self.sync.lock:
+            index.use([index.places[key] for key in keys if key in index])
 
     def candidates(self, copies: bool) -> Candidates:
         """With the index's lock. copies: whether hot blocks are copied."""
@@ -151,11 +157,15 @@ class SharedRoom:
 
     # -- what goes --------------------------------------------------------------------------------------------------
 
-    def begin_set(self, member: Member) -> None:
-        """The first store's `set` begins one of all stores, to which those of the others belong."""
+    def begin_set(self, member: Member, keys: Sequence[bytes]) -> None:
+        """What is stored of these blocks is used. A `set` of the first store begins one of all stores, to which those
+        of the others belong: it evicts nothing that is used from now on."""
+        is_first = member is self._members[0]
         for each in self._members:
-            if each is member or member is self._members[0]:
+            if is_first:
                 each.before = each.sync.index.tick
+            if is_first or each is member:
+                each.use(keys)
 
     def choose_victim(self, own: Member, eviction: Eviction) -> tuple[Member, Victim] | None:
         """The segment that is worth least of what may go, and whose it is. None: this process has used all, or others
