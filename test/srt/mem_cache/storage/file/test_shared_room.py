@@ -222,7 +222,7 @@ def test_a_set_evicts_nothing_that_it_stored_or_found_in_either_store(start, rew
     pair = start(limit_bytes=LIMIT // 4, rewrite_share=rewrite_share)
     rng = random.Random(1)
     num_cut = 0
-    for first in range(0, 1200, 30):
+    for first in range(0, 750, 30):
         found = keys_of(*range(first, first + rng.randint(1, 12)))
         pair.set(found, ends=rng.choice(((), ALL, ALL)))
         keys = [*found, *keys_of(*range(first + len(found), first + LONGEST))]
@@ -395,6 +395,14 @@ def test_one_that_keeps_the_other_folder_locked_delays_little(start, monkeypatch
     pair.now += WRITE_PAUSE_S
     pair.set_each(range(300, 340), ends=())
     assert pair.of_windows.stats()["evicted_blocks"] > 0 and pair.no_errors()
+
+
+def test_what_another_process_has_stored_in_the_other_folder_counts(start):
+    a, b = start(rewrite_share=0.0), start(rewrite_share=0.0)
+    for first in (100, 200, 300):
+        a.set_each(range(first, first + 20))
+        b.set_each(range(first + 50, first + 80), ends=())
+    assert a.no_errors() and b.no_errors()
 
 
 def test_of_what_others_write_to_nothing_goes(start):
