@@ -399,10 +399,15 @@ def test_one_that_keeps_the_other_folder_locked_delays_little(start, monkeypatch
 
 def test_what_another_process_has_stored_in_the_other_folder_counts(start):
     a, b = start(rewrite_share=0.0), start(rewrite_share=0.0)
-    for first in (100, 200, 300):
-        a.set_each(range(first, first + 20))
-        b.set_each(range(first + 50, first + 80), ends=())
-    assert a.no_errors() and b.no_errors()
+    b.set_each([0], ends=())
+    a.set_each(range(100, 140))
+    for number in itertools.count(200):
+        if not a.full._room.fits(SLOT_BYTES + DATA):
+            break
+        a.set_each([number], ends=())
+    assert a.stat("evicted_blocks") == 0
+    b.set_each([1, 2], ends=())
+    assert b.stat("evicted_blocks") > 0
 
 
 def test_of_what_others_write_to_nothing_goes(start):
