@@ -1,8 +1,8 @@
 """`SharedRoom`: what the stores of one rank take of the disk together, and which segment of them all goes next.
 
-Owns the limit, and the leftovers that count against it. Of a model whose layers partly have a window each kind of
-layers has a store (`WindowedStore`), else there is one. Deletes leftovers alone, and takes no folder's lock. Of the
-stores one at a time is written to.
+Owns the limit, and the leftovers that count against it. Deletes leftovers alone, and takes no folder's lock. Where
+some layers have a window, these have a store and the others have one (`WindowedStore`); else there is one. One store
+at a time is written to.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Member:
 
     @property
     def reserve_bytes(self) -> int:
-        """What blocks of one segment take that are copied."""
+        """For the blocks that are copied from one segment."""
         layout = self.sync.files.layout
         return layout.data_offset + self.max_copies * layout.slot_bytes if self.max_copies else 0
 
@@ -148,8 +148,8 @@ class SharedRoom:
                 other.sync.refresh()
 
     def is_exceeded(self, member: Member) -> bool:
-        """After a claim in one store: whether others were made elsewhere that together are more than the limit. Of
-        two processes that claim at once, each in another folder, one sees the other's claim."""
+        """After a claim in one store: whether all have more than the limit now. Of two processes that claim at once,
+        each in another folder, one sees the other's claim."""
         if not self.limit_bytes or not self.is_shared:
             return False
         self.refresh_others(member)
@@ -158,8 +158,8 @@ class SharedRoom:
     # -- what goes --------------------------------------------------------------------------------------------------
 
     def begin_set(self, member: Member, keys: Sequence[bytes]) -> None:
-        """What is stored of these blocks is used. A `set` of the first store begins one of all stores, to which those
-        of the others belong: it evicts nothing that is used from now on."""
+        """Blocks are used as far as they are stored. A `set` of the first store begins one of all stores, to which
+        the others' belong: it evicts nothing that is used from now on."""
         is_first = member is self._members[0]
         for each in self._members:
             if is_first:
