@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from sglang.srt.mem_cache.block_store import StoreError
-from sglang.srt.mem_cache.storage.file import shared_changes
+from sglang.srt.mem_cache.storage.file import eviction, shared_changes
 from sglang.srt.mem_cache.storage.file.eviction import Candidates, Victim, choose_victim
 from sglang.srt.mem_cache.storage.file.file_store import FileStoreOptions, HiCacheFile
 from sglang.srt.mem_cache.storage.file.segment import ALIGNMENT, SegmentLayout
@@ -51,7 +51,11 @@ class Pair:
         settings = FileStoreOptions(**{"limit_bytes": LIMIT, "segment_bytes": SEGMENT_BYTES, **options})
         open_one = [root, BLOCK_TOKENS, settings, lambda: self.now]
         self.full = self._open("full", self.pools[0], open_one)
-        self.of_windows = self._open("windows", self.pools[1], open_one, self.full)
+        try:
+            self.of_windows = self._open("windows", self.pools[1], open_one, self.full)
+        except StoreError:
+            self.full.close()
+            raise
         self.store = WindowedStore(self.full, self.of_windows, lambda frames: self.windowed[frames], 2)
         if not real_time:
             # Later than the times of files, so that no other process seems to use them.
@@ -294,6 +298,18 @@ def test_a_quarter_of_all_bytes_is_cold():
     # Of 14 blocks it were that at 11.
     small = Candidates([segment(1, 1, [1, 2, 3, 100])], 4, 16)
     assert choose_victim([stores[0], small], small.segments) == Victim(small.segments[0], [3])
+
+
+def test_a_quarter_of_many_blocks_is_found_in_a_sample(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(eviction, "_SAMPLED_USES", 1000)
+    rng = np.random.default_rng(1)
+    # A third of the bytes in blocks of 1, used before the others.
+    full = [segment(i, 1, rng.integers(1, 1000, 100).tolist()) for i in range(50)]
+    of_windows = [segment(i, 5, rng.integers(1001, 2000, 100).tolist()) for i in range(20)]
+    stores = [Candidates(full, 100, 16), Candidates(of_windows, 100, 16)]
+    victim = choose_victim(stores, full[:1])
+    assert victim is not None
+    assert min(victim.segment.uses[victim.hot]) == pytest.approx(750, abs=60)
 
 
 # -- one limit ------------------------------------------------------------------------------------------------------

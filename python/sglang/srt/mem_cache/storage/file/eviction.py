@@ -58,13 +58,12 @@ def choose_victim(stores: Sequence[Candidates], evictable: Collection[Segment]) 
     starts = np.cumsum(sizes) - sizes
     uses = np.concatenate([segment.uses[: segment.used] for segment, _ in filled])
     newest = int(uses.max())
-    slot_bytes = np.repeat([segment.layout.slot_bytes for segment, _ in filled], sizes)
-    is_live = uses > 0
-    is_hot = uses > _end_of_first_quarter(uses[is_live], slot_bytes[is_live])
+    slot_bytes = np.array([segment.layout.slot_bytes for segment, _ in filled])
+    is_hot = uses > _end_of_first_quarter(uses, sizes, slot_bytes)
     for start, (segment, _) in zip(starts.tolist(), filled):
         if segment.spare:  # Memory has these blocks, and stores them again when it gives them up.
             is_hot[start + np.array(list(segment.spare))] = False
-    is_cold = is_live & ~is_hot
+    is_cold = (uses > 0) & ~is_hot
     num_hot = np.add.reduceat(is_hot, starts, dtype=np.int64)
     num_cold = np.add.reduceat(is_cold, starts, dtype=np.int64)
     # Of differences, as a float has no room for the time since 1970 in ns.
@@ -89,14 +88,17 @@ def choose_victim(stores: Sequence[Candidates], evictable: Collection[Segment]) 
     return Victim(victim, hot.tolist())
 
 
-def _end_of_first_quarter(uses: np.ndarray, sizes: np.ndarray) -> int:
-    """The use of the block at a quarter of the bytes, in the order of use. uses, sizes: of each block."""
-    if not len(uses):
+def _end_of_first_quarter(uses: np.ndarray, num_slots: np.ndarray, slot_bytes: np.ndarray) -> int:
+    """The use of the block at a quarter of the bytes, in the order of use. uses: of all slots, 0 where there is no
+    block; num_slots, slot_bytes: of each segment."""
+    is_live = uses > 0
+    live = uses[is_live]
+    if not len(live):
         return 0
-    if (sizes == sizes[0]).all():
-        return int(np.partition(uses, len(uses) // 4)[len(uses) // 4])
+    if (slot_bytes == slot_bytes[0]).all():
+        return int(np.partition(live, len(live) // 4)[len(live) // 4])
     # Of a sample, as sorting a million takes long.
-    step = 1 + len(uses) // _SAMPLED_USES
-    order = np.argsort(uses[::step])
-    ends = np.cumsum(sizes[::step][order])
-    return int(uses[::step][order][np.searchsorted(ends, ends[-1] / 4, side="right")])
+    sampled = slice(None, None, 1 + len(live) // _SAMPLED_USES)
+    order = np.argsort(live[sampled])
+    ends = np.cumsum(np.repeat(slot_bytes, num_slots)[is_live][sampled][order])
+    return int(live[sampled][order][np.searchsorted(ends, ends[-1] / 4, side="right")])
