@@ -68,9 +68,9 @@ DOCUMENT_ROUNDS = 4
 # Tokens of a block of storage; what a proxy reads of a remote one.
 BLOCK, REMOTE_GBPS = 64, 2.0
 # Where a disk is full: the window, documents, how many of them one store has room for, one in how many prompts leaves
-# its document before the end, and prompts per round.
+# its document before the end, prompts per round, and segments of the limit.
 DISKS = "one", "all", "ends"
-SHORT_WINDOW, NUM_ON_DISK, ROOM_FOR, ONE_LEAVES, DISK_ASKED = 64, 8, 4, 4, 10
+SHORT_WINDOW, NUM_ON_DISK, ROOM_FOR, ONE_LEAVES, DISK_ASKED, SEGMENTS = 64, 8, 4, 4, 10, 64
 RATES = {"memory": None, "0.5 GB/s": 0.5e9}
 RATIO = 0.25
 CHUNKS = {"chunked_prefill_size": 512}
@@ -399,7 +399,7 @@ class DiskRig(StoreRig):
         def open_one(pages: HostPages, name: str) -> BlockStore:
             part = pages.page_bytes / self.page_bytes if disk == "all" else 1.0
             beside = opened[0] if opened and disk == "ends" else None
-            options = FileStoreOptions(int(part * limit_bytes))
+            options = FileStoreOptions(int(part * limit_bytes), limit_bytes // SEGMENTS)
             opened.append(HiCacheFile(folder, f"{disk} {name}", pages, BLOCK, options, beside=beside))
             return opened[-1]
 

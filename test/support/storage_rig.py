@@ -108,7 +108,9 @@ class StorageRig:
             if self.storage.may_start(rid):
                 self.detach(rid)
 
-    def finish(self, ticket: Ticket, count: int | None = None, far_count: int = 0) -> list[Ticket]:
+    def finish(
+        self, ticket: Ticket, count: int | None = None, far_count: int = 0, part_count: int = 0
+    ) -> list[Ticket]:
         """Storage answers; then whatever had to wait goes on. Returns what is begun."""
         op = self.ops.pop(ticket)
         if ticket.link in COPY_LINKS:
@@ -120,7 +122,7 @@ class StorageRig:
                 count = next((i for i, key in enumerate(keys) if key not in self.stored), len(keys))
                 count += op.action == StorageAction.TOUCH
             if ticket.link == PROBE:
-                self.storage.end_probe(ticket, count, far_count)
+                self.storage.end_probe(ticket, count, far_count, part_count)
             elif ticket.link == FETCH:
                 self.storage.end_fetch(ticket, count)
             else:

@@ -187,6 +187,20 @@ def test_one_store_gets_all_layers():
     assert written(rig) == ([], []) and (end.stored == STORED).all()
 
 
+@pytest.mark.parametrize(("count", "part_count"), [(0, 3), (2, 5), (5, 5)])
+def test_where_a_prompt_leaves_what_storage_has_others_may(count: int, part_count: int):
+    rig = make_rig()
+    (probe,) = rig.begin("r", LONG)
+    rig.finish(probe, count, part_count=part_count)
+    assert rig.storage.leaves_at("r") == part_count * BLOCK and rig.storage.leaves_at("s") == 0
+    rig.detach("r")
+    rig.finish_all()
+    end = rig.insert(LONG)
+    rig.tree.note_answer(end, 80, part_count * BLOCK)
+    wanted = WindowBlocks(BLOCK, 1).of(rig.tree.path_of(end))
+    assert wanted[part_count - 2 : part_count].all()
+
+
 # -- what is found ------------------------------------------------------------------------------------------------
 
 

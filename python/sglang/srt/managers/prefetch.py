@@ -56,7 +56,7 @@ class Prefetch:
     # Storage is known to have its prompt up to that token; from the second one on it was not worth fetching.
     stored_end: int = 0
     cut_from: int = 1 << 62
-    # Its prompt leaves there what storage has, where that lacks what windows reach; 0 if it does not.
+    # Its prompt leaves there what storage has, in tokens, as far as it is known: others may leave there, too.
     leaves_at: int = 0
     # Whether it was let go before all had come, and whether the host had no room.
     timed_out: bool = False

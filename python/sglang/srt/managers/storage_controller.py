@@ -447,7 +447,7 @@ class StorageController:
             prefetch, names = self._prefetches[rid], self.tree.names.keys
             assert names is not None
             prefetch.probe, prefetch.probe_failed = None, has_failed
-            if part_count > count:
+            if part_count:
                 prefetch.leaves_at = (prefetch.probed + part_count) * names.block_tokens
             if count:
                 self.counters["storage_hit_tokens"] += count * names.block_tokens

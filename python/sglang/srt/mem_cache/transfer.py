@@ -165,7 +165,7 @@ class OpResult:
     count: int = 0
     # Of a probe: how many of the last counted blocks lie on the second storage tier.
     far_count: int = 0
-    # Of a probe: how many leading blocks are stored, whether windows reach what is stored from there or not.
+    # Of a probe: how many leading blocks are stored in layers with full attention; no fewer than `count`.
     part_count: int = 0
     # Measured seconds from its first byte to its end. A link that works on several operations at once counts from the
     # end of the operation before.

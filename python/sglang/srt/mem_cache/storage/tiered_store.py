@@ -55,8 +55,7 @@ class TieredStore:
 
     def locate(self, keys: Sequence[bytes]) -> tuple[int, int, int]:
         """How many of the leading blocks the near store has, how many of the blocks behind them the far one, and how
-        many leading ones are there, whether windows reach what is there from their end or not, as far as the near
-        one tells."""
+        many leading ones there are in layers with full attention, as far as the near one tells."""
         near, part = _find(self.near, keys)
         far = _count_existing(self.far.exists, keys[near:]) if near < len(keys) else 0
         return near, far, max(part, near + far)
