@@ -455,7 +455,12 @@ class StorageController:
                 prefetch.far_from = prefetch.end - far_count * names.block_tokens
                 prefetch.blocks_left, prefetch.begun_before = count, self._num_begun
                 heapq.heappush(self._deadlines, (prefetch.deadline, rid))
-                if self._cut(rid, prefetch, prefetch.probed, self._unfinished.blocks_before(prefetch)):
+                first = prefetch.probed
+                if self.leaves_out_windows:
+                    # The host may have more, of which only what windows reach is to come.
+                    first = max(first, self._match(prefetch, prefetch.end).total_len // names.block_tokens)
+                is_begun = first * names.block_tokens >= prefetch.end
+                if is_begun or self._cut(rid, prefetch, first, self._unfinished.blocks_before(prefetch)):
                     self._unfinished.add(rid, prefetch)
                 else:
                     prefetch.end = 0
