@@ -105,7 +105,7 @@ class Remote:
 
     @property
     def embedded(self) -> EmbeddedStore:
-        return self.store._place._embedded.store  # type: ignore[attr-defined]
+        return self.store._place.kept.store  # type: ignore[attr-defined]
 
     def names(self) -> list[bytes]:
         found = connection(self.embedded.address).call("KEYS", "*")

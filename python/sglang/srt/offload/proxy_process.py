@@ -49,12 +49,19 @@ class ProxyPlace(Protocol):
     def close(self) -> None: ...
 
 
-class _KeptStore:
-    """The store that was started for a proxy, if any. It is kept alive until `close`."""
+class KeptStore:
+    """The store that was started for a proxy, if any, or for two. It is kept alive until each has called `close`."""
 
     def __init__(self, store: EmbeddedStore | None) -> None:
         self.store = store
+        self._num_users = 1
         self._lock = threading.Lock()
+
+    def join(self) -> KeptStore:
+        """For another proxy. Returns itself."""
+        with self._lock:
+            self._num_users += 1
+        return self
 
     def keep_alive(self) -> None:
         """Start it again if it has died. Raises StoreError."""
@@ -64,9 +71,10 @@ class _KeptStore:
 
     def close(self) -> None:
         with self._lock:
-            store, self.store = self.store, None
-            if store is not None:
-                store.stop()
+            self._num_users -= 1
+            if self._num_users == 0 and self.store is not None:
+                self.store.stop()
+                self.store = None
 
 
 class _Child:
@@ -112,14 +120,14 @@ class _Child:
 
 
 class OwnProxy:
-    """A child process. Each session has one of its own. embedded: the store that was started for it, or None."""
+    """A child process. Each session has one of its own. kept: the store that was started for it, if any."""
 
     token = ""
 
-    def __init__(self, store_url: str, settings: dict[str, Any], embedded: EmbeddedStore | None = None) -> None:
+    def __init__(self, store_url: str, settings: dict[str, Any], kept: KeptStore | None = None) -> None:
         self._store_url = store_url
         self._settings = settings
-        self._embedded = _KeptStore(embedded)
+        self.kept = kept or KeptStore(None)
         self._child = _Child()
 
     @property
@@ -143,11 +151,11 @@ class OwnProxy:
 
     def keep_alive(self) -> None:
         self._child.reap()
-        self._embedded.keep_alive()
+        self.kept.keep_alive()
 
     def close(self) -> None:
         self._child.stop()
-        self._embedded.close()
+        self.kept.close()
 
 
 class ProxyElsewhere:
@@ -215,15 +223,15 @@ class InProcessProxy:
 
     token = ""
 
-    def __init__(self, store_url: str, settings: dict[str, Any], embedded: EmbeddedStore | None = None) -> None:
+    def __init__(self, store_url: str, settings: dict[str, Any], kept: KeptStore | None = None) -> None:
         from sglang.srt.offload.proxy.server import ProxyServer
 
-        self._embedded = _KeptStore(embedded)
+        self.kept = kept or KeptStore(None)
         self._store_url = store_url
         try:
             self._server = ProxyServer(ProxySettings.from_config(settings), StoreAddress.parse(store_url), self.token)
         except StoreError:
-            self._embedded.close()
+            self.kept.close()
             raise
 
     def __str__(self) -> str:
@@ -238,10 +246,10 @@ class InProcessProxy:
         return ""
 
     def keep_alive(self) -> None:
-        self._embedded.keep_alive()
+        self.kept.keep_alive()
 
     def close(self) -> None:
-        self._embedded.close()
+        self.kept.close()
         # On another thread, because a session that ends waits for a store that does not answer.
         threading.Thread(target=self._server.close, name="proxy-close", daemon=True).start()
 

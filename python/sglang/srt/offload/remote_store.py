@@ -28,7 +28,14 @@ from sglang.srt.offload import wire
 from sglang.srt.offload.codec.layout import BlockLayout
 from sglang.srt.offload.codec.registry import codec_of_layers
 from sglang.srt.offload.proxy_client import ProxyClient
-from sglang.srt.offload.proxy_process import InProcessProxy, OtherProxy, OwnProxy, ProxyElsewhere, ProxyPlace
+from sglang.srt.offload.proxy_process import (
+    InProcessProxy,
+    KeptStore,
+    OtherProxy,
+    OwnProxy,
+    ProxyElsewhere,
+    ProxyPlace,
+)
 from sglang.srt.offload.store.embedded import EmbeddedStore
 from sglang.srt.utils.byte_sizes import shown_size
 from sglang.srt.utils.memory import available_memory
@@ -83,7 +90,6 @@ class RemoteStore:
         self._first_page = first_page
         self._hang_s = settings.hang_s
         self._clock = clock
-        self._has_own_store = isinstance(settings.proxy, OwnProxySettings) and not settings.proxy.url
         self._has_own_proxy = isinstance(settings.proxy, OwnProxySettings)
         self._lock = threading.Lock()
         self._retry_at, self._retry_s = 0.0, RETRY_S
@@ -207,10 +213,15 @@ class RemoteStore:
         values = {"blocks": 0, "size_bytes": 0, "limit_bytes": 0, **(client.stats if client is not None else {})}
         return {**values, **self._counters}
 
+    @property
+    def kept_store(self) -> KeptStore | None:
+        """The store that was started for it, if it has a proxy of its own."""
+        return self._place.kept if isinstance(self._place, OwnProxy | InProcessProxy) else None
+
     def is_of_all(self, name: str) -> bool:
         """Whether another session with the same settings tells the same under this name of `stats`."""
         if name in _OF_STORE:
-            return not self._has_own_store
+            return True
         return name not in _OF_SESSION and not self._has_own_proxy
 
     # -- inside -------------------------------------------------------------------------------------------------
@@ -424,8 +435,9 @@ def open_remote_store(backend: str, settings: RemoteSettings, params: StoreParam
         except ValueError as error:
             raise StoreError(f"--hicache-storage-backend {backend}: {error}") from None
     own = settings.proxy
-    place = (
-        _start_own_proxy(own, directory, params.share / params.tp_size) if isinstance(own, OwnProxySettings) else own
+    assert params.beside is None or isinstance(params.beside, RemoteStore)
+    place: ProxyPlace = (
+        _start_own_proxy(own, directory, params.tp_size, params.beside) if isinstance(own, OwnProxySettings) else own
     )
     hello = wire.Hello(
         token=place.token,
@@ -450,16 +462,24 @@ def _mac_key_of(mac_key: bytes, namespace: str) -> bytes:
     )
 
 
-def _start_own_proxy(own: OwnProxySettings, directory: Path, share: float) -> ProxyPlace:
-    url, embedded = own.url, None
+def _start_own_proxy(
+    own: OwnProxySettings, directory: Path, num_stores: int, beside: RemoteStore | None
+) -> ProxyPlace:
+    """num_stores: that share the limit. beside: one of the same rank, whose store this one's proxy uses, too."""
+    url, kept = own.url, None
     if not url:
-        # The stores of all tiers together; each tier of the server starts one.
-        limit_bytes = int(share * (own.limit_gb * 1e9 or available_memory() / 4))
-        embedded = EmbeddedStore.start(directory / "store", limit_bytes)
-        url = str(embedded.address)
-        logger.info("remote tier: no url is given, so a store of %s is started here", shown_size(limit_bytes))
+        kept = beside.kept_store if beside is not None else None
+        if kept is None:
+            # Each tier of the server starts one.
+            limit_bytes = int((own.limit_gb * 1e9 or available_memory() / 4) / num_stores)
+            kept = KeptStore(EmbeddedStore.start(directory / "store", limit_bytes))
+            logger.info("remote tier: no url is given, so a store of %s is started here", shown_size(limit_bytes))
+        else:
+            kept.join()
+        assert kept.store is not None
+        url = str(kept.store.address)
     kind = InProcessProxy if own.in_process else OwnProxy
-    return kind(url, own.settings, embedded)
+    return kind(url, own.settings, kept)
 
 
 @dataclass(eq=False)

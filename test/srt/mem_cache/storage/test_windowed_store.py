@@ -26,6 +26,7 @@ from sglang.srt.mem_cache.storage.file.file_store import HiCacheFile
 from sglang.srt.mem_cache.storage.tiered_store import TieredStore
 from sglang.srt.mem_cache.storage.windowed_store import OverlappingWindowedStore, WindowedStore
 from sglang.srt.mem_cache.transfer import Tier
+from sglang.srt.offload.remote_store import RemoteStore
 from support.memory_store import MemoryStore
 from support.remote_fixture import PATIENCE_S, PROXY, close_to_the_end
 
@@ -332,6 +333,23 @@ def test_a_remote_store_has_a_session_for_each_kind(tmp_path: Path, in_process: 
     pool.regions[1].copy_out(np.arange(8, dtype=np.int32), ends)
     assert ends[:4].any(axis=1).all() and not ends[4:].any()
     close_to_the_end(store)
+
+
+def test_both_sessions_share_the_store_that_is_started_for_them(tmp_path: Path):
+    """Its limit is theirs together, and it ends with the last of them."""
+    opener = replace(opener_of(make_pool()), directory=tmp_path)
+    config = {"in_process": True, "limit_gb": 0.1, "block_tokens": BLOCK, "proxy": PROXY}
+    store = opener.open(opener.setup("remote", json.dumps(config), "timeout", "write_through").setup)
+    assert isinstance(store, WindowedStore)
+    full, of_windows = store.full, store.of_windows
+    assert isinstance(full, RemoteStore) and isinstance(of_windows, RemoteStore)
+    kept = full.kept_store
+    assert kept is not None and kept is of_windows.kept_store and kept.store is not None
+    assert len(list(tmp_path.rglob("store"))) == 1 and Path(f"/proc/{kept.store.pid}").exists()
+    close_to_the_end(full)
+    assert kept.store is not None and Path(f"/proc/{kept.store.pid}").exists()
+    close_to_the_end(of_windows)
+    assert kept.store is None
 
 
 # -- on a disk ----------------------------------------------------------------------------------------------------

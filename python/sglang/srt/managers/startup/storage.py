@@ -229,7 +229,6 @@ class StorageOpener:
                     num_layers=len(kinds),
                     namespace=f"{params.namespace}, layers with {layers}",
                     pool=region,
-                    share=region.page_bytes / pool.page_bytes,
                     beside=stores[0] if stores else None,
                     # Short, as a socket's path is.
                     directory=params.directory / str(i),

@@ -62,8 +62,6 @@ class StoreParams:
     tp_rank: int = 0
     # How many stores share memory and limits.
     tp_size: int = 1
-    # Of the memory of its rank, this store's part, where others have the rest.
-    share: float = 1.0
     # A store of the same rank, for its other layers, that was opened before: where both share the rank's limits.
     beside: BlockStore | None = None
     # Of the model's num_layers those that its pages have, where these are not all.
