@@ -313,6 +313,8 @@ class Parts:
     small_disk: bool = False
     # Of the server.
     num_ranks: int = 1
+    # Of layers, each of which has stores of its own.
+    num_kinds: int = 1
 
 
 def slabs_of_worker(kv_bytes: int, num_ranks: int) -> int:
@@ -332,6 +334,8 @@ class AllTiers:
     def __init__(self, folder: Path, parts: Parts) -> None:
         folder.chmod(0o700)
         self.num_ranks = parts.num_ranks
+        # Of each storage tier.
+        self.num_stores = parts.num_ranks * parts.num_kinds
         self.block_tokens = BLOCK
         # Storage tiers that erase a tenant's blocks, and keep to its quota.
         self.forgetful = ("remote",) if parts.plugin else ("disk", "remote")

@@ -34,10 +34,14 @@ from support.chaos_ends import assert_nothing_is_left, assert_replays, held_by, 
 from support.chaos_mixes import Mix, drawn_mix
 from support.chaos_requests import Clients, hold_all
 from support.server_fixture import NO_TLS, PATIENCE_S, Server, free_port, wait_until
+from support.windowed_model import write_windowed_model
 
 # Of the conversations, device, peer and host together hold two thirds, and the disk four fifths.
 FLAGS = "--max-total-tokens 768 --hicache-ratio 0.6 --chunked-prefill-size 256 --hicache-load-or-recompute off"
 DISK_TOKENS = 2000
+# Where layers have a window: so long that the host has room for pools of both kinds of layers.
+WINDOW = 16
+WINDOWED_FLAGS = "--chunked-prefill-size 64 --hicache-ratio 0.8 --served-model-name embedded"
 # Of a server as a whole, by its number.
 RESTARTS = {"server restarted": 0, "server killed": 0, "neighbour restarted": 1, "neighbour killed": 1}
 
@@ -187,11 +191,16 @@ def everything(folder: Path, config: Config) -> Iterator[Chaos]:
             plugin=mix.plugin,
             small_disk=config.small_disk,
             num_ranks=mix.num_ranks,
+            num_kinds=2 if mix.has_windows else 1,
         )
         tiers = stack.enter_context(AllTiers(folder, parts))
+        model: tuple[str, ...] = ()
+        if mix.has_windows:
+            model = (*WINDOWED_FLAGS.split(), "--model-path", str(write_windowed_model(folder / "model", WINDOW)))
         record = folder / "steps"
         server = tiers.start_server(
             *FLAGS.split(),
+            *model,
             *mix.flags,
             *(("--layer-stream-disk-size", "0.02", "--layer-stream-disk-path", str(folder)) if mix.swaps else ()),
             disk_tokens=DISK_TOKENS * mix.kv_bytes // 4,
@@ -294,6 +303,7 @@ def _keep(folder: Path, config: Config, taken: list[Step], tiers: AllTiers | Non
     again = f"PYTHONPATH=test python -m support.chaos --seed {config.seed} --steps {max(1, len(taken))}"
     again += f" --router {config.router} --backend {config.mix.backend}"
     again += " --strict" if config.mix.strict else " --no-strict"
+    again += " --windows" if config.mix.has_windows else " --no-windows"
     again += "" if config.mix.flags else " --plain"
     text = [again, repr(config), *map(repr, taken), f"{type(error).__name__}: {error}"]
     (kept / "plan").write_text("\n".join(text) + "\n")
@@ -314,10 +324,11 @@ def main() -> None:
     parser.add_argument("--backend", choices=("bluefield", "remote", IN_PROCESS), help="not by the seed")
     strict = argparse.BooleanOptionalAction
     parser.add_argument("--strict", action=strict, help="whether the lender copies for the server, not by the seed")
+    parser.add_argument("--windows", action=strict, help="whether layers have windows, not by the seed")
     parser.add_argument("--plain", action="store_true", help="nothing of the server and its parts is by the seed")
     args = parser.parse_args()
     mix = Mix() if args.plain else drawn_mix(args.seed)
-    given = {"backend": args.backend, "strict": args.strict}
+    given = {"backend": args.backend, "strict": args.strict, "has_windows": args.windows}
     mix = replace(mix, **{name: value for name, value in given.items() if value is not None})
     mixed = 2 if mix.flags else 5
     config = Config(args.seed, args.steps, args.minutes, mixed, args.router, True, mix)

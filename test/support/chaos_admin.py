@@ -421,8 +421,8 @@ class Administrator:
         two_blocks = 2 * self._tiers.block_tokens
         wait_until(lambda: self._set_quota(salt, dict.fromkeys(forgetful, two_blocks)) is not None)
         assert (
-            self._blocks_on_disk(self._keys_on_disk(salt)) <= 2 * self._tiers.num_ranks
-            and self._blocks_in_store(salt) <= 2 * self._tiers.num_ranks
+            self._blocks_on_disk(self._keys_on_disk(salt)) <= 2 * self._tiers.num_stores
+            and self._blocks_in_store(salt) <= 2 * self._tiers.num_stores
         )
         wait_until(lambda: self._set_quota(salt, {}) is not None)
         for each in (*OWN, *TENANTS):

@@ -74,6 +74,8 @@ class Mix:
     # In place of the disk tier, see `Parts`.
     plugin: Literal["", "generic", "v1"] = ""
     codec: Any = "raw"
+    # All layers of the model but one have a sliding window.
+    has_windows: bool = False
     # Options of all storage, and of the disk tier.
     storage: dict[str, Any] = field(default_factory=dict)
     disk: dict[str, Any] = field(default_factory=dict)
@@ -117,4 +119,5 @@ def drawn_mix(seed: int) -> Mix:
         storage={**blocks, **rng.choice(_STORAGE)},
         disk=rng.choice(_DISK),
         is_elsewhere=rng.random() < 0.3,
+        has_windows=random.Random(f"{seed} windows").random() < 0.3,
     )
