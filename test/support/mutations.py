@@ -566,9 +566,9 @@ def split_forgets_names() -> Any:
     split = HiRadixTree.split
 
     def patched(self: Any, node: Node, num_tokens: int) -> Node:
-        keys, stored = node.block_keys, node.stored
+        keys, stored, seen = node.block_keys, node.stored, node.seen
         upper = split(self, node, num_tokens)
-        node.block_keys, node.stored = keys, stored
+        node.block_keys, node.stored, node.seen = keys, stored, seen
         return upper
 
     return mock.patch.object(HiRadixTree, "split", patched)

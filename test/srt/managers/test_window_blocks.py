@@ -6,6 +6,7 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,13 +17,14 @@ from sglang.srt.managers.startup.storage import StorageOpener
 from sglang.srt.managers.storage_setup import PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.managers.window_blocks import WindowBlocks
 from sglang.srt.mem_cache.block_names import NOT_STORED, STORED, WITHOUT_WINDOWS
-from sglang.srt.mem_cache.block_store import longest_seen
+from sglang.srt.mem_cache.block_store import BlockStore, longest_seen
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
+from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.node import Node
 from sglang.srt.mem_cache.transfer import StorageAction, StorageOp, Tier
 from sglang.srt.utils.time_units import LaunchSeq
 from support.remote_fixture import PATIENCE_S, PROXY, close_to_the_end
-from support.storage_rig import StorageRig, tokens
+from support.storage_rig import NAMES, StorageRig, tokens
 
 BLOCK, REACH = 4, 4
 # 16 blocks. Windows reach one of them; what a checkpoint's windows reach ends with blocks 2, 4, 6, 8, 10, 12 and 15.
@@ -35,8 +37,10 @@ CHECKPOINTS = [1, 3, 5, 7, 9, 11, 14]
 
 def path_of(num_tokens: int) -> list[Node]:
     tree = HiRadixTree(1)
+    tree.names.keys = NAMES
     frames = np.arange(num_tokens, dtype=np.int32)
-    end = tree.insert_prefix("", None, np.arange(num_tokens), frames, LaunchSeq(0), LaunchSeq(0)).node
+    end = tree.insert_prefix("", None, np.arange(num_tokens, dtype=np.int32), frames, LaunchSeq(0), LaunchSeq(0)).node
+    tree.names.name_path(end)
     return tree.path_of(end)
 
 
@@ -60,13 +64,8 @@ def test_the_checkpoints_of_a_path_are_those_of_its_front():
     assert blocks.of(path_of(BLOCK - 1)).tolist() == []
 
 
-def test_the_end_of_an_answer_and_of_its_prompt_are_ends():
-    blocks, path = WindowBlocks(BLOCK, 2), path_of(400)
-    before = blocks.of(path)
-    # The prompt had 301 tokens, the last of which is computed when it is asked again.
-    path[-1].asked_end = 300
-    assert set(np.flatnonzero(blocks.of(path) & ~before)) == {72, 73, 74, 97, 98, 99} - set(np.flatnonzero(before))
-    assert np.flatnonzero(before).tolist()[:4] == [2, 3, 6, 7]
+def test_before_an_end_is_one_block_more():
+    assert WindowBlocks(BLOCK, 2).seen_from(301) == (72, 75) and WindowBlocks(BLOCK, 2).seen_from(7) == (0, 1)
 
 
 # -- what is written ----------------------------------------------------------------------------------------------
@@ -85,7 +84,7 @@ def make_rig() -> StorageRig:
 def answer(rig: StorageRig, end: Node) -> None:
     """The request whose path ends there is answered."""
     rig.tree.note_answer(end, end.end + 1)
-    rig.storage.writer.note_answer(end)
+    rig.storage.writer.note_answer(end, leaves_at=0)
 
 
 def written(rig: StorageRig) -> tuple[list[int], list[int]]:
@@ -196,12 +195,94 @@ def test_where_a_prompt_leaves_what_storage_has_others_may(count: int, part_coun
     rig.detach("r")
     rig.finish_all()
     end = rig.insert(LONG)
-    rig.tree.note_answer(end, 80, part_count * BLOCK)
+    rig.storage.writer.note_answer(end, part_count * BLOCK)
     wanted = WindowBlocks(BLOCK, 1).of(rig.tree.path_of(end))
     assert wanted[part_count - 2 : part_count].all()
 
 
+def test_an_end_stays_one_when_its_path_goes_on_before_it_is_written():
+    rig = make_rig()
+    end = rig.insert(LONG)
+    answer(rig, end)
+    longer = rig.insert("xxxxxxxx", below=end)
+    rig.tree.split(end, 22)
+    back_up(rig, longer)
+    assert written(rig)[1] == [*CHECKPOINTS, 15]
+
+
+def test_what_came_without_windows_and_was_computed_is_copied_anew():
+    """A fetch for another request brings it while this one computes it."""
+    rig = make_rig()
+    rig.tree.order.cut_tokens = BLOCK
+    end = rig.insert(LONG)
+    back_up(rig, end)
+    answer(rig, end)
+    written(rig)
+    upper = rig.tree.split(end, 54)
+    host = rig.controller.windowed_host
+    host._make_partial([upper])
+    assert not host.drop_partial_ends(end), "from the end windows do not reach it"
+    assert host.drop_partial_ends(end, 54) and not host.drop_partial_ends(end, 54)
+    back_up(rig, end)
+    assert written(rig) == ([], [])
+    rig.storage.writer.note_answer(end, leaves_at=54)
+    assert written(rig)[1] == [12]
+
+
 # -- what is found ------------------------------------------------------------------------------------------------
+
+
+class Storage:
+    """An engine whose first layer alone has no window, on storage with blocks of `BLOCK` tokens."""
+
+    WINDOW, BLOCK = 24, 8
+
+    def __init__(self, folder: Path, stores: str, **sizes: int) -> None:
+        self.model = Model(
+            Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=self.WINDOW, max_window_layers=1),
+            str(folder / "model"),
+        )
+        settings = {
+            "file": {"path": str(folder / "store"), "limit_gb": 0.1},
+            "remote": {"in_process": True, "limit_gb": 0.1, "proxy": PROXY, "hang_timeout_s": PATIENCE_S},
+        }
+        self.opened: list[Any] = []
+
+        def open_store(pool: MHATokenToKVPoolHost) -> BlockStore:
+            opener = StorageOpener(
+                lambda: "model", "name", pool, 0, 1, directory=folder, window_reach=self.WINDOW - 1
+            )
+            config = json.dumps({"block_tokens": self.BLOCK, **settings[stores]})
+            self.opened.append(opener.open(opener.setup(stores, config, "wait_complete", "write_through").setup))
+            return self.opened[0]
+
+        sizes = {"num_host_pages": 1200, "num_windowed_host_pages": 600} | sizes
+        limits = StorageLimits.of_host(sizes["num_host_pages"], self.BLOCK, 4)
+        tier = Tier.DISK if stores == "file" else Tier.REMOTE
+        prefetch = PrefetchConfig("wait_complete", 1)
+        setup = StorageSetup("test", "", b"test", self.BLOCK, limits, prefetch, "write_through", (tier,))
+        self.engine = self.model.engine(
+            # So many that nodes are cut between blocks.
+            num_device_pages=2100,
+            chunked_prefill_size=64,
+            window_tile=0,
+            open_store=open_store,
+            storage=replace(setup, has_windowed_store=True),
+            write_policy="write_through",
+            load_or_recompute=False,
+            **sizes,
+        )
+
+    def ask(self, prompt: np.ndarray) -> int:
+        """Returns the tokens that are found. The answer is that of transformers."""
+        (found,) = self.engine.generate([prompt], greedy(3))
+        self.model.check(prompt, found, 3)
+        self.engine.settle()
+        return sum(found.cached_tokens_details.values())
+
+    def close(self) -> None:
+        self.engine.close()
+        close_to_the_end(self.opened[0])
 
 
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3, 4))])
@@ -212,54 +293,22 @@ def test_a_prompt_that_parts_anywhere_is_found_in_storage(tmp_path: Path, stores
     window. Its answer is that of transformers, and it finds what the distance of checkpoints promises."""
     print(f"seed {seed}")
     rng = random.Random(seed)
-    window, block = 24, 8
-    model = Model(
-        Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=window, max_window_layers=1), str(tmp_path / "m")
-    )
-    settings = {
-        "file": {"path": str(tmp_path / "store"), "limit_gb": 0.1},
-        "remote": {"in_process": True, "limit_gb": 0.1, "proxy": PROXY, "hang_timeout_s": PATIENCE_S},
-    }
-    opened = []
-
-    def open_store(pool):
-        opener = StorageOpener(lambda: "model", "name", pool, 0, 1, directory=tmp_path, window_reach=window - 1)
-        config = json.dumps({"block_tokens": block, **settings[stores]})
-        opened.append(opener.open(opener.setup(stores, config, "wait_complete", "write_through").setup))
-        return opened[0]
-
-    limits, prefetch = StorageLimits.of_host(1200, block, 4), PrefetchConfig("wait_complete", 1)
-    tier = Tier.DISK if stores == "file" else Tier.REMOTE
-    setup = StorageSetup("test", "", b"test", block, limits, prefetch, "write_through", (tier,))
-    engine = model.engine(
-        # So many that nodes are cut between blocks.
-        num_device_pages=2100,
-        num_host_pages=1200,
-        num_windowed_host_pages=600,
-        chunked_prefill_size=64,
-        window_tile=0,
-        open_store=open_store,
-        storage=replace(setup, has_windowed_store=True),
-        write_policy="write_through",
-        load_or_recompute=False,
-    )
+    storage = Storage(tmp_path, stores)
+    engine, opened, block = storage.engine, storage.opened, storage.BLOCK
 
     def ask(prompt: np.ndarray) -> int:
         if memory == "empty":
             engine.forget()
-        else:
-            controller = engine.scheduler.cache.controller
-            controller.evict(Tier.DEVICE, controller.tables[Tier.DEVICE].num_pages)
-            host = controller.windowed_host
-            assert host.pool is not None
-            if num_held := int((host.pool.frame_of >= 0).sum()):
-                host.make(host.pool.table.num_free + num_held)
-            engine.settle()
-            assert not (host.pool.frame_of >= 0).any()
-        (found,) = engine.generate([prompt], greedy(3))
-        model.check(prompt, found, 3)
+            return storage.ask(prompt)
+        controller = engine.scheduler.cache.controller
+        controller.evict(Tier.DEVICE, controller.tables[Tier.DEVICE].num_pages)
+        host = controller.windowed_host
+        assert host.pool is not None
+        if num_held := int((host.pool.frame_of >= 0).sum()):
+            host.make(host.pool.table.num_free + num_held)
         engine.settle()
-        return sum(found.cached_tokens_details.values())
+        assert not (host.pool.frame_of >= 0).any()
+        return storage.ask(prompt)
 
     def new(num_tokens: int) -> np.ndarray:
         return np.array([rng.randrange(3, 97) for _ in range(num_tokens)], np.int32)
@@ -271,12 +320,21 @@ def test_a_prompt_that_parts_anywhere_is_found_in_storage(tmp_path: Path, stores
         "see WindowBlocks"
     )
     assert ask(np.concatenate((document, new(9)))) == 400, "the end of a prompt"
-    reach = -(-(window - 1) // block) * block
+    reach = -(-(storage.WINDOW - 1) // block) * block
     for _ in range(6):
         shared = rng.randrange(60, 400)
         first, second = (np.concatenate((document[:shared], new(20))) for _ in range(2))
         assert shared - ask(first) < max(2 * reach, shared / 5) + block, shared
         # Now it is known that prompts part there.
         assert shared - ask(second) < block, shared
-    engine.close()
-    close_to_the_end(opened[0])
+    storage.close()
+
+
+def test_the_end_of_a_prompt_is_stored_that_the_host_has_no_room_for(tmp_path: Path):
+    """Of layers with a window, whose pages are being copied and stored when others are to go."""
+    storage = Storage(tmp_path, "file", num_host_pages=500, num_windowed_host_pages=125)
+    prompt = np.random.default_rng(4).integers(3, 97, 350).astype(np.int32)
+    assert storage.ask(prompt) == 0
+    storage.engine.forget()
+    assert storage.ask(prompt) == 344
+    storage.close()

@@ -23,7 +23,7 @@ from sglang.srt.managers.block_touches import BlockTouches
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.managers.storage_breaker import StorageBreaker
 from sglang.srt.managers.storage_setup import StorageSetup
-from sglang.srt.managers.window_blocks import WindowBlocks
+from sglang.srt.managers.window_blocks import WindowBlocks, ends_within
 from sglang.srt.mem_cache.block_names import NOT_STORED, STORED, WITHOUT_WINDOWS
 from sglang.srt.mem_cache.namespaces import is_alone, salt_of
 from sglang.srt.mem_cache.node import Node, is_ready, is_whole, survivor_of
@@ -135,9 +135,19 @@ class BlockWriter:
             if was_pinned:
                 self.tree.end_soft_pin(end)
 
-    def note_answer(self, end: Node) -> None:
-        """The path to `end` ends there. The host may have had it before that was known."""
-        if self._window_blocks is not None and not self.stores_late:
+    def note_answer(self, end: Node, leaves_at: int) -> None:
+        """A prompt was answered, and its path ends with `end`. leaves_at: see `Prefetch`. The host may have had the
+        path before that was known."""
+        blocks, names = self._window_blocks, self.tree.names
+        if blocks is None or names.keys is None or is_alone(self.tree.root_of(end).namespace):
+            return
+        path = self.tree.path_of(end)
+        if not path:
+            return
+        names.name_path(end)
+        for place in {leaves_at, end.asked_end, end.end, *ends_within(path)}:
+            names.note_seen(path, *blocks.seen_from(place))
+        if not self.stores_late:
             self.store_path(end)
 
     def store_nodes(self, nodes: list[Node]) -> None:
@@ -202,7 +212,7 @@ class BlockWriter:
         assert tree.names.keys is not None
         size = tree.names.keys.block_tokens
         wanted = self._window_blocks.of(path) if self._window_blocks is not None else None
-        first = next((i for i, n in enumerate(path) if self._lacks(n, size, wanted)), None)
+        first = self._first_lacking(path, wanted)
         if first is None:
             return
         tenant = tree.names.keys.tenant(salt_of(tree.root_of(end).namespace))
@@ -263,17 +273,21 @@ class BlockWriter:
         return np.full(len(node.key) // self.tree.page_size, -1, np.int32)
 
     @staticmethod
-    def _lacks(node: Node, size: int, wanted: np.ndarray | None) -> bool:
-        """Whether storage may lack something of a node. wanted: of the path's blocks, see `WindowBlocks`; None: all
-        are stored whole."""
-        if node.stored is None or not node.stored.all():
-            return node.stored is not None
-        here = slice(node.start // size, node.end // size)
-        return wanted is not None and bool((wanted[here] & (node.stored == WITHOUT_WINDOWS)).any())
+    def _first_lacking(path: list[Node], wanted: np.ndarray | None) -> int | None:
+        """The place of the first node of which storage may lack something. wanted: of the path's blocks, see
+        `WindowBlocks`; None: all are stored whole."""
+        if wanted is None:
+            return next((i for i, node in enumerate(path) if node.stored is not None and not node.stored.all()), None)
+        stored = np.concatenate([node.stored for node in path])  # type: ignore[misc]
+        lacks = (stored == NOT_STORED) | (wanted & (stored == WITHOUT_WINDOWS))
+        if not lacks.any():
+            return None
+        ends = np.cumsum([len(node.stored) for node in path])  # type: ignore[arg-type]
+        return int(np.searchsorted(ends, int(lacks.argmax()), side="right"))
 
     def _gets_windows(self, frames: np.ndarray, wanted: np.ndarray | None) -> np.ndarray:
         """(num_blocks,) bool: which blocks are stored with layers with a window. frames: (num_blocks, pages of a
-        block) int32. wanted: as of `_lacks`."""
+        block) int32. wanted: as of `_first_lacking`."""
         pool = self.controller.windowed_host.pool
         if wanted is None or pool is None:
             return np.ones(len(frames), np.bool_)

@@ -268,10 +268,14 @@ class KVCache:
     def end_turn(self, req: Req) -> None:
         """A request that has a hold is answered. If it is a session's, its path gets weights."""
         assert req.hold is not None
-        self.tree.note_answer(req.hold.receipt.node, req.num_prompt, req.leaves_at)
-        self.storage.writer.note_answer(req.hold.receipt.node)
+        end = req.hold.receipt.node
+        self.tree.note_answer(end, req.num_prompt)
+        # A fetch for another request may have brought it without windows, while this one computed it.
+        if req.leaves_at and self.controller.windowed_host.drop_partial_ends(end, req.leaves_at):
+            self.controller.back_up_inserted(end)
+        self.storage.writer.note_answer(end, req.leaves_at)
         if req.session is not None:
-            self.sessions.end_turn(req.session, req.hold.receipt.node)
+            self.sessions.end_turn(req.session, end)
 
     def leave_turn(self, req: Req) -> None:
         """A request has ended, with or without a hold."""

@@ -13,7 +13,7 @@ anew, or a fifth of what it shares.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -33,27 +33,21 @@ class WindowBlocks:
         self._is_seen = np.zeros(0, np.bool_)
 
     def of(self, path: Sequence[Node]) -> np.ndarray:
-        """(num_blocks,) bool: which blocks of a path that begins with the first token."""
+        """(num_blocks,) bool: which blocks of a path that begins with the first token and has names."""
         num_blocks = path[-1].end // self._block_tokens
         if num_blocks > len(self._is_seen):
             self._place_checkpoints(2 * num_blocks)
-        wanted = self._is_seen[:num_blocks].copy()
-        for end in self._ends(path):
-            last = end // self._block_tokens
-            # The next prompt may part from the last tokens, as of a template.
-            wanted[max(0, last - self._num_seen - 1) : last] = True
+        wanted = np.concatenate([node.seen for node in path])  # type: ignore[misc]
+        wanted |= self._is_seen[:num_blocks]
+        for end in ends_within(path):
+            wanted[slice(*self.seen_from(end))] = True
         return wanted
 
-    @staticmethod
-    def _ends(path: Sequence[Node]) -> Iterator[int]:
-        """Where other paths part from this one, and where it ends, if it was answered: the next prompt repeats the
-        answer, or not."""
-        for node in path:
-            if len(node.children) > 1:
-                yield node.end
-        last = path[-1]
-        if last.asked_end and not last.children:
-            yield from (last.parts_at, last.asked_end, last.end)
+    def seen_from(self, end: int) -> tuple[int, int]:
+        """The blocks [first, last) before a place where prompts end, or leave; end: in tokens. One more than windows
+        reach, as the next prompt may part from the last tokens, as of a template."""
+        last = end // self._block_tokens
+        return max(0, last - self._num_seen - 1), last
 
     def _place_checkpoints(self, num_blocks: int) -> None:
         self._is_seen = np.zeros(num_blocks, np.bool_)
@@ -61,3 +55,8 @@ class WindowBlocks:
         while end < num_blocks:
             self._is_seen[end - self._num_seen : end] = True
             end += max(apart, end // _PART_APART)
+
+
+def ends_within(path: Sequence[Node]) -> list[int]:
+    """Where other paths part from this one, in tokens."""
+    return [node.end for node in path if len(node.children) > 1]

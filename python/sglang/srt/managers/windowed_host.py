@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from sglang.srt.managers.host_border import HostBorder
 from sglang.srt.mem_cache.border_slabs import BorderSlabs
 from sglang.srt.mem_cache.node import Node, is_whole, ready_frames
@@ -56,7 +58,9 @@ class WindowedHost:
             table.reap(self._clock.done)
         if table.num_free < least and not self._is_paused(at_once):
             wanted = least + at_once - table.num_free
-            if self._shed(wanted, kept, spares_seen) < wanted // 2 and not spares_seen:
+            num_shed = self._shed(wanted, kept, spares_seen)
+            # What is being copied can go soon.
+            if num_shed + np.count_nonzero(table.pins) < wanted // 2 and not spares_seen:
                 self._paused = LaunchSeq(self._clock.next + _PAUSE), *self._held()
         return table.num_free >= num_pages
 
@@ -81,23 +85,29 @@ class WindowedHost:
             num_lacking -= num_pages
         return nodes, len(nodes)
 
-    def drop_partial_ends(self, node: Node) -> None:
-        """Take off the host what is partial there of what windows reach from where the last block of its part of the
-        path to `node` ends, as far as the device has it whole: it has been computed again, and is copied anew."""
+    def drop_partial_ends(self, node: Node, end: int | None = None) -> bool:
+        """Take off the host what is partial there of what windows reach from the last block before token `end` of
+        the path to `node`, by default where the host's part ends, as far as the device has it whole: it has been
+        computed again, and is copied anew. Whether there was any."""
         if self.pool is None:
-            return
+            return False
         step: Node | None = node
         while step is not None and step.frames[Tier.HOST] is None:
             step = step.parent
-        size = self._tree.order.cut_tokens
-        cut = self._tree.windows.cut(step.end // size * size) if step is not None else 0
+        if step is None:
+            return False
+        size, end = self._tree.order.cut_tokens, step.end if end is None else min(end, step.end)
+        cut, has_dropped = self._tree.windows.cut(end // size * size), False
         while step is not None and step.end > cut:
             above = step.parent
-            if step.is_host_partial and step.tickets[Tier.HOST] is None and is_whole(step, Tier.DEVICE):
+            is_partial = step.is_host_partial and step.tickets[Tier.HOST] is None
+            if step.start < end and is_partial and is_whole(step, Tier.DEVICE):
                 if step.start < cut:
                     self._tree.split(step, cut - step.start)
                 self._controller.drop(step, Tier.HOST)
+                has_dropped = True
             step = above
+        return has_dropped
 
     # -- inside -------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """`BlockNames`: the names of the blocks that nodes hold, and which of them storage is believed to have.
 
-Owns the fields `block_keys` and `stored` of the nodes. Never reads storage. A block belongs to the node that holds
+Owns the nodes' `block_keys`, `stored` and `seen`. Never reads storage. A block belongs to the node that holds
 its last token, so that a split divides names and never makes new ones:
 
     blocks        |   0   |   1   |   2   |          block_tokens 4, page size 1
@@ -38,7 +38,7 @@ class BlockNames:
         """Another storage, or none: forget all names and what was stored. nodes: all of the tree."""
         self.keys = keys
         for node in nodes:
-            node.block_keys = node.stored = None
+            node.block_keys = node.stored = node.seen = None
 
     def name_path(self, end: Node) -> None:
         """Give the nodes on the path to `end` the keys of their blocks, where they have none yet."""
@@ -64,6 +64,7 @@ class BlockNames:
             if each.block_keys is None:
                 each.block_keys = names.chain(last, run)
                 each.stored = np.zeros(len(each.block_keys), np.int8)
+                each.seen = np.zeros(len(each.block_keys), np.bool_)
             if len(each.block_keys):
                 last = each.block_keys[-1].tobytes()
             tail = run[len(run) - each.end % names.block_tokens :]
@@ -77,12 +78,14 @@ class BlockNames:
             if node.block_keys is None and end <= len(keys):
                 node.block_keys = keys[first:end].copy()
                 node.stored = np.zeros(end - first, np.int8)
+                node.seen = np.zeros(end - first, np.bool_)
 
     def name_fetched(self, node: Node, block_keys: np.ndarray) -> None:
         """A node gets what storage has under these names."""
         assert len(block_keys) == self.num_blocks(node)
         node.block_keys = block_keys
         node.stored = np.full(len(block_keys), STORED, np.int8)
+        node.seen = np.zeros(len(block_keys), np.bool_)
 
     # -- what is stored -----------------------------------------------------------------------------------------
 
@@ -97,6 +100,16 @@ class BlockNames:
             is_here = (blocks >= 0) & (blocks < num_blocks)
             node.stored[blocks[is_here]] = of_each[is_here]
             blocks = blocks - num_blocks
+
+    def note_seen(self, path: Sequence[Node], first: int, last: int) -> None:
+        """Windows reach blocks [first, last) from an end. path: from the first token on; all have names."""
+        assert self.keys is not None
+        for node in reversed(path):
+            begin = node.start // self.keys.block_tokens
+            if begin + self.num_blocks(node) <= first:
+                break
+            assert node.seen is not None
+            node.seen[max(first - begin, 0) : max(last - begin, 0)] = True
 
     @staticmethod
     def is_stored(node: Node) -> bool:
@@ -118,11 +131,12 @@ class BlockNames:
 
     def split(self, upper: Node, node: Node) -> None:
         """The upper half was cut off a node, which still has the names of both."""
-        if node.block_keys is None or node.stored is None:
+        if node.block_keys is None or node.stored is None or node.seen is None:
             return
         n = self.num_blocks(upper)
         upper.block_keys, node.block_keys = node.block_keys[:n], node.block_keys[n:]
         upper.stored, node.stored = node.stored[:n].copy(), node.stored[n:].copy()
+        upper.seen, node.seen = node.seen[:n].copy(), node.seen[n:].copy()
 
     @staticmethod
     def join(chain: Sequence[Node]) -> None:
@@ -131,7 +145,9 @@ class BlockNames:
         if node.block_keys is not None:
             node.block_keys = np.concatenate([n.block_keys for n in chain])  # type: ignore[misc]
             node.stored = np.concatenate([n.stored for n in chain])  # type: ignore[misc]
+            node.seen = np.concatenate([n.seen for n in chain])  # type: ignore[misc]
 
     def check(self, node: Node) -> None:
         if node.block_keys is not None:
             assert node.stored is not None and len(node.block_keys) == len(node.stored) == self.num_blocks(node)
+            assert node.seen is not None and len(node.seen) == len(node.stored)

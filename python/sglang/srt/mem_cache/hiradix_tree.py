@@ -625,10 +625,9 @@ class HiRadixTree:
             self.names.forget_stored(node)
         return taken
 
-    def note_answer(self, end: Node, num_prompt: int, parts_at: int = 0) -> None:
+    def note_answer(self, end: Node, num_prompt: int) -> None:
         """A path ends with the answer to a prompt of so many tokens, of which the last is computed when it is asked
-        again. parts_at: see `Node`."""
-        end.parts_at = parts_at
+        again."""
         end.asked_end = (num_prompt - 1) // self.page_size * self.page_size
 
     @staticmethod

@@ -41,8 +41,8 @@ class Node:
         "num_device_children",
         "page_digests",
         "parent",
-        "parts_at",
         "priority",
+        "seen",
         "soft_pins",
         "start",
         "stored",
@@ -96,8 +96,6 @@ class Node:
         self.last_end = NO_LAUNCH
         # Where the last prompt ended whose answer it ends with, in tokens: the next one may end there.
         self.asked_end = 0
-        # Where other paths part from the one that ends with it, as storage has shown, in tokens.
-        self.parts_at = 0
         # Per tier: as late as a session's weight makes its last access, see session_weights.py; None without one.
         # Never above the parent's.
         self.weighted_until: tuple[LaunchSeq, ...] | None = None
@@ -107,6 +105,8 @@ class Node:
         self.last_stream = NO_LAUNCH
         # (n, 16) uint8, names of the blocks that end in this node; None until they are asked for.
         self.block_keys: np.ndarray | None = None
+        # (n,) bool, which of them windows reach from where prompts end, or may leave the path, see `WindowBlocks`.
+        self.seen: np.ndarray | None = None
         # (n,) int8, what storage is believed to have of them, see block_names.py.
         self.stored: np.ndarray | None = None
         # (pages, 32) uint8, by which KV events name pages; None until one does.
@@ -131,7 +131,6 @@ class Node:
             "last_access",
             "last_end",
             "asked_end",
-            "parts_at",
             "hits",
             "priority",
             "was_copied",

@@ -23,6 +23,7 @@ from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.storage.file.backend import FileBackend
 from sglang.srt.mem_cache.storage.file.file_store import HiCacheFile
+from sglang.srt.mem_cache.storage.guarded_store import GuardedStore
 from sglang.srt.mem_cache.storage.tiered_store import TieredStore
 from sglang.srt.mem_cache.storage.windowed_store import OverlappingWindowedStore, WindowedStore
 from sglang.srt.mem_cache.transfer import Tier
@@ -300,6 +301,16 @@ def test_of_two_tiers_the_near_one_brings_what_windows_do_not_reach():
     far.full.blocks, far.of_windows.blocks = near.full.blocks, {keys(4)[3]: near.of_windows.blocks[keys(5)[4]]}
     assert near.store.exists_for(keys(4), near.frames(4, num_partial=3)) == 3
     assert store.get(keys(4), near.frames(4, num_partial=3)) == 4
+
+
+def test_it_is_known_how_far_either_tier_has_layers_with_full_attention():
+    near, far = Pair(), Pair()
+    store = TieredStore(near.store, GuardedStore(far.store))
+    far.store.set(keys(6), far.frames(6, num_partial=6))
+    assert store.locate(keys(7)) == (0, 0, 6)
+    near.store.set(keys(4), near.frames(4, num_partial=2))
+    assert store.locate(keys(7)) == (4, 0, 6)
+    store.close()
 
 
 @pytest.mark.parametrize("in_process", [True, pytest.param(False, marks=pytest.mark.slow)])

@@ -28,6 +28,7 @@ from sglang.srt.mem_cache.block_store import (
     TouchedStore,
     has_room,
 )
+from sglang.srt.mem_cache.storage.windowed_store import find
 from sglang.srt.mem_cache.transfer import Tier
 from sglang.srt.utils.clock import monotonic
 
@@ -62,6 +63,8 @@ class _Question:
     is_over: bool = False
     # None: it failed.
     count: int | None = None
+    # See `WindowedStore.find`.
+    part_count: int = 0
 
 
 class GuardedStore:
@@ -96,7 +99,12 @@ class GuardedStore:
     # -- the protocol BlockStore ----------------------------------------------------------------------------------
 
     def exists(self, keys: Sequence[bytes]) -> int:
-        return self._ask(keys) or 0
+        return self.find(keys)[0]
+
+    def find(self, keys: Sequence[bytes]) -> tuple[int, int]:
+        """See `WindowedStore.find`."""
+        answer = self._ask(keys)
+        return (answer.count or 0, answer.part_count) if answer is not None else (0, 0)
 
     def get(self, keys: Sequence[bytes], frames: np.ndarray) -> int:
         if not self._may_read(keys):
@@ -269,8 +277,8 @@ class GuardedStore:
 
     # -- questions and trials -------------------------------------------------------------------------------------
 
-    def _ask(self, keys: Sequence[bytes]) -> int | None:
-        """How many of the leading blocks the store has; None if it is left alone, also from now on."""
+    def _ask(self, keys: Sequence[bytes]) -> _Question | None:
+        """The question, answered; None if the store is left alone, also from now on."""
         question = _Question(keys)
         with self._changed:
             if self.reason or self._is_closed or not keys:
@@ -283,17 +291,18 @@ class GuardedStore:
                 self._questions.remove(question)
             if not question.is_over:
                 self._leave_alone(f"it has not answered within {limit_s:.1f} s")
-            return question.count
+            return question if question.count is not None else None
 
     def _work(self) -> None:
         while (question := self._next_question()) is not None:
             began, error = self._clock(), ""
             try:
-                count: int | None = self.store.exists(question.keys)
+                found = find(self.store, question.keys)
             except Exception as raised:
-                count, error = None, _reason(raised)
+                found, error = None, _reason(raised)
             with self._changed:
-                question.is_over, question.count = True, count
+                question.is_over = True
+                question.count, question.part_count = found or (None, 0)
                 self._note_answer(question, self._clock() - began, error)
 
     def _next_question(self) -> _Question | None:

@@ -55,10 +55,10 @@ class TieredStore:
 
     def locate(self, keys: Sequence[bytes]) -> tuple[int, int, int]:
         """How many of the leading blocks the near store has, how many of the blocks behind them the far one, and how
-        many leading ones there are in layers with full attention, as far as the near one tells."""
-        near, part = _find(self.near, keys)
-        far = _count_existing(self.far.exists, keys[near:]) if near < len(keys) else 0
-        return near, far, max(part, near + far)
+        many leading ones one of them has in layers with full attention."""
+        near, near_part = _find(self.near, keys)
+        far, far_part = _find(self.far, keys[near:]) if near < len(keys) else (0, 0)
+        return near, far, max(near_part, near + far_part)
 
     def get(self, keys: Sequence[bytes], frames: np.ndarray) -> int:
         count = self._get_near(keys, frames)

@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -25,6 +26,13 @@ from sglang.srt.mem_cache.block_store import (
 from sglang.srt.mem_cache.transfer import Tier
 
 logger = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class FindingStore(Protocol):
+    """A store that is a `WindowedStore`, or has one."""
+
+    def find(self, keys: Sequence[bytes]) -> tuple[int, int]: ...
 
 
 class WindowedStore:
@@ -181,7 +189,7 @@ class _Both:
 
 def find(store: BlockStore, keys: Sequence[bytes]) -> tuple[int, int]:
     """See `WindowedStore.find`; of any store."""
-    if isinstance(store, WindowedStore):
+    if isinstance(store, FindingStore):
         return store.find(keys)
     count = store.exists(keys)
     return count, count
