@@ -141,12 +141,11 @@ class BlockWriter:
         blocks, names = self._window_blocks, self.tree.names
         if blocks is None or names.keys is None or is_alone(self.tree.root_of(end).namespace):
             return
-        path = self.tree.path_of(end)
-        if not path:
-            return
         names.name_path(end)
-        for place in {leaves_at, end.asked_end, end.end, *ends_within(path)}:
-            names.note_seen(path, *blocks.seen_from(place))
+        for node in ends_within(self.tree.path_of(end)):
+            names.note_seen(node, *blocks.seen_from(node.end))
+        for place in (leaves_at, end.asked_end, end.end):
+            names.note_seen(end, *blocks.seen_from(place))
         if not self.stores_late:
             self.store_path(end)
 

@@ -39,8 +39,8 @@ class WindowBlocks:
             self._place_checkpoints(2 * num_blocks)
         wanted = np.concatenate([node.seen for node in path])  # type: ignore[misc]
         wanted |= self._is_seen[:num_blocks]
-        for end in ends_within(path):
-            wanted[slice(*self.seen_from(end))] = True
+        for node in ends_within(path):
+            wanted[slice(*self.seen_from(node.end))] = True
         return wanted
 
     def seen_from(self, end: int) -> tuple[int, int]:
@@ -57,6 +57,6 @@ class WindowBlocks:
             end += max(apart, end // _PART_APART)
 
 
-def ends_within(path: Sequence[Node]) -> list[int]:
-    """Where other paths part from this one, in tokens."""
-    return [node.end for node in path if len(node.children) > 1]
+def ends_within(path: Sequence[Node]) -> list[Node]:
+    """The nodes behind which other paths part from this one."""
+    return [node for node in path if len(node.children) > 1]

@@ -101,15 +101,14 @@ class BlockNames:
             node.stored[blocks[is_here]] = of_each[is_here]
             blocks = blocks - num_blocks
 
-    def note_seen(self, path: Sequence[Node], first: int, last: int) -> None:
-        """Windows reach blocks [first, last) from an end. path: from the first token on; all have names."""
+    def note_seen(self, end: Node, first: int, last: int) -> None:
+        """Windows reach blocks [first, last) of the path to `end`, which has names."""
         assert self.keys is not None
-        for node in reversed(path):
-            begin = node.start // self.keys.block_tokens
-            if begin + self.num_blocks(node) <= first:
-                break
-            assert node.seen is not None
-            node.seen[max(first - begin, 0) : max(last - begin, 0)] = True
+        step: Node | None = end
+        while step is not None and step.seen is not None and step.end // self.keys.block_tokens > first:
+            begin = step.start // self.keys.block_tokens
+            step.seen[max(first - begin, 0) : max(last - begin, 0)] = True
+            step = step.parent
 
     @staticmethod
     def is_stored(node: Node) -> bool:
