@@ -639,8 +639,8 @@ def count_of_another_read() -> Any:
     """What the first of several reads to end has brought is taken for what the oldest of them has."""
     end = StorageLink._end
 
-    def patched(self: Any, begun: Any, *args: Any) -> None:
-        end(self, next((b for b in self._begun if b.result is None), begun), *args)
+    def patched(self: Any, begun: Any, *args: Any, **error: Any) -> None:
+        end(self, next((b for b in self._begun if b.result is None), begun), *args, **error)
 
     return mock.patch.object(StorageLink, "_end", patched)
 
@@ -650,8 +650,8 @@ def last_read_to_end_ends_all() -> Any:
     """When a read ends, those before it are taken to have ended as well."""
     end = StorageLink._end
 
-    def patched(self: Any, begun: Any, *args: Any) -> None:
-        end(self, begun, *args)
+    def patched(self: Any, begun: Any, *args: Any, **error: Any) -> None:
+        end(self, begun, *args, **error)
         for other in self._begun:
             if other.seq < begun.seq and other.result is None:
                 other.result = dataclasses.replace(begun.result, seq=other.seq, count=0)
