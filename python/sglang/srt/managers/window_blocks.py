@@ -8,7 +8,7 @@ where a path ended, or where two part. For the others there are checkpoints:
     its end, and one block more                                            # # #|
 
 The distance between checkpoints grows with the path: a prompt that leaves between two computes at most two windows
-anew, or a fifth of what it shares.
+anew, in whole blocks, or a fifth of what it shares.
 """
 
 from __future__ import annotations
