@@ -14,7 +14,7 @@ have distances smaller by the rate, which scales them back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,6 +53,11 @@ class ReferenceLog:
         self._tokens.append(sizes[::-1])
         self._deeper.append((sizes.sum() - np.cumsum(sizes))[::-1])
         self._is_lookup.append(np.arange(len(ids))[::-1] < num_looked_up)
+
+    def uses(self) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
+        """(blocks, their tokens, how many were looked up) of each use, from the beginning of its path."""
+        for ids, sizes, is_lookup in zip(self._blocks, self._tokens, self._is_lookup):
+            yield ids[::-1], sizes[::-1], int(np.count_nonzero(is_lookup))
 
     def curve(self) -> HitCurve:
         def joined(parts: list[np.ndarray], kind: type) -> np.ndarray:

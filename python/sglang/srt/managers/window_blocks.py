@@ -13,13 +13,13 @@ anew, in whole blocks, or a fifth of what it shares.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from sglang.srt.mem_cache.node import Node
 
-# From one checkpoint to the next: so many windows, or such a part of what is before.
+# See `checkpoints`.
 _WINDOWS_APART, _PART_APART = 2, 4
 
 
@@ -51,10 +51,19 @@ class WindowBlocks:
 
     def _place_checkpoints(self, num_blocks: int) -> None:
         self._is_seen = np.zeros(num_blocks, np.bool_)
-        end = apart = _WINDOWS_APART * self._num_seen
-        while end < num_blocks:
+        for end in checkpoints(num_blocks, self._num_seen):
             self._is_seen[end - self._num_seen : end] = True
-            end += max(apart, end // _PART_APART)
+
+
+def checkpoints(
+    length: int, reach: int, windows_apart: int = _WINDOWS_APART, part_apart: int = _PART_APART
+) -> Iterator[int]:
+    """Where checkpoints end on a path, from the first. length: of the path, and reach: of windows, both in tokens or
+    both in blocks. From one to the next are so many windows, or such a part of what is before."""
+    end = apart = windows_apart * reach
+    while end < length:
+        yield end
+        end += max(apart, end // part_apart)
 
 
 def ends_within(path: Sequence[Node]) -> list[Node]:
