@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -113,7 +114,7 @@ class Tier:
         return wanted
 
     def _note_successors(self, blocks: list[int]) -> None:
-        for block, follower in zip(blocks, blocks[1:]):
+        for block, follower in pairwise(blocks):
             if self._next.setdefault(block, follower) != follower:
                 self._parted.add(block)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,17 @@ import pytest
 
 from sglang.cli import advise
 from sglang.cli.__main__ import main
-from sglang.cli.advise import GB, Costs, Wishes, _bytes_per_token, plan
+from sglang.cli.advise import GB, Wishes, plan
 from sglang.cli.reference_sources import read_trace
-from sglang.cli.reuse import HitCurve
+from sglang.cli.reuse import HitCurve, ReferenceLog
 from sglang.cli.server import CommandError
 from sglang.cli.server import Server as LiveServer
+from sglang.cli.token_costs import Costs, Given, WindowedLayers, find_costs
+from sglang.srt.managers.startup.sizes import window_reach_of
 from sglang.srt.server_args import ServerArgs
 from support.server_fixture import Server
 from support.tiny_model import tiny_llama
+from support.windowed_model import write_windowed_model
 
 COSTS = Costs(bytes_per_token=1e6, prefill_tokens_per_s=1000)
 # 1 GB are 1,000 tokens. Of 10,000 prompt tokens 2,000 are found with 2 GB, 3,000 more with 5 GB, 100 more with 50 GB.
@@ -42,6 +46,19 @@ def test_sizes_that_are_worth_it() -> None:
     assert found["host"][0] == pytest.approx(3, rel=0.1) and found["host"][1] == 3000
     assert found["disk"][0] == pytest.approx(45, rel=0.1) and found["disk"][1] == 100
     assert sizes(device=5.0, host=None)["host"] == (0, 0), "a gigabyte brings less than one percent"
+
+
+def test_layers_with_a_window_are_kept_for_some_tokens_alone() -> None:
+    """Of a token's 1 MB they have 0.8, for half of the tokens on the device and a quarter below."""
+    costs = replace(COSTS, windowed=WindowedLayers(8e5, 0.5, 0.25, 0.1))
+    assert costs.bytes_held("device") == pytest.approx(6e5) and costs.bytes_held("disk") == pytest.approx(4e5)
+    assert costs.bytes_loaded == pytest.approx(2.8e5) and costs.pays_above == pytest.approx(2.8e8)
+    found = plan(CURVE, costs, Wishes({"device": 1.2, "host": 1.2, "disk": 18.0}, {}))
+    assert [each.hits for each in found] == [2000, 3000, 100, 0], "2,000, 3,000 and 45,000 tokens"
+    assert advise.endless_gb(CURVE, costs) == pytest.approx(20)
+    assert "kept for 50 % of the tokens on the device, and about 25 % below" in advise.as_text(
+        CURVE, costs, found, None
+    )
 
 
 def test_a_link_pays_where_it_is_faster_than_computing() -> None:
@@ -266,10 +283,59 @@ def test_a_live_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert advice["tiers"][0]["size_gb"] > 0 and advice["pays_above_gb_per_s"] > 0
 
 
+def bytes_per_token(folder: Path, kv_cache_dtype: str) -> float:
+    return find_costs(Given(None, 1.0, str(folder), kv_cache_dtype), {}, ReferenceLog()).bytes_per_token
+
+
 def test_the_kv_caches_type_counts(tmp_path):
     config = tiny_llama(tmp_path)
-    size = _bytes_per_token(str(tmp_path), "auto")
+    size = bytes_per_token(tmp_path, "auto")
     assert size == 2 * config.num_layers * config.num_kv_heads * config.head_dim * config.dtype.itemsize
-    assert size == 4 * _bytes_per_token(str(tmp_path), "fp8_e4m3") == 2 * _bytes_per_token(str(tmp_path), "bf16")
+    assert size == 4 * bytes_per_token(tmp_path, "fp8_e4m3") == 2 * bytes_per_token(tmp_path, "bf16")
     with pytest.raises(CommandError, match="--kv-cache-dtype fp4 is none of auto, bf16"):
-        _bytes_per_token(str(tmp_path), "fp4")
+        bytes_per_token(tmp_path, "fp4")
+
+
+WINDOWED_STATE = {
+    "page_bytes": 4800,
+    "page_size": 16,
+    "windowed_page_bytes": 4000,
+    "window_reach": 100,
+    "tiers": {
+        "device": {"total_tokens": 1000, "windowed": {"total_tokens": 300}},
+        "host": {"windowed": {"total_tokens": 5}},
+    },
+}
+
+
+def log_of(*lengths: int) -> ReferenceLog:
+    log = ReferenceLog()
+    for number, length in enumerate(lengths):
+        log.add_request(length, length)
+        log.use(1000 * number + np.arange(length // 10), [10] * (length // 10), length // 10)
+    return log
+
+
+def test_a_server_tells_of_its_layers_with_a_window() -> None:
+    given, log = Given(prefill_tokens_per_s=1.0), log_of(200)
+    found = find_costs(given, WINDOWED_STATE, log)
+    assert found.bytes_per_token == 300 and found.windowed == WindowedLayers(250, 0.3, 0.5, 0.5)
+    one_pool = {**WINDOWED_STATE, "tiers": {"device": {"total_tokens": 1000}}}
+    assert find_costs(given, one_pool, log).windowed == WindowedLayers(250, 1, 1, 0.5)
+    assert find_costs(given, {**WINDOWED_STATE, "window_reach": 0}, log).windowed is None
+    assert find_costs(replace(given, bytes_per_token=7.0), WINDOWED_STATE, log) == Costs(7.0, 1.0)
+    broken = {**WINDOWED_STATE, "window_reach": "many"}
+    with pytest.raises(CommandError, match="window_reach in the server's reply is "):
+        find_costs(given, broken, log)
+
+
+def test_a_checkpoint_tells_of_its_layers_with_a_window(tmp_path: Path) -> None:
+    """A window of 64 tokens in all layers but one of four."""
+    folder = write_windowed_model(tmp_path / "model", 64)
+    found = find_costs(Given(None, 1.0, str(folder)), {}, log_of(1000))
+    assert found.windowed is not None
+    assert found.windowed.bytes_per_token == 0.75 * found.bytes_per_token and found.windowed.device_share == 0.25
+    # Checkpoints are four windows apart, and the last one is at the end.
+    reach = window_reach_of([64])
+    assert found.windowed.share == pytest.approx((1 + (1000 - 1) // (4 * reach)) * reach / 1000, abs=0.01)
+    assert found.windowed.loaded_share == reach / 1000

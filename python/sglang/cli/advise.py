@@ -10,35 +10,20 @@ import argparse
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from sglang.cli.reference_sources import load_json, read_sample, read_trace
 from sglang.cli.reuse import HitCurve
 from sglang.cli.server import CommandError, Server, check_number, number_in
+from sglang.cli.token_costs import MOST, Costs, Given, find_costs
 
 TIERS = ("device", "host", "disk", "remote")
 GB = 1e9
 # A tier whose size is not given grows by this factor, while it brings enough.
 _GROWTH = 2**0.125
 _SMALLEST_GB = 0.001
-# Bounds of what is given: beyond them is a mistake, and its advice would be no number that can be read.
-_LEAST = 0.001
-_MOST = 1e12
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What one token costs. prefill_tokens_per_s: how fast prompts are computed."""
-
-    bytes_per_token: float
-    prefill_tokens_per_s: float
-
-    @property
-    def pays_above(self) -> float:
-        """Bytes per second of a link that brings a token as fast as it is computed."""
-        return self.bytes_per_token * self.prefill_tokens_per_s
 
 
 @dataclass(frozen=True)
@@ -65,33 +50,31 @@ class Wishes:
 def plan(curve: HitCurve, costs: Costs, wishes: Wishes) -> list[TierPlan]:
     """The tiers from the nearest, each with what the ones above it leave over."""
     plans = []
-    above_gb = 0.0
+    above = 0.0
     for name in TIERS:
+        tokens_per_gb = GB / costs.bytes_held(name)
         size_gb = wishes.sizes_gb.get(name, 0.0)
         if size_gb is None:
-            size_gb = _worthwhile_gb(curve, costs, above_gb, wishes.least_gain[name])
-        end_gb = above_gb + size_gb
-        hits = _hits(curve, costs, end_gb) - _hits(curve, costs, above_gb)
-        tenth_gb = max(_SMALLEST_GB, end_gb / 10)
-        more = (_hits(curve, costs, end_gb + tenth_gb) - _hits(curve, costs, end_gb)) / tenth_gb
+            size_gb = _worthwhile_gb(curve, tokens_per_gb, above, wishes.least_gain[name])
+        end = above + size_gb * tokens_per_gb
+        hits = curve.hits(end) - curve.hits(above)
+        tenth = max(_SMALLEST_GB * tokens_per_gb, end / 10)
+        more = (curve.hits(end + tenth) - curve.hits(end)) / tenth * tokens_per_gb
         plans.append(TierPlan(name, size_gb, hits, more / max(1.0, curve.prompt_tokens)))
-        above_gb = end_gb
+        above = end
     return plans
 
 
-def _hits(curve: HitCurve, costs: Costs, size_gb: float) -> float:
-    return curve.hits(size_gb * GB / costs.bytes_per_token)
-
-
-def _worthwhile_gb(curve: HitCurve, costs: Costs, above_gb: float, least_gain: float) -> float:
+def _worthwhile_gb(curve: HitCurve, tokens_per_gb: float, above: float, least_gain: float) -> float:
     """The largest size behind which gigabytes bring less. A plateau before a steep part is passed, if what is behind
-    makes up for it: of all sizes the one whose hits, less least_gain for each gigabyte, are the most."""
+    makes up for it: of all sizes the one whose hits, less least_gain for each gigabyte, are the most. above: tokens
+    of the tiers above."""
     total = max(1.0, curve.prompt_tokens)
-    start = _hits(curve, costs, above_gb)
+    start = curve.hits(above)
     best_gb, best, size_gb = 0.0, 0.0, _SMALLEST_GB
-    most_gb = curve.distinct_tokens * costs.bytes_per_token / GB
+    most_gb = curve.distinct_tokens / tokens_per_gb
     while size_gb < most_gb * _GROWTH:
-        value = (_hits(curve, costs, above_gb + size_gb) - start) / total - least_gain * size_gb
+        value = (curve.hits(above + size_gb * tokens_per_gb) - start) / total - least_gain * size_gb
         if value > best:
             best_gb, best = size_gb, value
         size_gb *= _GROWTH
@@ -101,11 +84,11 @@ def _worthwhile_gb(curve: HitCurve, costs: Costs, above_gb: float, least_gain: f
 def as_text(curve: HitCurve, costs: Costs, plans: Sequence[TierPlan], seconds: float | None) -> str:
     """seconds: None if nothing tells how long the prompts came; there are no reads per second then."""
     total = max(1.0, curve.prompt_tokens)
-    endless_gb = curve.distinct_tokens * costs.bytes_per_token / GB
     during = "" if seconds is None else f" in {seconds:,.0f} s"
     lines = [
         f"{curve.prompt_tokens:,.0f} prompt tokens{during}, {costs.bytes_per_token:,.0f} bytes each",
-        f"a cache without end: {100 * curve.most / total:.1f} % of them found, {endless_gb:,.4g} GB",
+        *_windowed_lines(costs),
+        f"a cache without end: {100 * curve.most / total:.1f} % of them found, {endless_gb(curve, costs):,.4g} GB",
         "",
         "tier      size GB   found %   per GB %   next GB %" + "   reads GB/s on average" * (seconds is not None),
     ]
@@ -114,10 +97,10 @@ def as_text(curve: HitCurve, costs: Costs, plans: Sequence[TierPlan], seconds: f
         per_gb = f"{share / each.size_gb:10,.3g}" if each.size_gb else "         -"
         line = f"{each.name:8}{each.size_gb:9,.4g} {share:9.1f} {per_gb} {100 * each.next_gb:11,.3g}"
         if seconds is not None:
-            reads = each.hits * costs.bytes_per_token / GB / seconds if seconds and each.name != "device" else None
+            reads = each.hits * costs.bytes_loaded / GB / seconds if seconds and each.name != "device" else None
             line += f"   {'-' if reads is None else f'{reads:.3g}':>21}"
         lines.append(line)
-    saved = curve.hits(sum(each.size_gb for each in plans) * GB / costs.bytes_per_token)
+    saved = sum(each.hits for each in plans)
     if seconds is None:
         lines += [
             "",
@@ -143,10 +126,8 @@ def as_json(curve: HitCurve, costs: Costs, plans: Sequence[TierPlan], seconds: f
         "prompt_tokens": curve.prompt_tokens,
         "seconds": seconds,
         "bytes_per_token": costs.bytes_per_token,
-        "endless": {
-            "found_share": curve.most / total,
-            "size_gb": curve.distinct_tokens * costs.bytes_per_token / GB,
-        },
+        "windowed": None if costs.windowed is None else asdict(costs.windowed),
+        "endless": {"found_share": curve.most / total, "size_gb": endless_gb(curve, costs)},
         "tiers": [
             {
                 "name": each.name,
@@ -159,6 +140,22 @@ def as_json(curve: HitCurve, costs: Costs, plans: Sequence[TierPlan], seconds: f
         "pays_above_gb_per_s": costs.pays_above / GB,
         "flags": flags(plans, least_host_gb(curve, costs)),
     }
+
+
+def endless_gb(curve: HitCurve, costs: Costs) -> float:
+    """Of a tier below the device that keeps everything."""
+    return curve.distinct_tokens * costs.bytes_held(TIERS[-1]) / GB
+
+
+def _windowed_lines(costs: Costs) -> list[str]:
+    windowed = costs.windowed
+    if windowed is None:
+        return []
+    return [
+        f"{windowed.bytes_per_token:,.0f} bytes are of layers with a sliding window, which are kept for "
+        f"{100 * windowed.device_share:.0f} % of the tokens on the device, and about "
+        f"{100 * windowed.share:.0f} % below"
+    ]
 
 
 def least_host_gb(curve: HitCurve, costs: Costs) -> float:
@@ -221,12 +218,13 @@ def run(args: argparse.Namespace) -> str:
         server = Server(args)
         state = server.ask_object("GET", "/hicache/state")
         log, seconds = read_sample(server.ask_object("GET", "/hicache/sample"))
-    costs = _costs(args, state, log.prompt_tokens / max(1, log.num_requests))
+    given = Given(args.bytes_per_token, args.prefill_tokens_per_s, args.model_path, args.kv_cache_dtype)
+    costs = find_costs(given, state, log)
     device_gb = args.device_gb
     if device_gb is None:
         if not state:
             raise CommandError("how large is the KV cache on the device? Give --device-gb")
-        device_gb = number_in(state, "tiers", "device", "total_tokens") * costs.bytes_per_token / GB
+        device_gb = number_in(state, "tiers", "device", "total_tokens") * costs.bytes_held("device") / GB
     curve = log.curve()
     wishes = Wishes(
         {"device": device_gb, "host": args.host_gb, "disk": args.disk_gb, "remote": args.remote_gb},
@@ -245,43 +243,5 @@ def _check(args: argparse.Namespace) -> None:
     """Raises CommandError."""
     for name in ("device_gb", "host_gb", "disk_gb", "remote_gb", "host_gain", "disk_gain"):
         if (value := getattr(args, name)) is not None:
-            check_number(f"--{name.replace('_', '-')}", value, 0, _MOST)
-    check_number("--num-rows", args.num_rows, 1, _MOST)
-
-
-def _costs(args: argparse.Namespace, state: Mapping[str, Any], mean_prompt: float) -> Costs:
-    size, speed = args.bytes_per_token, args.prefill_tokens_per_s
-    if size is None and args.model_path is not None:
-        size = _bytes_per_token(args.model_path, args.kv_cache_dtype)
-    if size is None and state:
-        size = number_in(state, "page_bytes") / number_in(state, "page_size", least=1)
-    if speed is None and state:
-        # Each new token attends to half of the prompt, on average.
-        token_s = number_in(state, "costs", "token_s") + number_in(state, "costs", "pair_s") * mean_prompt / 2
-        if token_s > 0:
-            speed = 1 / token_s
-    if size is None:
-        raise CommandError("how much KV has a token? Give --bytes-per-token or --model-path")
-    if speed is None:
-        known = "the server has not measured it yet" if state else "a trace does not tell"
-        raise CommandError(f"how fast are prompts computed ({known})? Give --prefill-tokens-per-s")
-    for name, value in (("--bytes-per-token", size), ("--prefill-tokens-per-s", speed)):
-        check_number(name, value, _LEAST, _MOST)
-    return Costs(float(size), float(speed))
-
-
-def _bytes_per_token(model_path: str, kv_cache_dtype: str) -> float:
-    # These import torch and transformers.
-    from sglang.srt.configs.kv_cache_dtype import KV_CACHE_DTYPE_CHOICES, pick_kv_cache_dtype
-    from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.configs.model_files import ModelConfigError
-    from sglang.srt.managers.startup.device import page_layout
-
-    if kv_cache_dtype not in KV_CACHE_DTYPE_CHOICES:
-        raise CommandError(f"--kv-cache-dtype {kv_cache_dtype} is none of {', '.join(KV_CACHE_DTYPE_CHOICES)}")
-    try:
-        config = ModelConfig.from_pretrained(model_path)
-    except (ModelConfigError, OSError) as error:
-        raise CommandError(f"--model-path {model_path} cannot be read: {error}") from None
-    config = replace(config, kv_cache_dtype=pick_kv_cache_dtype(kv_cache_dtype))
-    return float(page_layout(config, page_size=1, num_ranks=1).page_bytes)
+            check_number(f"--{name.replace('_', '-')}", value, 0, MOST)
+    check_number("--num-rows", args.num_rows, 1, MOST)

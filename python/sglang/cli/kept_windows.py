@@ -13,8 +13,8 @@ from sglang.srt.managers.window_blocks import checkpoints
 
 
 def kept_share(log: ReferenceLog, reach: int) -> float:
-    """Of the tokens of all blocks. reach: of windows, in tokens. An estimate where the log has a sample of the blocks:
-    these then stand for their neighbours."""
+    """Of the tokens of all blocks. reach: of windows, in tokens. Where the log has a sample of the blocks these stand
+    for their neighbours, and the share is an estimate."""
     uses = list(log.uses())
     num_blocks = max((int(ids.max()) + 1 for ids, _, _ in uses if len(ids)), default=0)
     sizes, kept = np.zeros(num_blocks), np.zeros(num_blocks)

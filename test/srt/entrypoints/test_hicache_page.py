@@ -39,7 +39,7 @@ FILE_FIELDS = {
     f"tiers.disk.{name}"
     for name in (
         *("lock_timeouts", "refused_segments", "refused_blocks", "written_bytes", "copied_bytes"),
-        *("device_written_bytes", "last_day_written_bytes", "daily_limit_bytes"),
+        *("read_bytes", "device_written_bytes", "last_day_written_bytes", "daily_limit_bytes"),
     )
 }
 PEER_FIELDS = {field for field in FIELDS if field.startswith("peers.")}
@@ -305,7 +305,7 @@ const html = readFileSync(process.argv[1], "utf8");
 const run = require("node:vm");
 const names = ["bytes", "percent", "duration", "partsOf", "sharesOf", "growth", "withSample", "partOf", "rate",
   "slabsOf", "seconds", "shortened", "withHistory", "columnOf", "niceMax", "runsOf", "troublesOf", "wrapped",
-  "placesOf", "nameOf", "flowsOf", "reasonSeries", "isNothing"];
+  "placesOf", "nameOf", "flowsOf", "reasonSeries", "isNothing", "bytesOfTier", "bytesOfTokens"];
 const script = html.split("<script>")[1].split("</script>")[0];
 const page = run.runInNewContext(`${script}; ({${names}})`, {});
 const same = (a, b) => assert.strictEqual(JSON.stringify(a), JSON.stringify(b));
@@ -324,6 +324,10 @@ same(page.sharesOf({ prompt_tokens: 100, hit_tokens_host: 20 }, null),
   { total: 100, device: 0, peer: 0, host: 20, disk: 0, remote: 0, computed: 80 });
 same(page.sharesOf({ prompt_tokens: 100, hit_tokens_disk: 20 }, { prompt_tokens: 70, hit_tokens_disk: 15 }),
   { total: 30, device: 0, peer: 0, host: 0, disk: 5, remote: 0, computed: 25 });
+const pool = { total_tokens: 100, windowed: { total_tokens: 25, free_tokens: 5 } };
+const sizes = { page_size: 2, page_bytes: 12, windowed_page_bytes: 8 };
+same([page.bytesOfTier(sizes, pool), page.bytesOfTier(sizes, { total_tokens: 100 })], [100 * 2 + 25 * 4, 600]);
+same([page.bytesOfTokens(sizes, 60, 20), page.bytesOfTokens({ page_size: 2, page_bytes: 12 }, 60)], [200, 360]);
 let samples = [];
 const add = (t, steps, bytes) => {
   samples = page.withSample(samples, { t, state: { steps, uptime_seconds: t, bytes } });
@@ -392,11 +396,12 @@ for (const width of [300, 639, 640, 1200]) for (let mask = 0; mask < 16; mask +=
 }
 const moving = (moved) => ({ page_bytes: 10, page_size: 1,
   links: { h2d: { bytes_done: moved }, store: { bytes_done: 7 * moved } },
-  tiers: { device: {}, host: {}, disk: { written_bytes: moved }, remote: { read_bytes: 2 * moved } },
+  tiers: { device: {}, host: {}, disk: { written_bytes: moved, read_bytes: 3 * moved },
+    remote: { read_bytes: 2 * moved } },
   storage: { tiers: ["disk", "remote"], block_tokens: 4 } });
 const two = [0, 10].map((t) => ({ t, state: moving(100 * t) }));
 same(page.flowsOf(two[1].state, two, null).map((f) => [f.from, f.to, f.speed]), [["host", "device", 100],
-  ["host", "disk", 100], ["disk", "host", 0], ["host", "remote", 0], ["remote", "host", 200]]);
+  ["host", "disk", 100], ["disk", "host", 300], ["host", "remote", 0], ["remote", "host", 200]]);
 """
 
 

@@ -645,6 +645,8 @@ class Scheduler:
         return {
             "page_size": self.page_size,
             "page_bytes": self.config.page_bytes,
+            "windowed_page_bytes": round(self.config.page_bytes * self.config.windowed_share),
+            "window_reach": self.config.window_reach,
             "tiers": self.cache.tiers_state(),
             "links": self.cache.links_state(has_storage=storage is not None),
             "queues": {

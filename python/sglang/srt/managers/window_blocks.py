@@ -3,11 +3,11 @@
 A prompt needs that for the last blocks before it leaves what is stored, as far as windows reach. Most prompts leave
 where a path ended, or where two part. For the others there are checkpoints:
 
-    a path; windows reach two blocks      0 1 2 3 4 5 6 7 8 9 . . . . . 27 28 29 30
-    checkpoints                               # #|    # #|  . . .
-    its end, and one block more                                            # # #|
+    a path; windows reach two blocks      0 1 2 3 4 5 6 7 8 9 . . . 14 15 16 . . . 27 28 29 30
+    checkpoints                                       # #|           # #|
+    its end, and one block more                                                       # # #|
 
-The distance between checkpoints grows with the path: a prompt that leaves between two computes at most two windows
+The distance between checkpoints grows with the path: a prompt that leaves between two computes at most four windows
 anew, in whole blocks, or a fifth of what it shares.
 """
 
@@ -20,7 +20,7 @@ import numpy as np
 from sglang.srt.mem_cache.node import Node
 
 # See `checkpoints`.
-_WINDOWS_APART, _PART_APART = 2, 4
+_WINDOWS_APART, _PART_APART = 4, 4
 
 
 class WindowBlocks:

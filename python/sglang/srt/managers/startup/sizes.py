@@ -249,7 +249,7 @@ def graph_batch_size_for(
 def with_windows(config: SchedulerConfig, windows: Sequence[int | None], tile: int = WINDOW_TILE) -> SchedulerConfig:
     """A config whose loads leave out what layers with a window do not see. windows: of each layer, the tokens that a
     query sees, itself included; None for all. tile: see `WINDOW_TILE`."""
-    reach = _reach(windows, tile)
+    reach = window_reach_of(windows, tile)
     has_parts = config.num_host_pages or config.num_windowed_pages
     # Requests that stream may read any of it.
     if not 0 < reach < config.context_len or not has_parts or config.layer_stream is not None:
@@ -276,7 +276,7 @@ def with_windowed_pool(
     tier: for the log."""
     num_windowed = sum(window is not None for window in windows)
     num_full = len(windows) - num_windowed
-    reach, page = _reach(windows), config.page_size
+    reach, page = window_reach_of(windows), config.page_size
     if not num_windowed or not num_full or reach >= config.context_len or config.layer_stream is not None:
         return config
     memory = config.num_device_pages * len(windows)
@@ -285,7 +285,7 @@ def with_windowed_pool(
     least = (
         replace(config, num_device_pages=wanted, window_reach=reach).least_windowed_pages + MOST_CUT_TOKENS // page
     )
-    share = ratio or min(most, max(_LEAST_WINDOWED, reach / _TOKENS_PER_END))
+    share = ratio or usual_windowed_share(reach, most)
     num_pages = min(wanted, int(memory / (num_full + share * num_windowed)))
     of_memory = (memory - num_pages * num_full) // num_windowed
     num_windowed_pages = max(least, of_memory if ratio is None else math.ceil(share * num_pages))
@@ -322,7 +322,12 @@ def with_windowed_host_pool(
     return replace(config, num_host_pages=num_pages, num_windowed_host_pages=num_windowed, host_border=border)
 
 
-def _reach(windows: Sequence[int | None], tile: int = WINDOW_TILE) -> int:
+def usual_windowed_share(reach: int, most: float = _MOST_WINDOWED) -> float:
+    """Pages of layers with a window per page of the others, where no flag gives it. reach: see `window_reach_of`."""
+    return min(most, max(_LEAST_WINDOWED, reach / _TOKENS_PER_END))
+
+
+def window_reach_of(windows: Sequence[int | None], tile: int = WINDOW_TILE) -> int:
     """How many tokens before the first new one layers with a window read; 0 without such layers."""
     seen = [window for window in windows if window is not None]
     return max(seen) - 1 + tile if seen else 0

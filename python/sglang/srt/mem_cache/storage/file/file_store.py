@@ -281,8 +281,9 @@ class HiCacheFile:
     def stats(self) -> dict[str, int]:
         """See BlockStore. Beside it: segments, leftover_bytes (files of other namespaces that no process uses),
         refused_segments (files of this namespace in an earlier format), the bytes of `WriteBudget`, and since the
-        start blocks read, written, copied forward, evicted and refused by the daily limit, and lock_timeouts (pauses
-        in writing because another process kept the folder's lock)."""
+        start blocks read, their bytes, blocks written, copied forward, evicted and refused by the daily limit, and
+        lock_timeouts (pauses in writing because another process kept the folder's lock)."""
+        counters = self._log.counters()
         with self._lock:
             return {
                 "blocks": len(self._index),
@@ -292,7 +293,8 @@ class HiCacheFile:
                 "leftover_bytes": self._room.leftover_bytes,
                 "refused_segments": self._refused_segments,
                 **self._budget.stats(),
-                **self._log.counters(),
+                **counters,
+                "read_bytes": counters["read_blocks"] * self._files.layout.slot_bytes,
             }
 
     def is_of_all(self, name: str) -> bool:
