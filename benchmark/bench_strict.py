@@ -25,7 +25,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory
 from sglang.srt.peer.memory.cuda_slabs import SlabsConfig
-from sglang.srt.peer.memory.lent_memory import LentMemory, LentOptions
+from sglang.srt.peer.memory.lent_memory import LentMemory, LentOptions, allocate_pool
 from sglang.srt.utils.peer_timing import PeerTiming
 
 SLAB_BYTES = 64 << 20
@@ -39,7 +39,8 @@ DEADLINE_S = 60.0
 
 def lend(endpoint: str, directory: str, kind: str) -> None:
     options = LentOptions(kind == "strict", PeerTiming(offer=1e6))
-    memory = LentMemory(endpoint, Path(directory), SlabsConfig(1, SLAB_BYTES), LAYOUT, options=options)
+    pool = allocate_pool(SlabsConfig(1, SLAB_BYTES), LAYOUT)
+    memory = LentMemory(endpoint, Path(directory), pool, options=options)
     memory.lend([0])
     while True:
         memory.poll_mapped()

@@ -34,7 +34,8 @@ from sglang.srt.managers.engine_core import EngineCore
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.startup import storage as storage_setup
-from sglang.srt.managers.startup.engine import RankSetup, build_core
+from sglang.srt.managers.startup.engine import build_core
+from sglang.srt.managers.startup.rank_setup import RankSetup
 from sglang.srt.managers.startup.storage import StorageOpener
 from sglang.srt.managers.storage_setup import PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.managers.tokenizer_manager import TokenizerManager

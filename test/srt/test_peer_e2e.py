@@ -22,11 +22,12 @@ import torch
 from sglang.srt.configs.embedded_model import ensure_embedded_model
 from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.peer.memory.cuda_slabs import SlabsConfig
-from sglang.srt.peer.memory.lent_memory import LentMemory, LentOptions
+from sglang.srt.peer.memory.lent_memory import LentMemory, LentOptions, allocate_pool
 from sglang.srt.utils.peer_endpoint import of_rank
 from sglang.srt.utils.peer_timing import PeerTiming
 from support.all_tiers import Lender
 from support.server_fixture import Server, wait_until
+from support.windowed_model import write_windowed_model
 
 pytestmark = pytest.mark.e2e
 
@@ -38,11 +39,12 @@ import sys, time, torch
 from pathlib import Path
 from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.peer.memory.cuda_slabs import SlabsConfig
-from sglang.srt.peer.memory.lent_memory import LentMemory, LentOptions
+from sglang.srt.peer.memory.lent_memory import LentMemory, LentOptions, allocate_pool
 from sglang.srt.utils.peer_timing import PeerTiming
 layout = PageLayout.kv(1, 8, 4, 32, torch.bfloat16)
 options = LentOptions(timing=PeerTiming(offer=1e6))
-memory = LentMemory(sys.argv[1], Path(sys.argv[2]), SlabsConfig(8, 1 << 20), layout, options=options)
+pool = allocate_pool(SlabsConfig(8, 1 << 20), layout)
+memory = LentMemory(sys.argv[1], Path(sys.argv[2]), pool, options=options)
 memory.lend(range(8))
 while True:
     memory.poll_mapped()
@@ -110,8 +112,7 @@ def test_what_is_lent_is_used_and_given_back(tp_size: int, strict: bool, tmp_pat
         LentMemory(
             of_rank(endpoint, rank),
             tmp_path,
-            SlabsConfig(NUM_SLABS, 1 << 20),
-            layout,
+            allocate_pool(SlabsConfig(NUM_SLABS, 1 << 20), layout),
             options=LentOptions(strict, PeerTiming(offer=1e6)),
         )
         for rank in range(tp_size)
@@ -148,8 +149,7 @@ def test_ranks_of_several_masters_or_workers_have_the_same_slabs(
         LentMemory(
             of_rank(endpoint, rank),
             tmp_path,
-            SlabsConfig(size, 1 << 20),
-            PageLayout.kv(1, 8, 4, 32, torch.bfloat16),
+            allocate_pool(SlabsConfig(size, 1 << 20), PageLayout.kv(1, 8, 4, 32, torch.bfloat16)),
             options=options,
         )
         for endpoint, size in zip(endpoints, sizes)
@@ -190,20 +190,28 @@ def test_a_worker_that_is_killed_takes_nothing_but_its_memory_along(tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strict", [(), pytest.param(("--peer-strict",), marks=pytest.mark.slow)])
+@BOTH_KINDS
+@pytest.mark.parametrize("num_tokens", [4096, 16384], ids=["all layers", "windows apart"])
 def test_a_worker_lends_when_it_is_idle_and_takes_back_what_its_requests_need(
-    strict: tuple[str, ...], tmp_path: Path
+    num_tokens: int, strict: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """strict: then it copies for the master, which maps nothing."""
+    """strict: then it copies for the master, which maps nothing. Windows apart: three of four layers have one, and a
+    pool that is not lent."""
     tmp_path.chmod(0o700)
     endpoint = f"ipc://{tmp_path}/peers"
-    worker = Server(*WORKER.split(), "--page-size", "4", "--peer-endpoint", endpoint, *strict)
-    with worker, Server(*FLAGS.split(), "--peer-endpoint", endpoint) as master:
+    flags = [*WORKER.split(), "--max-total-tokens", str(num_tokens), "--page-size", "4", "--peer-endpoint", endpoint]
+    model = "embedded"
+    if num_tokens == 16384:
+        flags += ["--swa-full-tokens-ratio", "0.2"]
+        model = str(write_windowed_model(tmp_path / "model", 24))
+    worker = Server(*flags, *strict, model=model)
+    with worker, Server(*FLAGS.split(), "--peer-endpoint", endpoint, model=model) as master:
         wait_until(lambda: borrows(master))
         lent = worker.state()["tiers"]["device"]
-        assert lent["pages"]["lent"] > 0 and 512 <= lent["total_tokens"] < 4096
+        assert lent["pages"]["lent"] > 0 and 512 <= lent["total_tokens"] < num_tokens
+        assert lent.get("windowed", {}).get("total_tokens", 0) >= (num_tokens // 5 if num_tokens == 16384 else 0)
         assert worker.state()["peers"]["slabs"]["lent"] > 0
-        assert f'sglang:hicache_peer_connected{{lender="{endpoint}",model_name="embedded"}} 1.0' in metrics(master)
+        assert f'sglang:hicache_peer_connected{{lender="{endpoint}",model_name="{model}"}} 1.0' in metrics(master)
         wanted = [ask(master, seed)[0] for seed in range(3)]
         wait_until(lambda: come_from_peers(master, wanted))
         copies = worker.state()["peers"]["copies"]

@@ -27,7 +27,7 @@ import torch
 
 from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.peer.memory.cuda_slabs import SlabsConfig
-from sglang.srt.peer.memory.lent_memory import LentMemory, LentOptions
+from sglang.srt.peer.memory.lent_memory import LentMemory, LentOptions, allocate_pool
 from sglang.srt.utils.peer_timing import PeerTiming
 from support.children import Child
 from support.server_fixture import NO_TLS, PATIENCE_S, Server, free_port, wait_until
@@ -55,9 +55,9 @@ DISK_HOOK = Path(__file__).parent / "disk_hook"
 def lend(_say: Callable[..., None], endpoint: str, directory: str, num_slabs: int, strict: bool) -> None:
     """The work of a `Child`: lends all its slabs for ever."""
     layout = PageLayout.kv(1, 8, 4, 32, torch.bfloat16)
-    slabs = SlabsConfig(num_slabs, SLAB_MIB << 20)
+    pool = allocate_pool(SlabsConfig(num_slabs, SLAB_MIB << 20), layout)
     options = LentOptions(strict, PeerTiming(offer=LONG_S))
-    memory = LentMemory(endpoint, Path(directory), slabs, layout, options=options)
+    memory = LentMemory(endpoint, Path(directory), pool, options=options)
     while True:
         # What a borrower that has ended gives back is lent again.
         memory.lend([slab for slab, is_here in enumerate(memory.poll_mapped().mapped) if is_here])

@@ -219,7 +219,7 @@ class SoakConfig:
     @property
     def has_windowed_pool(self) -> bool:
         """Whether the device has a pool of its own for layers with a window, see `windowed_part`."""
-        return bool(self.windowed_part and self.has_both_kinds and not self.lend_rate)
+        return bool(self.windowed_part and self.has_both_kinds)
 
     @property
     def has_windowed_store(self) -> bool:

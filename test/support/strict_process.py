@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.transfer import LoadFailedError
 from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory
 from sglang.srt.peer.memory.cuda_slabs import SlabsConfig
-from sglang.srt.peer.memory.lent_memory import LentMemory, LentOptions
+from sglang.srt.peer.memory.lent_memory import LentMemory, LentOptions, allocate_pool
 from sglang.srt.utils.peer_timing import PeerTiming
 
 LAYOUT = PageLayout.kv(4, 3, 2, 8, torch.float32)
@@ -34,7 +34,7 @@ def lent_memory(endpoint: str, directory: Path, strict: bool = True, recall_s: f
     """A lender's memory, with pages of another shape. Slabs wait for a borrower."""
     layout = PageLayout.kv(2, 5, 1, 24, torch.bfloat16)
     options = LentOptions(strict, PeerTiming(recall=recall_s, grace=recall_s, offer=1e6))
-    return LentMemory(endpoint, directory, SlabsConfig(NUM_SLABS, SLAB_BYTES), layout, options=options)
+    return LentMemory(endpoint, directory, allocate_pool(SlabsConfig(NUM_SLABS, SLAB_BYTES), layout), options=options)
 
 
 def lend(say: Callable[..., None], endpoint: str, directory: Path) -> None:

@@ -22,7 +22,7 @@ from sglang.srt.observability.latency_sketch import LatencySketch
 from sglang.srt.observability.metrics_collector import MetricsCollector
 from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory
 from sglang.srt.peer.memory.cuda_slabs import SlabsConfig
-from sglang.srt.peer.memory.lent_memory import LentMemory
+from sglang.srt.peer.memory.lent_memory import LentMemory, allocate_pool
 from support.fake_pages import BLOCK_TOKENS, FakePages
 from support.server_fixture import NO_TLS, PATIENCE_S, Server, wait_until
 
@@ -151,7 +151,7 @@ def test_the_reference_lists_what_masters_and_workers_say(tmp_path: Path):
     tmp_path.chmod(0o700)
     endpoint = f"ipc://{tmp_path}/peers"
     shape = (SlabsConfig(2, 1 << 16), PageLayout.kv(1, 8, 4, 32, torch.bfloat16))
-    worker = LentMemory(endpoint, tmp_path, *shape)
+    worker = LentMemory(endpoint, tmp_path, allocate_pool(*shape))
     master = BorrowedMemory([endpoint], "master", *shape)
     assert paths({"peers": worker.state()}) | paths({"peers": master.state()}) == PEER_FIELDS
     master.close()

@@ -27,7 +27,8 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.managers.rank_sync import RankSync
 from sglang.srt.managers.scheduler_config import SchedulerConfig
 from sglang.srt.managers.scheduler_process import SchedulerProcess
-from sglang.srt.managers.startup.engine import RankSetup, build_core
+from sglang.srt.managers.startup.engine import build_core
+from sglang.srt.managers.startup.rank_setup import RankSetup
 from sglang.srt.mem_cache.namespaces import namespace_of
 from sglang.srt.sampling.sampling_params import GrammarSpec, SamplingParams
 from sglang.srt.server_args import ServerArgs

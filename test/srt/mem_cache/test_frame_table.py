@@ -240,6 +240,8 @@ def test_nothing_is_lent_twice():
 @pytest.mark.parametrize("lowest_first", [True, False])
 def test_what_is_in_use_is_lent_when_it_would_be_free_and_nobody_gets_it_before(lowest_first):
     table = FrameTable(4, lowest_first=lowest_first)
+    became_free: list[int] = []
+    table.watch_freed(lambda frames: became_free.extend(frames.tolist()))
     taken = take(table, 4)
     table.free_after(taken[:3], HELD, fence=5)
     table.pin(taken[:1])
@@ -250,6 +252,7 @@ def test_what_is_in_use_is_lent_when_it_would_be_free_and_nobody_gets_it_before(
     table.unpin(taken[:1])
     table.reap(6)
     assert table.num_free == 1 and table.counts[LENT] == 2
+    assert sorted(became_free) == sorted(taken[:3].tolist()), "what has given way has nothing of the pool's"
     assert take(table, 1).tolist() == taken[2:3].tolist() and table.allocate(1) is None
     table.check_invariants()
     table.reclaim(taken[:2])

@@ -32,7 +32,8 @@ from sglang.srt.distributed.parallel_state import Replicas, TensorParallelGroup
 from sglang.srt.managers.engine_core import EngineCore
 from sglang.srt.managers.startup import engine as startup_engine
 from sglang.srt.managers.startup import sizes
-from sglang.srt.managers.startup.engine import RankSetup, Storage, build_core
+from sglang.srt.managers.startup.engine import Storage, build_core
+from sglang.srt.managers.startup.rank_setup import RankSetup
 from sglang.srt.managers.startup.sizes import replicas_of
 from sglang.srt.managers.storage_setup import PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost

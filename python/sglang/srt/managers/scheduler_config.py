@@ -202,7 +202,7 @@ class SchedulerConfig:
                 raise ValueError("an engine that lends needs slabs of its device pool, all of the same length")
         assert self.layer_stream is None or not self.window_reach, "what a request streams is read from any tier"
         if self.num_windowed_pages:
-            assert self.window_reach and self.lending is None, "pages that are lent have all layers"
+            assert self.window_reach, "there are no layers with a window"
             assert self.num_windowed_pages >= self.least_windowed_pages, "a request could not go on"
         assert self.window_reach or not self.num_windowed_host_pages, "there are no layers with a window"
         if self.layer_stream is None:

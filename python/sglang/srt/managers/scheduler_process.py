@@ -55,7 +55,8 @@ from sglang.srt.managers.rank_sync import RankSync, Tick
 from sglang.srt.managers.schedule_batch import BatchDecision, StorageRequest
 from sglang.srt.managers.scheduler import SCHEDULING_COUNTERS, Scheduler
 from sglang.srt.managers.startup.device import pick_device
-from sglang.srt.managers.startup.engine import RankSetup, Storage, build_core
+from sglang.srt.managers.startup.engine import Storage, build_core
+from sglang.srt.managers.startup.rank_setup import RankSetup
 from sglang.srt.managers.storage_requests import StorageRequests
 from sglang.srt.mem_cache.block_keys import BlockKeys
 from sglang.srt.mem_cache.hottest_prefixes import HottestPrefixes

@@ -248,7 +248,8 @@ class TransferLedger:
             for tier, frames in self._pinned_windowed(op, op.ticket in self._released):
                 np.add.at(pins[tier], frames, 1)
         for tier, pool in self.windowed.items():
-            pool.check_invariants(self.tables[tier].state == FrameState.FREE)
+            state = self.tables[tier].state
+            pool.check_invariants((state == FrameState.FREE) | (state == FrameState.LENT))
             assert (pins[tier] == pool.table.pins).all(), f"{tier.name}: pins of layers with a window differ"
 
     def _check_pins(self, tier: Tier, table: FrameTable) -> None:

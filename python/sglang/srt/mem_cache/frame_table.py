@@ -77,7 +77,7 @@ class FrameTable:
         self._became_free: Callable[[np.ndarray], object] = lambda frames: None
 
     def watch_freed(self, became_free: Callable[[np.ndarray], object]) -> None:
-        """became_free: called with frames (int32) that become FREE."""
+        """became_free: called with frames (int32) that become FREE, or LENT before they are."""
         self._became_free = became_free
 
     @property
@@ -164,6 +164,7 @@ class FrameTable:
             self._to_lend[lent] = False
             self.transition(lent, FrameState.PENDING_FREE, FrameState.LENT)
             self._freed.append(lent)
+            self._became_free(lent)
             frames = where = frames[~to_lend]
         self._set_free(frames, where, FrameState.PENDING_FREE)
 

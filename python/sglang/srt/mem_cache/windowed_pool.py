@@ -262,7 +262,7 @@ class WindowedPool:
     # -- invariants ---------------------------------------------------------------------------------------------
 
     def check_invariants(self, free_pages: np.ndarray) -> None:
-        """free_pages: of the tier, (num_pages,) bool."""
+        """free_pages: of the tier, those that are free or lent, (num_pages,) bool."""
         self.table.check_invariants()
         has = self.frame_of != _NONE
         frames = self.frame_of[has]

@@ -26,7 +26,7 @@ from sglang.srt.managers.startup.device import (
     pick_dtype,
     with_kv_cache,
 )
-from sglang.srt.managers.startup.engine import RankSetup
+from sglang.srt.managers.startup.rank_setup import RankSetup
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils import device as device_module

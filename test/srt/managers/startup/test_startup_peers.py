@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +18,13 @@ from sglang.srt.distributed.parallel_state import SINGLE_RANK
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.managers.engine_core import EngineCore
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, bytes_to_ids, ids_to_bytes
+from sglang.srt.managers.scheduler_config import SchedulerConfig
 from sglang.srt.managers.startup import device as device_setup
 from sglang.srt.managers.startup import engine as startup_engine
 from sglang.srt.managers.startup import sizes
 from sglang.srt.managers.startup.device import check_device, page_layout
-from sglang.srt.managers.startup.engine import RankSetup
-from sglang.srt.managers.startup.peers import borrow_memory, lend_memory
+from sglang.srt.managers.startup.peers import borrow_memory, in_whole_slabs, lend_memory
+from sglang.srt.managers.startup.rank_setup import RankSetup
 from sglang.srt.managers.startup.sizes import device_pages
 from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.peer.memory import cuda_slabs
@@ -35,11 +37,13 @@ from sglang.srt.utils.startup_progress import StartupProgress
 from support.device_emulator import emulated_device
 from support.fake_cuda_driver import FakeCudaDriver
 from support.paged_attention import PagedAttention
+from support.server_fixture import wait_until
 from support.tiny_model import tiny_llama
+from support.windowed_model import write_windowed_model
 
 GPU = torch.device("cuda", 0)
 LAYOUT = PageLayout.kv(2, 3, 2, 8, torch.float32)
-CONFIG: Any = SimpleNamespace(num_device_pages=2000, context_len=500, page_size=2)
+CONFIG: Any = SimpleNamespace(num_device_pages=2000, num_windowed_pages=0, context_len=500, page_size=2)
 
 
 def arguments(more: str, tmp_path: Path) -> ServerArgs:
@@ -65,13 +69,20 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCudaDriver]:
 
 
 def lend(args: ServerArgs, tmp_path: Path) -> Any:
-    return lend_memory(args, CONFIG, LAYOUT, 0, tmp_path, lambda: None, GPU)
+    return lend_memory(args, CONFIG, LAYOUT, (), rank_of(tmp_path))
+
+
+def rank_of(tmp_path: Path) -> RankSetup:
+    return RankSetup(SINGLE_RANK, lambda: None, tmp_path, ExitStack(), device=GPU)
+
+
+def arguments_of_a_master(tmp_path: Path) -> ServerArgs:
+    return arguments("--peer-role master --hicache --peer-slab-size 2 --peer-size 0.01", tmp_path)
 
 
 def test_a_worker_lends_and_a_master_borrows_the_devices_memory(driver: FakeCudaDriver, tmp_path: Path):
     lent = lend(arguments("--peer-role worker --peer-slab-size 2", tmp_path), tmp_path)
-    args = arguments("--peer-role master --hicache --peer-slab-size 2 --peer-size 0.01", tmp_path)
-    borrowed = borrow_memory(args, LAYOUT, 0, 1, lambda: None, GPU)
+    borrowed = borrow_memory(arguments_of_a_master(tmp_path), LAYOUT, rank_of(tmp_path))
     try:
         assert lent.pool.kv.is_cuda and lent.slabs.num_slabs * lent.pool.slab_pages >= 2000
         assert borrowed.pool.kv.is_cuda and borrowed.slabs.num_slabs == 4
@@ -80,6 +91,14 @@ def test_a_worker_lends_and_a_master_borrows_the_devices_memory(driver: FakeCuda
     finally:
         lent.close()
         borrowed.close()
+
+
+def test_beside_a_pool_for_windows_are_whole_slabs(driver: FakeCudaDriver, tmp_path: Path):
+    """Pages of one of three layers, 256 bytes."""
+    args = arguments("--peer-role worker --peer-slab-size 2", tmp_path)
+    config = SchedulerConfig(2, 50_000, 0, LAYOUT.page_bytes, context_len=500, num_windowed_pages=7)
+    found = in_whole_slabs(args, config, LAYOUT, (True, False, True), GPU)
+    assert found == replace(config, num_device_pages=5 * 8192), "beside the scratch page's piece of memory"
 
 
 def test_slabs_that_cannot_be_mapped_are_refused(driver: FakeCudaDriver, tmp_path: Path):
@@ -171,6 +190,42 @@ class Rank:
             tokens += more
             meanwhile()
         return tokens, from_peer
+
+
+@pytest.mark.slow
+def test_a_worker_on_a_gpu_lends_nothing_of_its_pool_for_windows(
+    driver: FakeCudaDriver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of four layers three have a window, and 1.5 of 2 KiB of a token."""
+    monkeypatch.setattr(device_setup, "why_not", lambda backend, device: None)
+    monkeypatch.setattr(device_setup, "pick_attention_backend", lambda name, device: "emulated")
+    attention = TorchNativeAttnBackend()
+    attention.computes_masked = True
+    monkeypatch.setattr(startup_engine, "make_attention_backend", lambda name, device: attention)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**9, 2 * 10**9))
+    model = write_windowed_model(tmp_path / "model", 8)
+    prompts = [np.random.default_rng(i).integers(3, 300, 250).astype(np.int32) for i in range(3)]
+    small = f"--model {model} --dtype float32 --disable-cuda-graph --context-length 320 --chunked-prefill-size 64"
+    tmp_path.chmod(0o700)
+    more = "--max-total-tokens 12288 --swa-full-tokens-ratio 0.1 --peer-role worker --peer-slab-size 2"
+    args = f"{small} {more} --peer-window 0.1 --peer-endpoint ipc://{tmp_path}/peers".split()
+    worker = Rank(ServerArgs.from_cli(args), tmp_path, GPU)
+    # What computes windows for it looks at any pages.
+    attention.computes_masked = False
+    pool: Any = worker.core.executor.pool
+    # Slabs of 4,096 tokens.
+    assert pool.slabs.num_slabs == 3 and pool.page_bytes == 512 and pool.num_windowed_pages == 1229
+    assert pool.scratch_slot == pool.num_pages and pool.windowed_scratch_slot == 1229
+    own = [worker.ask(prompt, lambda: None)[0] for prompt in prompts]
+    slabs: Any = worker.core.slabs
+    borrowed = borrow_memory(arguments_of_a_master(tmp_path), LAYOUT, rank_of(tmp_path))
+    borrowed.set_demand(3, 10**9)
+    wait_until(lambda: [worker.turn([]), borrowed.poll_mapped()] and slabs.state()["slabs"]["lent"] == 2)
+    assert [worker.ask(prompt, lambda: None)[0] for prompt in prompts] == own
+    borrowed.disconnect()
+    worker.resources.close()
+    alone = Rank(ServerArgs.from_cli(small.split()), tmp_path, CPU)
+    assert [alone.ask(prompt, lambda: None)[0] for prompt in prompts] == own
 
 
 @pytest.mark.slow

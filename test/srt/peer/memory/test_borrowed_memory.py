@@ -27,7 +27,7 @@ from sglang.srt.peer.borrowing import BorrowingConfig
 from sglang.srt.peer.lent_places import LentOptions
 from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory
 from sglang.srt.peer.memory.cuda_slabs import CudaSlabRange, SlabsConfig
-from sglang.srt.peer.memory.lent_memory import LentMemory
+from sglang.srt.peer.memory.lent_memory import LentMemory, allocate_pool
 from sglang.srt.peer.protocol.borrower import SlabLost
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.peer_timing import PeerTiming
@@ -65,8 +65,7 @@ def lender(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[LentMemor
             memory = LentMemory(
                 endpoint,
                 tmp_path,
-                SlabsConfig(NUM_SLABS, slab_bytes, **options),
-                layout,
+                allocate_pool(SlabsConfig(NUM_SLABS, slab_bytes, **options), layout),
                 # Slabs wait for a borrower, and a borrower that is to choose has no time to, in some tests.
                 options=LentOptions(kind == "strict", PeerTiming(recall=RECALL_S, grace=RECALL_S, offer=1e6)),
             )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,9 +14,10 @@ import torch
 
 from sgl_kernel.kvcacheio import copy_pages
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
+from sglang.srt.layers.attention.base_attn_backend import WINDOW_TILE, AttentionMetadata
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
+from sglang.srt.mem_cache.hybrid_pages import regions_of
 from sglang.srt.mem_cache.kv_view import KVSegment
 from sglang.srt.mem_cache.link import CopyLink
 from sglang.srt.mem_cache.memory_pool import DevicePool, MHATokenToKVPool
@@ -23,12 +26,14 @@ from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.transfer import D2H, H2D, OpResult, Ticket, Tier, TransferOp
 from sglang.srt.peer.memory.cuda_slabs import SlabsConfig, reserve_slabs
 from sglang.srt.peer.memory.elastic_pool import ElasticPool
+from sglang.srt.peer.memory.lent_memory import allocate_pool
 from sglang.srt.peer.memory.slabs import GRANULARITY, SlabRange
 from sglang.srt.peer.protocol.elastic_units import stride_bytes
 from support.local_engine import LocalEngine
 from support.page_layouts import layouts
 from support.pool_pages import pages_of, poison
 from support.stream_emulator import StreamEmulator
+from support.windowed_model import write_windowed_model
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memfd is Linux's")
 
@@ -236,12 +241,48 @@ def test_a_pool_without_a_tail_has_no_scratch_page():
         ElasticPool(SlabRange(1, layout.page_bytes, tail_bytes=4096), layout)
 
 
-def engine_pool(num_pages: int, layout: PageLayout, device: torch.device) -> ElasticPool:
+@pytest.mark.parametrize("has_scratch", [False, True])
+@pytest.mark.parametrize("layout", SCRATCH_LAYOUTS.values(), ids=SCRATCH_LAYOUTS)
+def test_layers_with_a_window_lie_outside_the_slabs(layout: PageLayout, has_scratch: bool):
+    kinds = [layer != 1 for layer in range(layout.num_layers)]
+    config = SlabsConfig(3, 4 * GRANULARITY, has_scratch=has_scratch)
+    pool = allocate_pool(config, layout, kinds, num_windowed_pages=5)
+    assert pool.page_bytes * layout.num_layers == layout.page_bytes and pool.num_windowed_pages == 5
+    scratch = (pool.num_pages * pool.page_size, 5 * pool.page_size) if has_scratch else (None, None)
+    assert (pool.scratch_slot, pool.windowed_scratch_slot) == scratch
+    slabs = [torch.from_numpy(pool.slabs.slab(slab)) for slab in range(3)]
+    for slab in slabs:
+        slab[:] = 7
+    loc = torch.arange(5 * pool.page_size)
+    rows = {}
+    for layer, is_windowed in enumerate(kinds):
+        components = [pool.view(layer).components[i] for i in layout.per_token]
+        assert all(len(each) == (5 if is_windowed else pool.num_pages) + has_scratch for each in components)
+        if is_windowed:
+            rows[layer] = [torch.rand(len(loc), *each.shape[2:]).to(each.dtype) for each in components]
+            pool.store(layer, loc, *rows[layer])
+    assert all((slab == 7).all() for slab in slabs), "a slab that is lent has changed"
+    pool.store(1, loc[:1], *(torch.zeros(1, *pool.view(1).components[i].shape[2:]) for i in layout.per_token))
+    assert not (slabs[0] == 7).all() and (slabs[1] == 7).all() and (slabs[2] == 7).all()
+    for layer, stored in rows.items():
+        for i, row in zip(layout.per_token, stored):
+            found = pool.view(layer).components[i][:5].flatten(0, 1).contiguous()
+            assert torch.equal(found.view(torch.uint8), row.view(torch.uint8))
+
+
+def engine_pool(
+    num_pages: int,
+    layout: PageLayout,
+    device: torch.device,
+    windowed: Sequence[bool] = (),
+    num_windowed_pages: int = 0,
+) -> ElasticPool:
     """In slabs that pages fill, so that the engine may use every page, and as many of them as it wants at least."""
-    slab_bytes = math.lcm(layout.page_bytes, GRANULARITY)
-    num_slabs, rest = divmod(num_pages * layout.page_bytes, slab_bytes)
+    page_bytes = regions_of(layout, 0, windowed, num_windowed_pages)[0][1].page_bytes
+    slab_bytes = math.lcm(page_bytes, GRANULARITY)
+    num_slabs, rest = divmod(num_pages * page_bytes, slab_bytes)
     assert rest == 0
-    return ElasticPool(SlabRange.owned(num_slabs, slab_bytes), layout)
+    return ElasticPool(SlabRange.owned(num_slabs, slab_bytes), layout, windowed, num_windowed_pages)
 
 
 def test_an_engine_gives_the_same_tokens():
@@ -263,6 +304,37 @@ def test_an_engine_gives_the_same_tokens():
         loads.append(sum(result.cached_tokens_details["host"] for result in results))
     assert answers[0] == answers[1] and len(answers[0][0]) == 16
     assert min(loads) > 0, "some came from the host"
+
+
+def test_an_engine_with_a_pool_for_windows_gives_the_same_tokens(tmp_path: Path):
+    """Of four layers the first has no window."""
+    config = ModelConfig.from_pretrained(str(write_windowed_model(tmp_path / "model", 9)))
+    rng = np.random.default_rng(6)
+    prefix = rng.integers(3, 500, 250).tolist()
+    prompts = [prefix + rng.integers(3, 500, n).tolist() for n in (3, 140, 160)] * 2
+    answers, model = [], None
+    for make_pool, num_windowed in ((MHATokenToKVPool, 0), (engine_pool, 256)):
+        engine = LocalEngine(
+            config,
+            512,
+            num_host_pages=2048,
+            num_windowed_pages=num_windowed,
+            page_size=1,
+            chunked_prefill_size=16,
+            window_tile=WINDOW_TILE,
+            make_pool=make_pool,
+            model=model,
+        )
+        model = engine.model
+        try:
+            results = [engine.generate([prompt])[0] for prompt in prompts]
+            counters = engine.scheduler.state()["counters"]
+        finally:
+            engine.close()
+        answers.append([result.tokens for result in results])
+        assert sum(result.cached_tokens_details["host"] for result in results) > 0
+        assert (counters.get("evicted_tokens_windowed", 0) > 0) == (num_windowed > 0)
+    assert answers[0] == answers[1]
 
 
 def test_a_lent_slab_shows_nothing_and_comes_back_clean():

@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.slab_ledger import SlabReport
 from sglang.srt.peer.lent_places import LentOptions
 from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory
 from sglang.srt.peer.memory.cuda_slabs import SlabsConfig
-from sglang.srt.peer.memory.lent_memory import LentMemory
+from sglang.srt.peer.memory.lent_memory import LentMemory, allocate_pool
 from support.children import wait_until
 from support.page_layouts import LAYOUTS, are_equal, contents, fill
 
@@ -35,7 +35,7 @@ def test_slabs_hold_whole_pages_of_either_side(lender: str, borrower: str, stric
     tmp_path.chmod(0o700)
     endpoint, rng = f"ipc://{tmp_path}/peers", np.random.default_rng(1)
     config = SlabsConfig(NUM_SLABS, SLAB_BYTES)
-    lent = LentMemory(endpoint, tmp_path, config, SHAPES[lender], options=LentOptions(strict))
+    lent = LentMemory(endpoint, tmp_path, allocate_pool(config, SHAPES[lender]), options=LentOptions(strict))
     borrowed = BorrowedMemory([endpoint], "here", config, SHAPES[borrower])
     for memory, layout in ((lent, SHAPES[lender]), (borrowed, SHAPES[borrower])):
         pages, padding = divmod(SLAB_BYTES, layout.page_bytes)

@@ -7,8 +7,7 @@ process ends, also in the middle of the start.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -19,9 +18,8 @@ import torch
 from sgl_kernel.kvcacheio import LayerFlagsError, pick_backend
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.model_families import NATIVE
-from sglang.srt.constrained.grammar_cache import GrammarCache
 from sglang.srt.constrained.grammar_rows import GrammarRows
-from sglang.srt.distributed.parallel_state import Replicas, TensorParallelGroup
+from sglang.srt.distributed.parallel_state import Replicas
 from sglang.srt.layers.attention.attention_registry import make_attention_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.sampler import Sampler
@@ -30,7 +28,8 @@ from sglang.srt.managers.engine_core import EngineCore, Recorder, StepRecorder
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_config import SchedulerConfig
 from sglang.srt.managers.startup.device import check_device, page_layout, pick_dtype, with_kv_cache
-from sglang.srt.managers.startup.peers import borrow_memory, lend_memory
+from sglang.srt.managers.startup.peers import borrow_memory, in_whole_slabs, lend_memory
+from sglang.srt.managers.startup.rank_setup import RankSetup
 from sglang.srt.managers.startup.sizes import (
     build_config,
     check_weights_fit,
@@ -78,10 +77,9 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.byte_sizes import shown_size
 from sglang.srt.utils.child_process import StartupError, without_stopping
 from sglang.srt.utils.cuda_stream import make_stream
-from sglang.srt.utils.device import CPU, settle_memory
+from sglang.srt.utils.device import settle_memory
 from sglang.srt.utils.peer_timing import PeerTiming
 from sglang.srt.utils.shared_memory import SharedMemory
-from sglang.srt.utils.startup_progress import SILENT, StartupProgress
 from sglang.srt.utils.stream import ThreadStream
 
 logger = logging.getLogger(__name__)
@@ -94,23 +92,6 @@ class Storage:
     # Makes what a request to attach needs.
     opener: StorageOpener
     slot: StoreSlot
-
-
-@dataclass(frozen=True)
-class RankSetup:
-    """Where an engine's rank is built."""
-
-    group: TensorParallelGroup
-    # Called from other threads when something completed.
-    notify: Callable[[], None]
-    # The server's private one.
-    directory: Path
-    # Gets what has to be closed before the process ends.
-    on_exit: ExitStack
-    # Compiled grammars, at the rank that follows them.
-    grammars: GrammarCache | None = None
-    device: torch.device = CPU
-    progress: StartupProgress = SILENT
 
 
 def build_core(args: ServerArgs, rank: RankSetup) -> tuple[EngineCore, Storage | None]:
@@ -163,14 +144,19 @@ class EngineBuilder:
         windows = () if args.disable_hybrid_swa_memory else model.windows
         self.replicas = replicas_of(self.model, rank.group)
         config = build_config(args, self.model, rank.group, rank.device)
-        if attention.computes_masked and args.peer_role != "worker":
+        layout = page_layout(self.model, config.page_size, rank.group.size)
+        windowed = [window is not None for window in model.windows]
+        if attention.computes_masked:
             most_pages = most_device_pages(args, self.model, rank.device)
             config = with_windowed_pool(config, windows, args.swa_full_tokens_ratio, most_pages)
+            fills_memory = rank.device.type == "cuda" and config.num_device_pages != most_pages
+            if args.peer_role == "worker" and config.num_windowed_pages and fills_memory:
+                config = in_whole_slabs(args, config, layout, windowed, rank.device)
         is_page_first = args.hicache_mem_layout == "page_first"
-        layout = page_layout(self.model, config.page_size, rank.group.size) if is_page_first else None
-        config = with_windowed_host_pool(config, windows, args.swa_full_tokens_ratio, layout)
+        config = with_windowed_host_pool(
+            config, windows, args.swa_full_tokens_ratio, layout if is_page_first else None
+        )
         self.config = with_windows(config, windows)
-        windowed = [window is not None for window in model.windows]
         graph_batch_size = self._open_device_pool(attention.computes_masked, windowed)
         executor = self._open_executor(model, attention, graph_batch_size)
         storage = self._open_tiers(executor) if self.config.num_host_pages else None
@@ -206,9 +192,7 @@ class EngineBuilder:
         layout = page_layout(self.model, config.page_size, rank.group.size)
         if args.peer_role == "worker":
             with without_stopping():
-                self.lent = lend_memory(
-                    args, config, layout, rank.group.rank, rank.directory, rank.notify, rank.device
-                )
+                self.lent = lend_memory(args, config, layout, windowed, rank)
                 rank.on_exit.callback(self.lent.close)
             self.pool = self.lent.pool
             self.config = replace(
@@ -228,9 +212,7 @@ class EngineBuilder:
             )
         if args.peer_role == "master":
             with without_stopping():
-                self.borrowed = borrow_memory(
-                    args, layout, rank.group.rank, rank.group.size, rank.notify, rank.device
-                )
+                self.borrowed = borrow_memory(args, layout, rank)
                 rank.on_exit.callback(self.borrowed.disconnect)
             pool, timing = self.borrowed.pool, PeerTiming.parse(args.peer_timing)
             self.config = replace(

@@ -66,6 +66,8 @@ class BorrowedPool(ElasticPool):
 
     def __init__(self, slabs: Slabs, layout: PageLayout, notify: Callable[[], None] = lambda: None) -> None:
         super().__init__(slabs, layout)
+        assert isinstance(self.kv_pages, KVPages), "pages of peers have all layers"
+        self._pages = self.kv_pages
         self._one_layer = replace(layout, num_layers=1)
         self._strict: list[StrictSlab | None] = [None] * slabs.num_slabs
         self._is_strict = np.zeros(slabs.num_slabs, np.bool_)
@@ -142,10 +144,10 @@ class BorrowedPool(ElasticPool):
         src, dst = frames
         plan = self._plan(state, src, self._staging_bytes // self._one_layer.page_bytes)
         if plan.mapped is None:
-            transfer_kv_per_layer_pf_lf(self.kv_pages, pages, src, dst, layer, backend=backend)
+            transfer_kv_per_layer_pf_lf(self._pages, pages, src, dst, layer, backend=backend)
             return
         near = plan.mapped
-        transfer_kv_per_layer_pf_lf(self.kv_pages, pages, src[near], dst[near], layer, backend=backend)
+        transfer_kv_per_layer_pf_lf(self._pages, pages, src[near], dst[near], layer, backend=backend)
         layers = range(layer, layer + 1)
         for part, positions in plan.rounds:
             session = state.copy(part, self._requests(part, layers, to_slab=False))

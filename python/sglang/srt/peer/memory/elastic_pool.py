@@ -13,17 +13,23 @@ bytes on both sides of a copy, and a slab holds whole pages and nothing of any o
 Behind the last slab there may be a scratch page: it has the number after all others, is always mapped, and belongs to
 no slab. A frame table does not know it.
 
+Layers with a window may have a pool of their own (`HybridPages`). It lies outside the slabs and is not lent.
+
 Replaces `MHATokenToKVPool`: attention, links and executor read both through the strides of `KVView`. The same class
 is a borrower's pool over the slabs that it has mapped, with the borrower's page size and shape.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
 from sgl_kernel import elementwise
 from sgl_kernel.cpu.elementwise import store_in_pages, takes_rows
+from sgl_kernel.kvcacheio import KVPages
+from sglang.srt.mem_cache.hybrid_pages import HybridPages, regions_of
 from sglang.srt.mem_cache.kv_view import KVView
 from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.mem_cache.page_memory import PageMemory, indexable
@@ -39,13 +45,21 @@ class ElasticPool:
     slab_pages: usable pages of one slab. scratch_slot: in the scratch page, which is where the slabs have a tail, and
     counts in kv, not in num_pages. Which slabs are lent, `SlabLedger` knows. Raises ValueError where pages of the
     range have no single stride, see `elastic_units.stride_bytes`, or a tail no room for a page.
+
+    windowed, num_windowed_pages: see `MHATokenToKVPool`; kv is the memory of the slabs then, as bytes. page_bytes: of
+    a page in a slab.
     """
 
-    def __init__(self, slabs: Slabs, layout: PageLayout) -> None:
+    def __init__(
+        self, slabs: Slabs, layout: PageLayout, windowed: Sequence[bool] = (), num_windowed_pages: int = 0
+    ) -> None:
         self.slabs = slabs
         self.page_layout = layout
         self.page_size = layout.page_size
-        self.page_bytes = layout.page_bytes
+        self.num_windowed_pages = num_windowed_pages
+        regions = regions_of(layout, 0, windowed, num_windowed_pages)
+        in_slabs = regions[0][1]
+        self.page_bytes = in_slabs.page_bytes
         if slabs.stride_bytes % self.page_bytes or slabs.slab_bytes < self.page_bytes:
             raise ValueError(
                 f"slabs of {slabs.slab_bytes:,} bytes, {slabs.stride_bytes:,} apart, have no room for pages of "
@@ -58,13 +72,18 @@ class ElasticPool:
         self.num_pages = slabs.num_slabs * self._stride_pages
         has_scratch = slabs.tail_bytes > 0
         self.scratch_slot = self.windowed_scratch_slot = self.num_pages * self.page_size if has_scratch else None
-        # All layers lie together, see `DevicePool`.
-        self.num_windowed_pages = 0
         num_in_memory = self.num_pages + has_scratch
         memory = slabs.tensor()[: num_in_memory * self.page_bytes]
-        pages = PageMemory(layout, num_in_memory, memory, "page_first")
-        self.kv, self.kv_pages = pages.kv, pages.kv_pages
-        self._views = [KVView.of_layer(layer) for layer in self.kv_pages.layers]
+        pages = PageMemory(in_slabs, num_in_memory, memory, "page_first")
+        self.kv: torch.Tensor = pages.kv
+        self.kv_pages: KVPages | HybridPages = pages.kv_pages
+        if num_windowed_pages:
+            self.windowed_scratch_slot = num_windowed_pages * self.page_size if has_scratch else None
+            num_own, of_windows = num_windowed_pages + has_scratch, regions[1][1]
+            own = torch.zeros(num_own * of_windows.page_bytes, dtype=torch.uint8, device=memory.device)
+            own_pages = PageMemory(of_windows, num_own, own, "layer_first").kv_pages
+            self.kv, self.kv_pages = memory, HybridPages(pages.kv_pages, own_pages, windowed)
+        self._views = [KVView.of_layer(self.kv_pages.part(range(i, i + 1))) for i in range(layout.num_layers)]
 
     @property
     def slab_padding_bytes(self) -> int:
