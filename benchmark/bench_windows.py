@@ -1,6 +1,6 @@
 """What is saved where layers with a window have no more than they show: by loads, on the device, and on the host.
 
-    python benchmark/bench_windows.py [--rounds N]
+    python benchmark/bench_windows.py [--rounds N] [--parts full-disk]
 
 In process, a small model with random weights of which 5 of 6 layers have a window, real copies. In each round the
 engines take turns, so that the ratios hold on a noisy machine.
@@ -466,25 +466,50 @@ def measure_remote(model: ModelConfig, rounds: int) -> dict[str, object]:
         return measure_stores(model, rounds, f"remote, {REMOTE_GBPS:g} Gbit/s", open_one)
 
 
+# By name: a heading, what it measures, and of how long a window.
+PARTS: dict[str, tuple[str, Callable[[ModelConfig, int], list[dict[str, object]]], int]] = {
+    "loads": (
+        "Loads that leave out what windows hide; a whole load is 1",
+        lambda model, rounds: [row for rate in RATES for row in measure(model, rate, rounds)],
+        WINDOW,
+    ),
+    "pools": (
+        "The same memory of the device as one pool, or as two",
+        lambda model, rounds: [measure_pools(model, rounds, num_host_pages) for num_host_pages in (0, 4 * MEMORY)],
+        WINDOW,
+    ),
+    "host": (
+        "The same memory of the host as one pool, or as two",
+        lambda model, rounds: [measure_host_pools(model, rounds)],
+        WINDOW,
+    ),
+    "stores": (
+        "A prefix from one store, or from one for each kind of layers",
+        lambda model, rounds: [measure_disk(model, rounds), measure_remote(model, rounds)],
+        WINDOW,
+    ),
+    "full-disk": (
+        "A disk with room for half of the documents",
+        lambda model, rounds: [measure_full_disk(model, rounds)],
+        SHORT_WINDOW,
+    ),
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--parts", default=",".join(PARTS), help="separated by commas (default: all)")
     args = parser.parse_args()
+    found = []
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(CONFIG))
-        model = ModelConfig.from_pretrained(folder)
-        rows = [row for rate in RATES for row in measure(model, rate, args.rounds)]
-        pools = [measure_pools(model, args.rounds, num_host_pages) for num_host_pages in (0, 4 * MEMORY)]
-        host_pools = [measure_host_pools(model, args.rounds)]
-        stores = [measure_disk(model, args.rounds), measure_remote(model, args.rounds)]
-        (Path(folder) / "config.json").write_text(json.dumps(CONFIG | {"sliding_window": SHORT_WINDOW}))
-        disks = [measure_full_disk(ModelConfig.from_pretrained(folder), args.rounds)]
-    print_table("Loads that leave out what windows hide; a whole load is 1", rows)
-    print_table("The same memory of the device as one pool, or as two", pools)
-    print_table("The same memory of the host as one pool, or as two", host_pools)
-    print_table("A prefix from one store, or from one for each kind of layers", stores)
-    print_table("A disk with room for half of the documents", disks)
-    write_json("windows", {**vars(args), "model": "random, float32"}, [*rows, *pools, *host_pools, *stores, *disks])
+        for name in args.parts.split(","):
+            title, part, window = PARTS[name]
+            (Path(folder) / "config.json").write_text(json.dumps(CONFIG | {"sliding_window": window}))
+            rows = part(ModelConfig.from_pretrained(folder), args.rounds)
+            print_table(title, rows)
+            found += rows
+    write_json("windows", {**vars(args), "model": "random, float32"}, found)
 
 
 if __name__ == "__main__":

@@ -78,6 +78,26 @@ def without_flashinfer() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_a_wider_weight_is_multiplied_on_before_rounding(dtype: torch.dtype) -> None:
+    """As Gemma's norms, whose weights are near 1. FlashInfer's kernel would read them as x's dtype."""
+    x, weight = torch.randn(7, 64).to(dtype), 1 + torch.randn(64) / 1000
+    exact = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-5) * weight
+    for found in (elementwise.rmsnorm(x, weight, 1e-5), elementwise.qk_rmsnorm(x[:, None], weight[None], 1, 1e-5)):
+        assert found.dtype == dtype and torch.equal(found.reshape(7, 64), exact.to(dtype))
+    total = x.clone()
+    normed, total = elementwise.fused_add_rmsnorm(torch.zeros_like(x), total, weight, 1e-5)
+    assert torch.equal(normed, exact.to(dtype)) and torch.equal(total, x)
+    assert elementwise._norm_kernel("rmsnorm", x, weight) is None
+
+
+def test_gelu_is_the_one_with_tanh() -> None:
+    gate, up = torch.randn(2, 5, 9).double()
+    cubic = (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+    found = elementwise.gelu_tanh_and_mul(torch.cat((gate, up), 1))
+    assert torch.allclose(found, 0.5 * gate * (1 + cubic.tanh()) * up)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_our_arguments_are_what_the_kernels_take(name: str, dtype: torch.dtype):
     want = run(name, 5, 64, dtype, "cpu")

@@ -317,15 +317,15 @@ class Parts:
     num_kinds: int = 1
 
 
-def slabs_of_worker(kv_bytes: int, num_ranks: int) -> int:
+def slabs_of_worker(kv_bytes: int, parts: Parts) -> int:
     """Of a rank's device of a neighbour that lends. It keeps what its longest request needs; more than a slab beside
     that would serve what the host is to serve. kv_bytes: of a number."""
-    return 1 + math.ceil((_WORKER_TOKENS + BLOCK) * _token_bytes(kv_bytes, num_ranks) / (SLAB_MIB << 20))
+    return 1 + math.ceil((_WORKER_TOKENS + BLOCK) * _token_bytes(kv_bytes, parts) / (SLAB_MIB << 20))
 
 
-def _token_bytes(kv_bytes: int, num_ranks: int) -> int:
-    """On a rank."""
-    return _TOKEN_BYTES * kv_bytes // 4 // num_ranks
+def _token_bytes(kv_bytes: int, parts: Parts) -> int:
+    """On a rank, in slabs of a neighbour that lends: of four layers three may have a pool of their own."""
+    return _TOKEN_BYTES * kv_bytes // 4 // parts.num_ranks // (4 if parts.num_kinds > 1 else 1)
 
 
 class AllTiers:
@@ -433,11 +433,12 @@ class AllTiers:
         if kind == "borrows":
             flags += self._borrowing(self.lender.endpoint)
         if kind == "lends":
-            size_bytes = slabs_of_worker(kv_bytes, self.num_ranks) * SLAB_MIB << 20
-            num_tokens = size_bytes // _token_bytes(kv_bytes, self.num_ranks)
+            size_bytes = slabs_of_worker(kv_bytes, self._parts) * SLAB_MIB << 20
+            num_tokens = size_bytes // _token_bytes(kv_bytes, self._parts)
             flags += ["--max-total-tokens", str(num_tokens), "--context-length", str(_WORKER_TOKENS)]
             flags += ["--peer-role", "worker", "--peer-endpoint", self._worker, "--peer-slab-size", str(SLAB_MIB)]
             flags += ["--peer-window", "2", *(["--peer-strict"] if self._parts.strict else ())]
+            flags += ["--swa-full-tokens-ratio", "0.5"] if self._parts.num_kinds > 1 else []
         return self._start(*flags)
 
     def _borrowing(self, *endpoints: str) -> list[str]:

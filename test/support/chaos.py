@@ -181,7 +181,6 @@ def everything(folder: Path, config: Config) -> Iterator[Chaos]:
         mix = config.mix
         has_worker = mix.neighbour == "lends"
         num_slabs = 2 if mix.neighbour == "borrows" else 1
-        num_offered = num_slabs + (slabs_of_worker(mix.kv_bytes, mix.num_ranks) if has_worker else 0)
         parts = Parts(
             strict=mix.strict,
             num_slabs=num_slabs,
@@ -193,6 +192,7 @@ def everything(folder: Path, config: Config) -> Iterator[Chaos]:
             num_ranks=mix.num_ranks,
             num_kinds=2 if mix.has_windows else 1,
         )
+        num_offered = num_slabs + (slabs_of_worker(mix.kv_bytes, parts) if has_worker else 0)
         tiers = stack.enter_context(AllTiers(folder, parts))
         model: tuple[str, ...] = ()
         if mix.has_windows:

@@ -63,6 +63,9 @@ def test_ends_that_the_model_cannot_draw_are_left_out(tmp_path):
 END = {"content": "<|im_end|>", "special": True}
 
 
+GEMMA = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
+
+
 @pytest.mark.parametrize(
     "config, added, want",
     [
@@ -163,6 +166,12 @@ def test_rope_of_old_and_new_configs(tmp_path, changes, rope_type, theta, factor
         ({"quantization_config": {"quant_method": "quip"}}, "quantized"),
         ({"hidden_act": "gelu"}, "'gelu' is not supported"),
         ({"is_causal": False}, "its tokens see those behind them"),
+        (GEMMA | {"hidden_activation": "relu"}, "'relu' is not supported natively, only 'gelu_pytorch_tanh' is"),
+        (GEMMA | {"use_bidirectional_attention": True}, "tokens see those behind them cannot be served"),
+        (
+            GEMMA | {"rope_parameters": {"sliding_attention": {"rope_type": "proportional"}, "full_attention": {}}},
+            "'proportional' is not supported",
+        ),
         ({"num_key_value_heads": 3}, "cannot share 3 KV heads"),
         ({"head_dim": 9}, "transformers cannot read .* even rotary dimension"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "part of the head"),

@@ -55,6 +55,10 @@ def test_a_model_that_can_be_served(model: Callable[..., str], tmp_path: Path) -
     assert check_before_start(args) == ensure_embedded_model()
 
 
+# Of text and images.
+IMAGES = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}
+
+
 @pytest.mark.parametrize(
     ("without", "changes", "args", "sentence"),
     [
@@ -79,6 +83,13 @@ def test_a_model_that_can_be_served(model: Callable[..., str], tmp_path: Path) -
             "it is quantized as 'quip', which is not supported",
         ),
         ("", {"hidden_act": "gelu"}, {}, "'gelu' is not supported"),
+        ("", IMAGES | {"text_config": {"hidden_activation": "relu"}}, {}, "'relu' is not supported natively"),
+        (
+            "",
+            IMAGES | {"text_config": {"num_attention_heads": 5}},
+            {"tp_size": 2},
+            "5 attention heads cannot be divided",
+        ),
         ("", {"dtype": "float8_e4m3fn"}, {}, "dtype float8_e4m3fn is not supported; choose one with --dtype"),
         ("", {}, {"tp_size": 3}, "8 attention heads cannot be divided over 3 ranks; choose a --tp-size"),
         ("", {"num_key_value_heads": 3}, {"tp_size": 2}, "3 KV heads can neither be divided over 2 ranks"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,6 +16,12 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3Config,
+    Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
     Glm4MoeLiteConfig,
     Glm4MoeLiteForCausalLM,
     GptOssConfig,
@@ -184,6 +191,37 @@ MODELS = {
         | {"first_k_dense_replace": 3, "rope_interleave": False}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "mscale_all_dim": 1.0, "factor": 4.0}},
     ),
+    # Capped scores and logits; windows in layers 0 and 2.
+    "gemma2": (
+        Gemma2Config,
+        Gemma2ForCausalLM,
+        dict(sliding_window=16, attn_logit_softcapping=2.0, final_logit_softcapping=3.0, query_pre_attn_scalar=11),
+    ),
+    "gemma2_uncapped": (
+        Gemma2Config,
+        Gemma2ForCausalLM,
+        dict(sliding_window=512, attn_logit_softcapping=None, final_logit_softcapping=None, attention_bias=True),
+    ),
+    # Full attention in layer 1, whose rotation is stretched.
+    "gemma3": (
+        Gemma3TextConfig,
+        Gemma3ForCausalLM,
+        dict(sliding_window=16, query_pre_attn_scalar=11, head_dim=32)
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+        | {
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                "full_attention": {"rope_type": "linear", "rope_theta": 900.0, "factor": 8.0},
+            }
+        },
+    ),
+    # All see all of the context, and still rotate by their kind.
+    "gemma3_one_kv_head": (
+        Gemma3TextConfig,
+        Gemma3ForCausalLM,
+        dict(sliding_window=512, num_key_value_heads=1, query_pre_attn_scalar=20)
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
     "glm4_moe_lite": (
         Glm4MoeLiteConfig,
         Glm4MoeLiteForCausalLM,
@@ -306,6 +344,59 @@ def test_replay_gives_the_same_bits(pair):
         first = pair.ours.forward([(seqs[0], 20), (seqs[1], 1), (seqs[2], 60)], all_rows=True)
         runs.append(torch.cat((first, pair.ours.forward([(seqs[0], 17), (seqs[2], 30)], all_rows=True))))
     assert torch.equal(*runs)
+
+
+TEXT = BASE | dict(sliding_window=16, head_dim=32, query_pre_attn_scalar=20)
+IMAGES = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28)
+
+
+@pytest.mark.parametrize("names", ["new", "old", "tied head"])
+def test_of_text_and_images_the_text_is_served(tmp_path, names: str):
+    """Its checkpoints have other names, older ones yet others, and what text and images share stands outside."""
+    torch.manual_seed(SEED)
+    config = Gemma3Config(text_config=TEXT, vision_config=IMAGES, dtype="float32", eos_token_id=[5, 7])
+    theirs = Gemma3ForConditionalGeneration(config).eval()
+    theirs.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    weights = load_file(path)
+    assert any(name.startswith("vision_tower.") for name in weights)
+    if names == "new":
+        weights = {
+            f"model.{name.replace('language_model.model.', 'language_model.')}": tensor
+            for name, tensor in weights.items()
+        }
+    elif names == "tied head":
+        weights["language_model.lm_head.weight"] = weights["language_model.model.embed_tokens.weight"].clone()
+    save_file(weights, path)
+    found = ModelConfig.from_pretrained(str(tmp_path))
+    assert found.dtype == torch.float32 and found.eos_token_ids == (5, 7) and found.tie_word_embeddings
+    assert found.windows == (16, 16, 16) and found.attn_scale == 20**-0.5
+    ours, tokens = TinyRunner(found), list(range(7, 67))
+    (seq,) = ours.start([tokens])
+    assert_close(ours.forward([(seq, len(tokens))], all_rows=True), logits_of(theirs, tokens), "text of Gemma 3")
+
+
+def test_rotations_of_older_configs(tmp_path):
+    """As on the hub: one factor, and a base for each kind of layers."""
+    torch.manual_seed(SEED)
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    ropes = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 900.0}}
+    ropes |= {"sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
+    theirs = Gemma3ForCausalLM(Gemma3TextConfig(**TEXT, layer_types=kinds, rope_parameters=ropes)).eval()
+    theirs.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    del config["rope_parameters"]
+    config |= {
+        "rope_theta": 900.0,
+        "rope_local_base_freq": 100.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8},
+    }
+    path.write_text(json.dumps(config))
+    tokens = list(range(60))
+    ours = TinyRunner(ModelConfig.from_pretrained(str(tmp_path)))
+    (seq,) = ours.start([tokens])
+    assert_close(ours.forward([(seq, 60)], all_rows=True), logits_of(theirs, tokens), "Gemma 3")
 
 
 def test_layers_that_predict_further_tokens_are_not_read(tmp_path):

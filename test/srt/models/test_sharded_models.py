@@ -83,6 +83,8 @@ MODELS = {
     "deepseek_v3": DeepseekV3Config(**BASE | LATENT, n_group=2, topk_group=1),
     # Biases, and a sink for each head.
     "gpt_oss": GptOssConfig(**BASE, num_local_experts=3, num_experts_per_tok=2, sliding_window=12),
+    "gemma2": Gemma2Config(**BASE, sliding_window=12, attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
+    "gemma3_one_kv_head": Gemma3TextConfig(**BASE | {"num_key_value_heads": 1}, sliding_window=12),
     # The shared expert has a bias, which counts once.
     "deepseek_v2": DeepseekV2Config(**BASE | LATENT | {"q_lora_rank": None}, n_shared_experts=2, mlp_bias=True),
 }
@@ -92,8 +94,8 @@ MODELS = {
 # capped scores and windows, norms over all heads, fused projections, experts, sinks, and latent attention.
 OF_TRANSFORMERS = {
     "llama_biased": MODELS["llama_biased"],
-    "gemma2": Gemma2Config(**BASE, sliding_window=12, attn_logit_softcapping=2.0),
-    "gemma3_one_kv_head": Gemma3TextConfig(**BASE | {"num_key_value_heads": 1}, sliding_window=12),
+    "gemma2": MODELS["gemma2"],
+    "gemma3_one_kv_head": MODELS["gemma3_one_kv_head"],
     # Looks at the mean over the whole width inside of its first layer, which is not divided.
     "gemma3n": Gemma3nTextConfig(
         **BASE,

@@ -22,7 +22,7 @@ from sglang.srt.configs.experts import ExpertsConfig, experts_of
 from sglang.srt.configs.gguf_model import gguf_file_of
 from sglang.srt.configs.kv_cache_dtype import KVScales
 from sglang.srt.configs.latent import LATENT_FAMILIES, LatentConfig, latent_config
-from sglang.srt.configs.model_families import NATIVE, TRANSFORMERS, pick_model_impl
+from sglang.srt.configs.model_families import GEMMA_FAMILIES, NATIVE, TRANSFORMERS, pick_model_impl
 from sglang.srt.configs.model_files import (
     ModelConfigError,
     check_activation,
@@ -33,7 +33,7 @@ from sglang.srt.configs.model_files import (
     read_config_json,
     resolve_model_path,
     resolve_tokenizer_path,
-    rope_parameters_of,
+    rope_parameters_by_kind,
     tokenizer_end,
     unsupported_dtype,
     yarn_mscale,
@@ -101,11 +101,19 @@ class ModelConfig:
     # Always with "rope_type", "rope_theta" and "original_max_position_embeddings", and with "factor" where the type
     # has one.
     rope_parameters: dict[str, Any] = field(default_factory=dict)
+    # The same of layers with a window, where these rotate otherwise; None where they do not.
+    windowed_rope_parameters: dict[str, Any] | None = None
     # Of queries, keys and values.
     attention_bias: bool = False
     # Of each layer: the tokens that a query sees, itself included; None where that is all of the context.
     windows: tuple[int | None, ...] = ()
     mlp_bias: bool = False
+    # Of gates in dense feed-forward layers, see `GatedLinear`.
+    activation: str = "silu"
+    # Norms' weights in the checkpoint are what is added to 1.
+    norms_from_one: bool = False
+    # Scores are divided by its square root; None for head_dim.
+    query_scalar: float | None = None
     # The head uses the embedding's weights.
     tie_word_embeddings: bool = False
     # How the checkpoint stores its matrices; None as they are.
@@ -140,6 +148,7 @@ class ModelConfig:
         if pick_model_impl(architecture, model_impl) == TRANSFORMERS:
             found = cls._of_transformers(model_path, local_path, architecture, hf_config, dtype, context_length)
             return replace(found, file_stamps=stamps)
+        hf_config = _text_config(architecture, hf_config)
         _check_config_class(architecture, hf_config)
         num_heads = hf_config.num_attention_heads
         try:
@@ -148,7 +157,7 @@ class ModelConfig:
         except ValueError as error:
             raise ModelConfigError(f"{model_path!r} cannot be served: {error}.") from error
         quantization = quantization_of(model_path, raw, NATIVE)
-        rope_parameters = rope_parameters_of(hf_config)
+        rope_parameters, windowed_rope = rope_parameters_by_kind(hf_config)
         context = pick_context_length(context_length, hf_config.max_position_embeddings, rope_parameters)
         config = cls(
             model_path=model_path,
@@ -170,9 +179,13 @@ class ModelConfig:
             vocab_size=hf_config.vocab_size,
             rms_norm_eps=hf_config.rms_norm_eps,
             rope_parameters=rope_parameters,
+            windowed_rope_parameters=windowed_rope,
             attention_bias=bool(getattr(hf_config, "attention_bias", False)),
             windows=_windows(hf_config, context),
             mlp_bias=bool(hf_config.mlp_bias) if hasattr(type(hf_config), "mlp_bias") else False,
+            activation="gelu_tanh" if architecture in GEMMA_FAMILIES else "silu",
+            norms_from_one=architecture in GEMMA_FAMILIES,
+            query_scalar=hf_config.query_pre_attn_scalar if architecture in GEMMA_FAMILIES else None,
             tie_word_embeddings=bool(hf_config.tie_word_embeddings),
             quantization=quantization,
             eos_token_ids=_eos_token_ids(local_path, hf_config),
@@ -254,7 +267,7 @@ class ModelConfig:
     def attn_scale(self) -> float:
         """The factor on q.k, for `AttentionMetadata.scale`. Layers that transformers computes bring their own."""
         if self.latent is None:
-            return float(self.head_dim**-0.5)
+            return float((self.query_scalar or self.head_dim) ** -0.5)
         scale = float((self.latent.key_dim + self.latent.rotary_dim) ** -0.5)
         rope = self.rope_parameters
         mscale = rope.get("mscale_all_dim")
@@ -370,8 +383,23 @@ def _head_dim(hf_config: Any) -> int:
     return getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
 
 
-# Config classes of other families that mean the same by their entries.
-_ALSO_READ = {"LlamaForCausalLM": "MistralConfig", "MistralForCausalLM": "MinistralConfig"}
+# Config classes of other families that mean the same by their entries, or that have another name.
+_ALSO_READ = {
+    "LlamaForCausalLM": "MistralConfig",
+    "MistralForCausalLM": "MinistralConfig",
+    "Gemma3ForCausalLM": "Gemma3TextConfig",
+}
+
+
+def _text_config(architecture: str, hf_config: Any) -> Any:
+    """The part of a multimodal config that is about text, with what the whole has for both."""
+    if not architecture.endswith("ForConditionalGeneration"):
+        return hf_config
+    text = hf_config.get_text_config()
+    for name in ("tie_word_embeddings", "eos_token_id", "dtype", "quantization_config"):
+        if text is not hf_config and getattr(hf_config, name, None) is not None:
+            setattr(text, name, getattr(hf_config, name))
+    return text
 
 
 def _check_config_class(architecture: str, hf_config: Any) -> None:
@@ -428,12 +456,18 @@ def _eos_token_ids(local_path: Path, hf_config: Any) -> tuple[int, ...]:
 
 def _refuse_unsupported(config: ModelConfig) -> None:
     hf = config.hf_config
-    check_activation(getattr(hf, "hidden_act", "silu"))
-    rope_type = config.rope_parameters["rope_type"]
-    if rope_type not in ROPE_TYPES:
+    check_activation(config.architecture, vars(hf))
+    if getattr(hf, "use_bidirectional_attention", False):
         raise ModelConfigError(
-            f"The rope type {rope_type!r} is not supported; supported are {', '.join(ROPE_TYPES)}."
+            "use_bidirectional_attention in its config: a model whose tokens see those behind them cannot be served; "
+            "use another."
         )
+    rope_type = config.rope_parameters["rope_type"]
+    for found in (rope_type, (config.windowed_rope_parameters or config.rope_parameters)["rope_type"]):
+        if found not in ROPE_TYPES:
+            raise ModelConfigError(
+                f"The rope type {found!r} is not supported; supported are {', '.join(ROPE_TYPES)}."
+            )
     if config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0 or config.rotary_dim % 2 != 0:
         raise ModelConfigError(
             "Rotary embeddings over a part of the head, or over an odd head_dim, are not supported natively; "

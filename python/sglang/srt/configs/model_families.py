@@ -17,12 +17,19 @@ MODEL_FAMILIES: dict[str, str] = {
     "Qwen2MoeForCausalLM": "sglang.srt.models.qwen2:Qwen2ForCausalLM",
     "Qwen3ForCausalLM": "sglang.srt.models.qwen3:Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM": "sglang.srt.models.qwen3:Qwen3ForCausalLM",
+    "Gemma2ForCausalLM": "sglang.srt.models.gemma:Gemma2ForCausalLM",
+    "Gemma3ForCausalLM": "sglang.srt.models.gemma:Gemma3ForCausalLM",
+    # Of text and images, of which the text alone is served.
+    "Gemma3ForConditionalGeneration": "sglang.srt.models.gemma:Gemma3ForConditionalGeneration",
     "GptOssForCausalLM": "sglang.srt.models.gpt_oss:GptOssForCausalLM",
     "DeepseekV2ForCausalLM": "sglang.srt.models.deepseek_v2:DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM": "sglang.srt.models.deepseek_v2:DeepseekV2ForCausalLM",
     # GLM-4.7-Flash.
     "Glm4MoeLiteForCausalLM": "sglang.srt.models.deepseek_v2:DeepseekV2ForCausalLM",
 }
+
+# Norms' weights are what is added to 1, and gates have another activation.
+GEMMA_FAMILIES = frozenset(name for name in MODEL_FAMILIES if name.startswith("Gemma"))
 
 NATIVE = "native"
 TRANSFORMERS = "transformers"

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from sglang.srt.configs.embedded_model import ensure_embedded_model
 from sglang.srt.configs.experts import GPT_OSS, NAME_WIDTH_OF_EXPERTS
 from sglang.srt.configs.gguf_model import GGUF_TENSORS, NO_TOKENIZER, GGUFError, ensure_gguf_model
-from sglang.srt.configs.model_families import MODEL_FAMILIES, TRANSFORMERS, pick_model_impl
+from sglang.srt.configs.model_families import GEMMA_FAMILIES, MODEL_FAMILIES, NATIVE, TRANSFORMERS, pick_model_impl
 from sglang.srt.configs.quantization import (
     MXFP4_GROUP,
     Packing,
@@ -231,14 +231,19 @@ def pick_context_length(wanted: int | None, own: int, rope_parameters: dict[str,
     return wanted
 
 
-def rope_parameters_of(hf_config: Any) -> dict[str, Any]:
+def rope_parameters_of(hf_config: Any, kind: str | None = None) -> dict[str, Any]:
     """hf_config: of transformers, or an object with config.json's entries. transformers 5 writes `rope_parameters`,
-    older configs have `rope_theta` and `rope_scaling`."""
+    older configs have `rope_theta` and `rope_scaling`. kind: of layers, as in `layer_types`, where each has its own;
+    None where all have the same."""
     params: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
         found = getattr(hf_config, name, None) or {}
         if not isinstance(found, Mapping):
             raise ModelConfigError(f"{name} in its config is {found!r}, but it has to be an object.")
+        if kind is not None:
+            found = found.get(kind) or {}
+            if not isinstance(found, Mapping):
+                raise ModelConfigError(f"{name}.{kind} in its config is {found!r}, but it has to be an object.")
         params.update(found)
     params.setdefault("rope_theta", getattr(hf_config, "rope_theta", 10000.0))
     named = params.get("rope_type") or params.get("type") or "default"
@@ -253,6 +258,15 @@ def rope_parameters_of(hf_config: Any) -> dict[str, Any]:
     if params["rope_type"] in ("yarn", "longrope") and params.get("factor") is None:
         params["factor"] = hf_config.max_position_embeddings / params["original_max_position_embeddings"]
     return params
+
+
+def rope_parameters_by_kind(hf_config: Any) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """`rope_parameters_of` all layers, and None; or of those with full attention, and of those with a window."""
+    found = getattr(hf_config, "rope_parameters", None)
+    if not isinstance(found, Mapping) or "sliding_attention" not in found:
+        return rope_parameters_of(hf_config), None
+    windowed = rope_parameters_of(hf_config, "sliding_attention")
+    return rope_parameters_of(hf_config, "full_attention"), windowed
 
 
 def _check_rope(params: Mapping[str, Any]) -> None:
@@ -292,6 +306,9 @@ def check_config(
     later. Returns NATIVE or TRANSFORMERS. Raises ModelConfigError."""
     architecture = pick_architecture(model_path, dict(raw), model_impl)
     impl = pick_model_impl(architecture, model_impl)
+    if impl == NATIVE and isinstance(text := raw.get("text_config"), Mapping):
+        # Of text and images.
+        raw = {**raw, **text}
     for name in _SIZES:
         value = raw.get(name)
         if value is not None and (type(value) is not int or value < 1):
@@ -309,10 +326,10 @@ def check_config(
         if isinstance(num_heads, int) and isinstance(num_kv_heads, int):
             check_tensor_parallel(num_ranks, num_heads, (), num_kv_heads)
         return impl
-    check_activation(raw.get("hidden_act", "silu"))
+    check_activation(architecture, raw)
     own = raw.get("max_position_embeddings")
     if isinstance(own, int) and context_length is not None:
-        pick_context_length(context_length, own, rope_parameters_of(SimpleNamespace(**raw)))
+        pick_context_length(context_length, own, rope_parameters_by_kind(SimpleNamespace(**raw))[0])
     rows = raw.get("moe_intermediate_size" if architecture in NAME_WIDTH_OF_EXPERTS else "intermediate_size")
     if isinstance(num_heads, int) and isinstance(rows, int) and isinstance(num_kv_heads, int):
         check_tensor_parallel(num_ranks, num_heads, (rows,), num_kv_heads)
@@ -351,10 +368,17 @@ def _check_mxfp4(model_path: str, raw: Mapping[str, Any]) -> None:
             )
 
 
-def check_activation(activation: object) -> None:
-    if activation != "silu":
+def check_activation(architecture: str, config: Mapping[str, Any]) -> None:
+    """config: its entries. Raises ModelConfigError."""
+    if architecture in GEMMA_FAMILIES:
+        # As in transformers, None is another word for it.
+        found, supported = config.get("hidden_activation"), "gelu_pytorch_tanh"
+    else:
+        found, supported = config.get("hidden_act"), "silu"
+    if found not in (None, supported):
         raise ModelConfigError(
-            f"The activation {activation!r} is not supported natively, only 'silu' is; use --model-impl transformers."
+            f"The activation {found!r} is not supported natively, only {supported!r} is; use --model-impl "
+            "transformers."
         )
 
 

@@ -10,12 +10,18 @@ from sgl_kernel import elementwise
 
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in float32 and rounded to x's dtype before
-    the weight is multiplied on, as transformers does. weight: (size,)."""
+    the weight is multiplied on, as transformers does. weight: (size,). from_one: checkpoints have what is to be added
+    to 1 (Gemma); then the weight is float32, and rounding comes after it."""
 
-    def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, from_one: bool = False) -> None:
         super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.empty(size, dtype=dtype), requires_grad=False)
+        self.eps, self.from_one = eps, from_one
+        kept = torch.float32 if from_one else dtype
+        self.weight = nn.Parameter(torch.empty(size, dtype=kept), requires_grad=False)
+
+    def finish_loading(self) -> None:
+        if self.from_one:
+            self.weight.add_(1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: (num_tokens, size). Returns a new tensor of the same shape and dtype."""
@@ -30,13 +36,26 @@ class RMSNorm(nn.Module):
 
 class QKNorm(nn.Module):
     """RMS normalisation of each head of queries and keys by itself. weight: (num_heads + num_kv_heads, head_dim), the
-    queries' for each of their heads, then the keys'. With one weight, one operation serves both on the CPU."""
+    queries' for each of their heads, then the keys'. With one weight, one operation serves both on the CPU. from_one:
+    see `RMSNorm`."""
 
-    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        eps: float,
+        dtype: torch.dtype,
+        from_one: bool = False,
+    ) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads, self.eps = num_heads, num_kv_heads, eps
-        shape = (num_heads + num_kv_heads, head_dim)
-        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+        self.num_heads, self.num_kv_heads, self.eps, self.from_one = num_heads, num_kv_heads, eps, from_one
+        shape, kept = (num_heads + num_kv_heads, head_dim), torch.float32 if from_one else dtype
+        self.weight = nn.Parameter(torch.empty(shape, dtype=kept), requires_grad=False)
+
+    def finish_loading(self) -> None:
+        if self.from_one:
+            self.weight.add_(1)
 
     def forward(self, qk: torch.Tensor) -> torch.Tensor:
         """qk: (num_tokens, num_heads + num_kv_heads, head_dim). Returns a new tensor of the same shape and dtype."""

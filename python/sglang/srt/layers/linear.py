@@ -115,24 +115,35 @@ class MergedColumnParallelLinear(Weight):
 
 
 class GatedLinear(MergedColumnParallelLinear):
-    """The first half of a gated feed-forward layer: gate and up, of one input and as many outputs each."""
+    """The first half of a gated feed-forward layer: gate and up, of one input and as many outputs each. activation:
+    "silu" or "gelu_tanh"."""
 
     def __init__(
-        self, in_features: int, shard: Shard, bias: bool, dtype: torch.dtype, stored_as: MatrixFormat | None = None
+        self,
+        in_features: int,
+        shard: Shard,
+        bias: bool,
+        dtype: torch.dtype,
+        stored_as: MatrixFormat | None = None,
+        activation: str = "silu",
     ) -> None:
         super().__init__(in_features, (shard, shard), bias, dtype, stored_as)
         self._gate: PackedGate | None = None
+        self._is_silu = activation == "silu"
 
     def finish_loading(self) -> None:
-        if self.weight is not None and takes(self.weight):
+        if not self._is_silu:
+            super().finish_loading()
+        elif self.weight is not None and takes(self.weight):
             self._gate = PackedGate(self.weight)
             self.weight = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (num_tokens, in_features). Returns silu(gate) * up, (num_tokens, the shard's size)."""
+        """x: (num_tokens, in_features). Returns activation(gate) * up, (num_tokens, the shard's size)."""
         if self._gate is not None:
             return self._gate.linear(x, self.bias)
-        return elementwise.silu_and_mul(super().forward(x))
+        activate = elementwise.silu_and_mul if self._is_silu else elementwise.gelu_tanh_and_mul
+        return activate(super().forward(x))
 
 
 class RowParallelLinear(Weight):

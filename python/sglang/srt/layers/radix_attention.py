@@ -60,7 +60,7 @@ class StreamedRows(Protocol):
 
 class RadixAttention(nn.Module):
     """window: tokens that a query sees, itself included; None for all. latent_rank: of latents, which are cached in
-    place of keys and values; None where these are. sinks: see `AttentionMetadata`, of this layer."""
+    place of keys and values; None where these are. sinks, softcap: see `AttentionMetadata`, of this layer."""
 
     def __init__(
         self,
@@ -77,6 +77,7 @@ class RadixAttention(nn.Module):
         self.window = window
         self.latent_rank = latent_rank
         self.sinks: torch.Tensor | None = None
+        self.softcap: float | None = None
 
     def store(self, k: torch.Tensor, v: torch.Tensor, out_loc: Slots, pool: KVPool) -> None:
         """k, v: (num_tokens, num_kv_heads, head_dim), into the layer's slots of out_loc."""
@@ -90,9 +91,11 @@ class RadixAttention(nn.Module):
         """view: of a pool's layer."""
         return view if self.latent_rank is None else view.with_values_in_keys(self.latent_rank)
 
-    def with_sinks(self, attn: AttentionMetadata) -> AttentionMetadata:
-        """A model that transformers computes brings those of attn."""
-        return attn if self.sinks is None else replace(attn, sinks=self.sinks)
+    def with_own(self, attn: AttentionMetadata) -> AttentionMetadata:
+        """With this layer's sinks and cap. A model that transformers computes brings those of attn."""
+        if self.sinks is None and self.softcap is None:
+            return attn
+        return replace(attn, sinks=self.sinks, softcap=self.softcap)
 
     def slots_of(self, out_loc: Slots) -> torch.Tensor:
         """(num_tokens,) int64, where this layer's keys and values go."""
@@ -101,7 +104,7 @@ class RadixAttention(nn.Module):
     def forward(self, q: torch.Tensor, batch: AttentionBatch, pool: KVPool) -> torch.Tensor:
         """q: (num_tokens, num_q_heads, head_dim), of the batch's own tokens, whose K and V are in the pool. Returns
         (num_tokens, num_q_heads, value_dim); rows of streamed requests are zero."""
-        q, attn = self.kv_scale.scored(q, self.with_sinks(batch.attn))
+        q, attn = self.kv_scale.scored(q, self.with_own(batch.attn))
         window, attend = self.window, self.backend.forward
         segments = batch.segments if window is None else batch.windowed_segments
         if not self.backend.computes_masked:
@@ -140,7 +143,7 @@ class StreamedAttention:
         pool: KVPool,
     ) -> None:
         self._attention = attention
-        q, attn = attention.kv_scale.scored(q, attention.with_sinks(attn))
+        q, attn = attention.kv_scale.scored(q, attention.with_own(attn))
         self._attn = replace(attn, window=attention.window)
         self._requests = []
         view = pool.view(attention.layer_id)

@@ -47,6 +47,12 @@ logger = logging.getLogger(__name__)
 
 # Of the names of tensors.
 _PREFIX, _HEAD = "model.", "lm_head."
+# Of the text model in a checkpoint of text and images, as older and newer ones have it -> in one of text.
+_TEXT_PREFIXES = {
+    "language_model.model.": _PREFIX,
+    "language_model.lm_head.": _HEAD,
+    "model.language_model.": _PREFIX,
+}
 
 # Types of weights that are not quantised, as safetensors names them.
 _FLOATS = ("F16", "BF16", "F32", "F64")
@@ -218,13 +224,23 @@ def _load_files(model: Any, config: ModelConfig, load_format: str, progress: Sta
 
 def _full_names(names: Iterable[str]) -> dict[str, str]:
     """A checkpoint's names -> those of the model with a head. A model that was saved without one, as for embeddings,
-    has names without its prefix."""
-    has_prefix = any(name.startswith(_PREFIX) for name in names)
-    return {name: name if has_prefix or name.startswith(_HEAD) else f"{_PREFIX}{name}" for name in names}
+    has names without its prefix; one of text and images has another before those of its text model."""
+    text = {name: _text_name(name) for name in names}
+    has_prefix = any(name.startswith(_PREFIX) for name in text.values())
+    return {
+        name: found if has_prefix or found.startswith(_HEAD) else f"{_PREFIX}{found}" for name, found in text.items()
+    }
+
+
+def _text_name(name: str) -> str:
+    for prefix, plain in _TEXT_PREFIXES.items():
+        if name.startswith(prefix):
+            return plain + name.removeprefix(prefix)
+    return name
 
 
 def _is_headless(names: Iterable[str]) -> bool:
-    return not any(name.startswith((_PREFIX, _HEAD)) for name in names)
+    return not any(_text_name(name).startswith((_PREFIX, _HEAD)) for name in names)
 
 
 def _copy(name: str, file: Any, targets: list[WeightTarget], config_name: str) -> None:

@@ -7,7 +7,7 @@ layer's gate first. What goes from layer to layer is the same on all ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -37,7 +37,8 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 class DecoderState:
     """What travels between layers. hidden: (num_tokens, hidden_size); after the last layer only the rows of
     batch.sample_rows. update: what the last layer adds to it, same shape, left to the next norm, which adds on its
-    way; None at the start. rotation, out_loc: of the batch's rows, see `ForwardBatch`. expands: whether its queries
+    way; None at the start. rotation, out_loc: of the batch's rows, see `ForwardBatch`. windowed_rotation: of layers
+    with a window, where that is another. expands: whether its queries
     are those of the heads' own keys where latents are cached, see `LatentAttention`. Within a layer, attended:
     (num_tokens, num_heads * head_dim), its output, and streamed: that of requests that stream."""
 
@@ -45,6 +46,7 @@ class DecoderState:
     rotation: Rotation
     out_loc: Slots
     update: torch.Tensor | None = None
+    windowed_rotation: Rotation | None = None
     expands: bool = False
     attended: torch.Tensor | None = None
     streamed: StreamedAttention | None = None
@@ -73,7 +75,8 @@ class LlamaAttention(nn.Module):
         self.o_proj = RowParallelLinear(q, config.hidden_size, o_bias, config.dtype, group, stored_as)
         self.qk_norm = None
         if qk_norm:
-            self.qk_norm = QKNorm(self.num_heads, self.num_kv_heads, self.head_dim, config.rms_norm_eps, config.dtype)
+            shape = self.num_heads, self.num_kv_heads, self.head_dim
+            self.qk_norm = QKNorm(*shape, config.rms_norm_eps, config.dtype, config.norms_from_one)
         kv_scale = kv_scale_of(config.kv_scales, group.rank, layer_id, kv_heads.size)
         self.attn = RadixAttention(layer_id, backend, kv_scale, config.windows[layer_id])
 
@@ -117,7 +120,7 @@ class LlamaMLP(nn.Module):
     def __init__(self, config: ModelConfig, shard: Shard, group: TensorParallelGroup, is_part: bool = False) -> None:
         super().__init__()
         bias, dtype, stored_as = config.mlp_bias, config.dtype, config.weight_format
-        self.gate_up_proj = GatedLinear(config.hidden_size, shard, bias, dtype, stored_as)
+        self.gate_up_proj = GatedLinear(config.hidden_size, shard, bias, dtype, stored_as, config.activation)
         self.down_proj = RowParallelLinear(shard, config.hidden_size, bias, dtype, group, stored_as, is_part)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -151,6 +154,11 @@ class DecoderAttention(Protocol):
     def weight_targets(self) -> dict[str, WeightTarget]: ...
 
 
+def make_norm(config: ModelConfig) -> RMSNorm:
+    """Of the residual stream."""
+    return RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype, config.norms_from_one)
+
+
 class LlamaDecoderLayer(nn.Module):
     """mlp_name: its name in checkpoints."""
 
@@ -160,13 +168,15 @@ class LlamaDecoderLayer(nn.Module):
         super().__init__()
         self.self_attn = self_attn
         self.mlp, self.mlp_name = mlp, mlp_name
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
+        self.input_layernorm, self.post_attention_layernorm = make_norm(config), make_norm(config)
 
     def project(self, state: DecoderState, pool: KVPool) -> torch.Tensor:
         normed, state.hidden = self.input_layernorm.after_add(state.hidden, state.update)
         state.update = None
-        return self.self_attn.project(normed, state.rotation, state.out_loc, pool, state.expands)
+        return self.self_attn.project(normed, self.rotation(state), state.out_loc, pool, state.expands)
+
+    def rotation(self, state: DecoderState) -> Rotation:
+        return state.rotation
 
     def finish(self, state: DecoderState, attended: torch.Tensor, rows: torch.Tensor | None) -> DecoderState:
         """rows: (n,) int64, the rows that are read after this layer; None for all."""
@@ -186,7 +196,7 @@ class LlamaDecoderLayer(nn.Module):
 
 
 class LlamaForCausalLM(nn.Module):
-    """See `CausalLM`. A family that differs overrides class attributes, `biases` or `make_attention`.
+    """See `CausalLM`. A family that differs overrides class attributes, `biases`, `make_attention` or `make_layer`.
 
     group: the ranks that share the model; all call the same methods in the same order, on one thread each."""
 
@@ -206,16 +216,10 @@ class LlamaForCausalLM(nn.Module):
         vocab = (config.vocab_size, config.hidden_size, config.dtype, group)
         self.embed_tokens = VocabParallelEmbedding(*vocab)
         self.layers = nn.ModuleList(
-            LlamaDecoderLayer(
-                config,
-                self.make_attention(config, layer_id, attn_backend),
-                self._make_mlp(config, layer_id),
-                self.mlp_name,
-            )
-            for layer_id in range(config.num_layers)
+            self.make_layer(config, layer_id, attn_backend) for layer_id in range(config.num_layers)
         )
         self.attended_size = self._layer(0).self_attn.attended_size
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
+        self.norm = make_norm(config)
         self.lm_head = ParallelLMHead(*vocab, tied=self.embed_tokens if config.tie_word_embeddings else None)
         self.rotary = RotaryEmbedding(config.rotary_dim, config.context_length, config.rope_parameters, config.dtype)
 
@@ -223,11 +227,15 @@ class LlamaForCausalLM(nn.Module):
         """Whether q, k and v have biases, and whether the projection of attention's output has one."""
         return config.attention_bias, config.attention_bias
 
+    def make_layer(self, config: ModelConfig, layer_id: int, attn_backend: AttentionBackend) -> LlamaDecoderLayer:
+        attention = self.make_attention(config, layer_id, attn_backend)
+        return LlamaDecoderLayer(config, attention, self.make_mlp(config, layer_id), self.mlp_name)
+
     def make_attention(self, config: ModelConfig, layer_id: int, attn_backend: AttentionBackend) -> DecoderAttention:
         qkv_bias, o_bias = self.biases(config)
         return LlamaAttention(config, layer_id, attn_backend, self.group, qkv_bias, o_bias, self.qk_norm)
 
-    def _make_mlp(self, config: ModelConfig, layer_id: int) -> LlamaMLP | Mixture:
+    def make_mlp(self, config: ModelConfig, layer_id: int) -> LlamaMLP | Mixture:
         experts, group = config.experts, self.group
         if experts is None or not experts.layers[layer_id]:
             return LlamaMLP(config, group.shard(config.intermediate_size), group)
@@ -301,7 +309,7 @@ class LlamaForCausalLM(nn.Module):
 
     def first_rows(self, state: DecoderState, num_rows: int) -> DecoderState:
         out_loc = tuple(slots[:num_rows] for slots in state.out_loc)
-        return DecoderState(state.hidden[:num_rows], state.rotation, out_loc)
+        return replace(state, hidden=state.hidden[:num_rows], out_loc=out_loc)
 
     def _layer(self, layer_id: int) -> LlamaDecoderLayer:
         layer = self.layers[layer_id]
@@ -330,7 +338,7 @@ class LlamaForCausalLM(nn.Module):
     def finish_loading(self) -> None:
         """Called once, when the weights are complete. Packs them for the kernels that need it."""
         for module in self.modules():
-            if isinstance(module, Weight | Experts):
+            if isinstance(module, Weight | Experts | RMSNorm | QKNorm):
                 module.finish_loading()
 
     def parts_of_fused(self, name: str) -> tuple[str, ...]:

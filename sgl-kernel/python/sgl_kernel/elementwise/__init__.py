@@ -28,6 +28,7 @@ __all__ = [
     "apply_rope_with_cos_sin_cache_inplace",
     "clamped_swish_and_mul",
     "fused_add_rmsnorm",
+    "gelu_tanh_and_mul",
     "has_rope_and_store_kernel",
     "has_rope_kernel",
     "has_store_kernel",
@@ -53,17 +54,22 @@ def _kernel(name: str, x: torch.Tensor) -> Callable[..., Any] | None:
     return flashinfer_function(name, x.device)
 
 
+def _norm_kernel(name: str, x: torch.Tensor, weight: torch.Tensor) -> Callable[..., Any] | None:
+    """It reads the weight as x's dtype."""
+    return _kernel(name, x) if weight.dtype == x.dtype else None
+
+
 def _triton(x: torch.Tensor) -> ModuleType | None:
     """`triton_kernels`, where x is on a GPU and has rows."""
     return triton_module(f"{__name__}.triton_kernels") if x.is_cuda and x.shape[0] else None
 
 
 def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension. x: (num_tokens, d); weight: (d,). Returns a new
-    tensor."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension. x: (num_tokens, d); weight: (d,), of x's dtype or
+    float32. Returns a new tensor."""
     if takes(x) and x.is_contiguous():
         return cpu.rmsnorm(x, None, weight, eps)
-    kernel = _kernel("rmsnorm", x)
+    kernel = _norm_kernel("rmsnorm", x, weight)
     if kernel is not None and x.shape[-1] % _VECTOR == 0:
         return kernel(x, weight, eps)
     return (_triton(x) or reference).rmsnorm(x, weight, eps)
@@ -73,7 +79,7 @@ def qk_rmsnorm(qk: torch.Tensor, weight: torch.Tensor, num_q_heads: int, eps: fl
     """Each head of queries and keys by itself. qk: (num_tokens, num_heads, head_dim), any strides of tokens and
     heads, queries first; weight: (num_heads, head_dim), the same for all heads of the queries, and of the keys.
     Returns a new tensor."""
-    kernel = _kernel("rmsnorm", qk)
+    kernel = _norm_kernel("rmsnorm", qk, weight)
     if kernel is None or qk.shape[-1] % _VECTOR:
         ours = _triton(qk)
         return reference.rmsnorm(qk, weight, eps) if ours is None else ours.qk_rmsnorm(qk, weight, eps)
@@ -90,7 +96,7 @@ def fused_add_rmsnorm(
     may hold the results."""
     if takes(x):
         return cpu.rmsnorm(residual, x, weight, eps), residual
-    kernel = _kernel("fused_add_rmsnorm", x)
+    kernel = _norm_kernel("fused_add_rmsnorm", x, weight)
     if kernel is None or x.shape[-1] % _VECTOR:
         return (_triton(x) or reference).fused_add_rmsnorm(x, residual, weight, eps)
     kernel(x, residual, weight, eps)
@@ -103,6 +109,12 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     if kernel is not None and x.shape[-1] % (2 * _VECTOR) == 0:
         return kernel(x)
     return (_triton(x) or reference).silu_and_mul(x)
+
+
+def gelu_tanh_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """Gemma's activation. x: (num_tokens, 2 * d), gate and up side by side. Returns gelu(gate) * up, (num_tokens, d),
+    by the approximation with tanh (Hendrycks and Gimpel, 2016)."""
+    return (_triton(x) or reference).gelu_tanh_and_mul(x)
 
 
 def clamped_swish_and_mul(x: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:

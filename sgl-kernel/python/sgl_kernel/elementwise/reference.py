@@ -7,11 +7,14 @@ import torch.nn.functional as F
 
 
 def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """In float32, and rounded to x's dtype before the weight is multiplied on, as transformers does."""
+    """In float32, and rounded to x's dtype before the weight is multiplied on, as transformers does; where the weight
+    is float32, after that."""
     if x.dtype == torch.float32:
         return F.rms_norm(x, (x.shape[-1],), eps=eps).mul_(weight)
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True).add_(eps))
+    if weight.dtype == torch.float32:
+        return wide.mul_(weight).to(x.dtype)
     return wide.to(x.dtype).mul_(weight)
 
 
@@ -25,6 +28,11 @@ def fused_add_rmsnorm(
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+def gelu_tanh_and_mul(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh").mul_(up)
 
 
 def clamped_swish_and_mul(x: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:

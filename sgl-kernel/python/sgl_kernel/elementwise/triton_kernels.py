@@ -6,6 +6,8 @@ launch. They compute in float32 and round once.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -75,15 +77,20 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return _activate(x, 1.0, None)
 
 
+def gelu_tanh_and_mul(x: torch.Tensor) -> torch.Tensor:
+    return _activate(x, 2 * math.sqrt(2 / math.pi), None, cubic=0.044715)
+
+
 def clamped_swish_and_mul(x: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
     return _activate(x, alpha, limit)
 
 
-def _activate(x: torch.Tensor, alpha: float, limit: float | None) -> torch.Tensor:
+def _activate(x: torch.Tensor, alpha: float, limit: float | None, cubic: float = 0.0) -> torch.Tensor:
     num_tokens, d = x.shape[0], x.shape[1] // 2
     out = torch.empty((num_tokens, d), dtype=x.dtype, device=x.device)
     grid = (num_tokens, triton.cdiv(d, _ACTIVATION_BLOCK))
-    launch(_activation_kernel, grid, x, out, x.stride(0), d, ALPHA=alpha, LIMIT=limit, BLOCK=_ACTIVATION_BLOCK)
+    of_gate = dict(ALPHA=alpha, LIMIT=limit, CUBIC=cubic)
+    launch(_activation_kernel, grid, x, out, x.stride(0), d, **of_gate, BLOCK=_ACTIVATION_BLOCK)
     return out
 
 
@@ -268,8 +275,18 @@ def _qk_rmsnorm_kernel(
 
 
 @triton.jit
-def _activation_kernel(x_ptr, out_ptr, x_stride, d, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr):
-    """LIMIT: see `clamped_swish_and_mul`; None for `silu_and_mul`."""
+def _activation_kernel(
+    x_ptr,
+    out_ptr,
+    x_stride,
+    d,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    CUBIC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """gate * sigmoid(ALPHA * (gate + CUBIC * gate^3)) * up: gelu's tanh(y) is 2 * sigmoid(2 * y) - 1. CUBIC: 0 for
+    others. LIMIT: see `clamped_swish_and_mul`, else None."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = i < d
@@ -278,7 +295,10 @@ def _activation_kernel(x_ptr, out_ptr, x_stride, d, ALPHA: tl.constexpr, LIMIT: 
     if LIMIT is not None:
         gate = tl.minimum(gate, LIMIT)
         up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT) + 1.0
-    tl.store(out_ptr + row * d + i, gate / (1.0 + tl.exp(-ALPHA * gate)) * up, mask=mask)
+    inner = gate
+    if CUBIC != 0.0:
+        inner = gate + CUBIC * gate * gate * gate
+    tl.store(out_ptr + row * d + i, gate / (1.0 + tl.exp(-ALPHA * inner)) * up, mask=mask)
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions_ptr"])
