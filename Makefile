@@ -151,7 +151,7 @@ chaos: setup
 
 # All that need no trace, one after the other, some hours; tables, and JSON in bench-out/.
 bench: setup
-	for script in $(filter-out $(addprefix benchmark/bench_,advise.py sessions.py),$(wildcard benchmark/bench_*.py)); do \
+	for script in $(filter-out $(addprefix benchmark/bench_,advise.py sessions.py window_blocks.py),$(wildcard benchmark/bench_*.py)); do \
 		PYTHONPATH=".:test:$$PYTHONPATH" $(PY) $$script || exit 1; done
 
 # This engine beside vLLM on the CPU, up to forty minutes; JSON in bench-out/peers.json. The first run downloads 3.5 GB.
