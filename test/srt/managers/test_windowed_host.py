@@ -473,16 +473,22 @@ def test_long_windows_have_more_of_the_host():
         (config_of(18000), (None,) * 6),
         (config_of(18000), (128,) * 6),
         (config_of(0), WINDOWS),
-        # No more than a launch and its window.
-        (config_of(600), WINDOWS),
         (config_of(18000, layer_stream=LayerStreamConfig(2, 8)), WINDOWS),
     ],
 )
-def test_the_host_has_one_pool_where_two_gain_nothing(
+def test_the_host_has_one_pool_where_windows_hide_nothing(
     config: SchedulerConfig, windows: tuple[int | None, ...], caplog: pytest.LogCaptureFixture
 ):
     caplog.set_level("INFO")
     assert with_windowed_host_pool(config, windows, None) == config and not caplog.records
+
+
+def test_a_host_that_gains_nothing_is_divided_too():
+    """What is stored is found by starts with other sizes. This host has room for a launch and a window."""
+    config = config_of(600)
+    found = with_windowed_host_pool(config, WINDOWS, None)
+    assert found == replace(config, num_windowed_host_pages=600)
+    with_windows(found, WINDOWS).check()
 
 
 # -- answers ------------------------------------------------------------------------------------------------------

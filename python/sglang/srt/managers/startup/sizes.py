@@ -274,11 +274,11 @@ def with_windowed_pool(
     windows: as for `with_windows`. ratio: None for more where windows are long, `most` at the most, or as much more
     as there is memory for, but one pool if that has as many pages. most_pages: of the device, None for no limit.
     tier: for the log."""
+    if not _can_divide(config, windows):
+        return config
     num_windowed = sum(window is not None for window in windows)
     num_full = len(windows) - num_windowed
     reach, page = window_reach_of(windows), config.page_size
-    if not num_windowed or not num_full or reach >= config.context_len or config.layer_stream is not None:
-        return config
     memory = config.num_device_pages * len(windows)
     wanted = most_pages or memory
     # Storage that is attached later may have longer blocks.
@@ -305,14 +305,16 @@ def with_windowed_pool(
 def with_windowed_host_pool(
     config: SchedulerConfig, windows: Sequence[int | None], ratio: float | None, layout: PageLayout | None = None
 ) -> SchedulerConfig:
-    """The same of the host, if there is one. Layers with a window may get more of the others' memory later. layout:
-    of the host's pages, if they are page-first; None: they may not."""
-    if not config.num_host_pages:
+    """The same of the host, if there is one, also where that gives no room, with as many pages of both kinds: what is
+    stored is divided as the host is, and has to be found again after a start with other sizes. Layers with a window
+    may get more of the others' memory later. layout: of the host's pages, if they are page-first; None: they may
+    not."""
+    if not config.num_host_pages or not _can_divide(config, windows):
         return config
     as_device = replace(config, num_device_pages=config.num_host_pages, num_windowed_pages=0)
     found = with_windowed_pool(as_device, windows, ratio, None, "host", _MOST_WINDOWED_HOST)
     if not found.num_windowed_pages:
-        return config
+        return replace(config, num_windowed_host_pages=config.num_host_pages)
     num_pages, num_windowed, border = found.num_device_pages, found.num_windowed_pages, None
     if layout is not None:
         (_, full), (_, windowed) = regions_of(layout, num_pages, [w is not None for w in windows], num_windowed)
@@ -320,6 +322,13 @@ def with_windowed_host_pool(
             num_pages, num_windowed, full.page_bytes, windowed.page_bytes, config.host_block_pages
         )
     return replace(config, num_host_pages=num_pages, num_windowed_host_pages=num_windowed, host_border=border)
+
+
+def _can_divide(config: SchedulerConfig, windows: Sequence[int | None]) -> bool:
+    """Whether layers with a window may have a pool of their own: there are layers of both kinds, windows hide
+    something, and no request streams, which may read any of it."""
+    kinds = {window is None for window in windows}
+    return len(kinds) == 2 and window_reach_of(windows) < config.context_len and config.layer_stream is None
 
 
 def usual_windowed_share(reach: int, most: float = _MOST_WINDOWED) -> float:

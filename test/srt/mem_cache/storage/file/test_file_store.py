@@ -1076,6 +1076,10 @@ def test_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert store.stats()["limit_bytes"] == 25 * 10**7 and (tmp_path / "here").is_dir()
     assert store.stats()["daily_limit_bytes"] == 15 * 10**8
     store.close()
+    # What a rank has less than a byte of is not without a limit.
+    store = opened({"path": f"{tmp_path}/small", "daily_write_gb": 1e-9}, tp_size=2)
+    assert store.stats()["daily_limit_bytes"] == 1
+    store.close()
     monkeypatch.setenv(backend.ROOT_ENV, str(tmp_path / "there"))
     store = opened({})
     assert store.stats()["limit_bytes"] == 0 and (tmp_path / "there").is_dir()
@@ -1087,6 +1091,7 @@ def test_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         ({"segment_mb": 0}, "segment_mb .* 0"),
         ({"rewrite_share": 1.5}, "rewrite_share .* 1.5"),
         ({"daily_write_gb": -1}, "daily_write_gb .* -1"),
+        ({"daily_write_gb": 0}, "daily_write_gb .* 0"),
         ({"path": ""}, 'path is ""'),
         ({"path": 5}, "path is 5"),
     ):

@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.storage.file.folder import SEGMENT_SUFFIX, cannot_use,
 from sglang.srt.mem_cache.storage.file.write_budget import DEFAULT_REWRITE_SHARE
 from sglang.srt.mem_cache.storage.registry import CONFIG_FLAG, StorageBackend, StoreParams
 from sglang.srt.utils.byte_sizes import shown_size
-from sglang.srt.utils.registry import NAME, NUMBER, POSITIVE_NUMBER, Kind, Option, is_number
+from sglang.srt.utils.registry import NAME, POSITIVE_NUMBER, Kind, Option, is_number
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +60,9 @@ class FileBackend(StorageBackend):
         ),
         Option(
             "daily_write_gb",
-            NUMBER,
-            0,
+            POSITIVE_NUMBER,
+            # 0 would be taken for none at all.
+            None,
             "the most GB (1e9 bytes) that all ranks of the server write in 24 hours; after that nothing is stored",
             "no limit",
         ),
@@ -87,17 +88,22 @@ class FileBackend(StorageBackend):
             params.pool,
             params.block_tokens,
             FileStoreOptions(
-                limit_bytes=int(values["limit_gb"] * 1e9) // params.tp_size,
+                limit_bytes=_bytes_per_rank(values["limit_gb"], params.tp_size),
                 segment_bytes=int(values["segment_mb"] * 1e6),
                 is_exclusive=params.is_exclusive,
                 rewrite_share=values["rewrite_share"],
-                daily_write_bytes=int(values["daily_write_gb"] * 1e9) // params.tp_size,
+                daily_write_bytes=_bytes_per_rank(values["daily_write_gb"], params.tp_size),
             ),
             beside=params.beside,
         )
 
     def shared_secret(self, config: Mapping[str, Any]) -> bytes:
         return storage_secret(find_root(self.values(config)["path"]))
+
+
+def _bytes_per_rank(size_gb: float | None, num_ranks: int) -> int:
+    """0 where there is no limit, else at least 1."""
+    return max(1, int(size_gb * 1e9) // num_ranks) if size_gb else 0
 
 
 def find_root(path: str | None) -> Path:
