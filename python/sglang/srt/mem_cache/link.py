@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -129,6 +129,18 @@ class CopyGate:
 
 
 @dataclass(frozen=True)
+class PartOfBackup:
+    """Layers that one copy takes. of_windows: whether they have a window, in a pool that is divided."""
+
+    of_windows: bool
+    # Of the device, and below it.
+    above: KVPages
+    below: KVPages
+    # Of the model; None where they do not follow each other.
+    layers: range | None = None
+
+
+@dataclass(frozen=True)
 class CopyOptions:
     """How a link copies."""
 
@@ -185,8 +197,7 @@ class CopyLink:
         # For loads that leave some layers out, and for those to a hybrid pool.
         self._groups_alike = layer_groups(pages.num_layers, at_once, self._windowed)
         self._groups = self._groups_alike if self._is_hybrid else layer_groups(pages.num_layers, at_once)
-        # Layers that are backed up together.
-        self._backup_runs = runs_alike(self._windowed) if self._is_hybrid else [range(pages.num_layers)]
+        self._backups = list(self._parts_of_backups(pages, host_pool.kv_pages))
         # For loads that are one kernel each, which cannot be held back between layers.
         self._flags: LayerFlags | None = None
         is_persistent = in_groups and self._load_backend == "persistent" and self.rate_limit is None
@@ -220,12 +231,11 @@ class CopyLink:
             fence = None if op.after is None else self.fence(op.after)
             if fence is not None:
                 self.stream.wait(fence.event)
-            for layers in self._backup_runs:
-                of_windows = self._is_hybrid and self._windowed[layers[0]]
-                first = op.full_only if of_windows else 0
+            for part in self._backups:
+                first = op.full_only if part.of_windows else 0
                 if first < len(op.src_frames):
-                    work = partial(self._back_up, op, fence=fence, layers=layers)
-                    self._enqueue(op, operation, work, first, of_windows)
+                    work = partial(self._back_up, op, fence=fence, part=part)
+                    self._enqueue(op, operation, work, first, part.of_windows)
         self.stream.enqueue(partial(self._end, operation))
         self.stream.when_done(partial(self._finish, operation))
 
@@ -275,18 +285,30 @@ class CopyLink:
         assert self._flags is not None and isinstance(pages, KVPages) and isinstance(below, KVPages)
         launch.begin(load_layers(below, pages, src, dst, self._flags))
 
+    def _parts_of_backups(
+        self, above: KVPages | HybridPages, below: KVPages | HybridPages
+    ) -> Iterator[PartOfBackup]:
+        """One for all layers, or one for those of each kind where both pools are divided. Where one is, layers of a
+        kind that do not follow each other have no common pages in the other."""
+        if isinstance(above, HybridPages) and isinstance(below, HybridPages):
+            yield PartOfBackup(False, above.full, below.full)
+            yield PartOfBackup(True, above.of_windows, below.of_windows)
+            return
+        for layers in runs_alike(self._windowed) if self._is_hybrid else [range(above.num_layers)]:
+            of_windows = self._is_hybrid and self._windowed[layers[0]]
+            yield PartOfBackup(of_windows, above.part(layers), below.part(layers), layers)
+
     def _back_up(
-        self, op: TransferOp, src: torch.Tensor, dst: torch.Tensor, fence: Fence | None, layers: range
+        self, op: TransferOp, src: torch.Tensor, dst: torch.Tensor, fence: Fence | None, part: PartOfBackup
     ) -> None:
         if fence is not None and fence.failed:
             raise LoadFailedError(f"launch {op.after}, which writes the source of this backup, failed")
-        pages = self.device_pool.kv_pages.part(layers)
-        with self._pace(len(src) * sum(pages.run_bytes) * len(layers)):
+        pages = part.above
+        with self._pace(len(src) * sum(pages.run_bytes) * pages.num_layers):
             if self._copier is not None:
-                self._copier.back_up(pages, src, dst, self._backup_backend, layers)
+                self._copier.back_up(pages, src, dst, self._backup_backend, part.layers)
                 return
-            host_pages = self.host_pool.kv_pages.part(layers)
-            transfer_kv_all_layer_lf_pf(pages, host_pages, src, dst, backend=self._backup_backend)
+            transfer_kv_all_layer_lf_pf(pages, part.below, src, dst, backend=self._backup_backend)
 
     def _pace(self, size_bytes: int) -> AbstractContextManager[None]:
         return self.rate_limit.transfer(size_bytes) if self.rate_limit else nullcontext()
