@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
 
 from sgl_kernel.cpu.library import LIBRARY
 from sglang.srt.configs.model_config import ModelConfig
@@ -48,6 +48,30 @@ def config(tmp_path_factory):
     )
     AutoModelForCausalLM.from_config(shape).save_pretrained(path)
     return ModelConfig.from_pretrained(path, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def with_two_rotations(tmp_path_factory):
+    """Gemma 3, with windows as long as the context, which graphs of this emulation do without."""
+    path = tmp_path_factory.mktemp("gemma")
+    torch.manual_seed(1)
+    shape = Gemma3TextConfig(
+        vocab_size=VOCAB,
+        hidden_size=60,
+        intermediate_size=80,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=512,
+        sliding_window=512,
+        layer_types=["sliding_attention", "full_attention"],
+        initializer_range=0.3,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    AutoModelForCausalLM.from_config(shape).save_pretrained(path)
+    return ModelConfig.from_pretrained(str(path), dtype="float32")
 
 
 def prompts(seed: int, num: int = 4, shared: int = 40) -> list[np.ndarray]:
@@ -171,12 +195,17 @@ def test_decodes_as_graphs(config, page_size):
 
 
 @pytest.mark.parametrize(
-    ("page_size", "captures_extends"),
-    [*(pytest.param(size, False, marks=pytest.mark.slow) for size in (1, 4)), (4, True)],
+    ("model", "page_size", "captures_extends"),
+    [
+        *(pytest.param("config", size, False, marks=pytest.mark.slow) for size in (1, 4)),
+        ("config", 4, True),
+        ("with_two_rotations", 4, True),
+    ],
 )
-def test_short_prefills_as_graphs(config, page_size, captures_extends, monkeypatch):
+def test_short_prefills_as_graphs(model, page_size, captures_extends, monkeypatch, request):
     """Beside longer ones, which have none, with loads of some layers on their way, and beside graphs of decodes.
     captures_extends: where nothing is on its way, they are one graph."""
+    config = request.getfixturevalue(model)
     options = {"num_device_pages": 320 // page_size, "num_host_pages": 3000, "page_size": page_size}
     sizes: list[tuple[int, int]] = []
     ways: set[tuple[str, bool]] = set()
