@@ -16,9 +16,11 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Cohere2Config,
     DeepseekV3Config,
     DynamicCache,
     Gemma2Config,
+    Gemma3TextConfig,
     GemmaConfig,
     GPT2Config,
     GptOssConfig,
@@ -133,6 +135,7 @@ class Model:
         return torch.stack(layers).permute(3, 1, 0, 2, 4).double().numpy()
 
 
+ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 MODELS = {
     "llama": LlamaConfig(**SHAPE),
     "mistral": MistralConfig(**SHAPE, sliding_window=24),
@@ -144,6 +147,10 @@ MODELS = {
     "gpt_oss": GptOssConfig(
         **SHAPE | {"initializer_range": 0.15}, num_local_experts=4, num_experts_per_tok=2, sliding_window=24
     ),
+    # Capped scores and windows. Tied, it would repeat its last token for ever.
+    "gemma2": Gemma2Config(**SHAPE, sliding_window=24, tie_word_embeddings=False),
+    # Windows in its first and its last layer, which rotate otherwise.
+    "gemma3": Gemma3TextConfig(**SHAPE, sliding_window=24, layer_types=ALTERNATING, tie_word_embeddings=False),
     # Computed by transformers, with our attention; the last has windows.
     "gpt2": GPT2Config(
         **{name: value for name, value in SHAPE.items() if name not in ("head_dim", "num_key_value_heads")}
@@ -152,12 +159,11 @@ MODELS = {
     "olmoe": OlmoeConfig(
         **{name: value for name, value in SHAPE.items() if name != "head_dim"}, num_experts=4, num_experts_per_tok=2
     ),
-    # Tied, it would repeat its last token for ever.
-    "gemma2": Gemma2Config(**SHAPE, sliding_window=24, tie_word_embeddings=False),
+    "cohere2": Cohere2Config(**SHAPE, sliding_window=24, layer_types=ALTERNATING, tie_word_embeddings=False),
 }
 
 
-OF_TRANSFORMERS = ("gpt2", "gemma", "olmoe", "gemma2")
+OF_TRANSFORMERS = ("gpt2", "gemma", "olmoe", "cohere2")
 not_emulated = pytest.mark.skipif(
     os.environ.get("SGLANG_TEST_DEVICE") == "emulated", reason="transformers needs the CPU or a real GPU"
 )
@@ -169,7 +175,10 @@ not_emulated = pytest.mark.skipif(
     scope="module",
     params=[
         *("llama", "qwen3", "deepseek_v3"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral", "qwen2", "qwen3_moe", "gpt_oss")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("mistral", "qwen2", "qwen3_moe", "gpt_oss", "gemma2", "gemma3")
+        ),
         *(pytest.param(name, marks=(pytest.mark.slow, not_emulated)) for name in OF_TRANSFORMERS),
     ],
 )
@@ -304,7 +313,11 @@ def test_peer_hits(model: Model, fail_rate: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "mistral", *(pytest.param(each, marks=not_emulated) for each in ("olmoe", "gemma2"))]
+    "name",
+    [
+        *("llama", "mistral", "gemma2"),
+        *(pytest.param(each, marks=(not_emulated, pytest.mark.slow)) for each in ("olmoe", "cohere2")),
+    ],
 )
 @pytest.mark.parametrize("fail_rate", [0.0, pytest.param(0.5, marks=pytest.mark.slow)])
 def test_longer_than_device_and_host(tmp_path: Path, name: str, fail_rate: float) -> None:

@@ -412,8 +412,8 @@ def of_the_mixed_layers() -> Qwen2Config:
     "name",
     [
         "qwen2",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral", "gpt_oss")),
-        pytest.param("gemma2", marks=(pytest.mark.slow, not_emulated)),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral", "gpt_oss", "gemma2", "gemma3")),
+        pytest.param("cohere2", marks=(pytest.mark.slow, not_emulated)),
     ],
 )
 @pytest.mark.parametrize("fail_rate", [0.0, pytest.param(0.3, marks=pytest.mark.slow)])
