@@ -38,6 +38,23 @@ def test_a_changed_decision_is_named(record: bytes, tmp_path: Path, capsys: pyte
     assert "decides differently" in capsys.readouterr().out
 
 
+def test_a_record_without_a_whole_step_is_named(
+    record: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "steps.rec"
+    begin = 0
+    for _ in range(2):  # the format and the configuration
+        begin += 4 + int.from_bytes(record[begin : begin + 4], "little")
+    first = 4 + int.from_bytes(record[begin : begin + 4], "little")
+    for end in (begin, begin + first - 1, begin + first, begin + first + 19):
+        path.write_bytes(record[:end])
+        assert main([str(path)]) == 1
+        assert "there is no whole step" in capsys.readouterr().out
+    path.write_bytes(record[: begin + first + 20])
+    assert main([str(path)]) == 0
+    assert "1 steps" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("data", [b"", b"no record at all", (5).to_bytes(4, "little") + b"\x80abcd"])
 def test_another_file_is_refused(data: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "other"

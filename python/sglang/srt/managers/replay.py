@@ -20,7 +20,8 @@ from sglang.srt.managers.engine_core import ReplayMismatchError, replay
 
 
 def main(argv: Sequence[str]) -> int:
-    """The exit code: 0 if all steps agree, 1 at the first that differs, 2 if FILE is no record."""
+    """The exit code: 0 if all steps agree, 1 at the first that differs or if there is no whole step, 2 if FILE is no
+    record."""
     if len(argv) != 1 or argv[0].startswith("-"):
         print("usage: python -m sglang.srt.managers.replay FILE", file=sys.stderr)
         return 2
@@ -37,6 +38,9 @@ def main(argv: Sequence[str]) -> int:
     except (ValueError, msgspec.MsgspecError, zstandard.ZstdError) as error:
         print(f"error: {path} cannot be replayed: {error}", file=sys.stderr)
         return 2
+    if num_steps == 0:
+        print(f"{path}: there is no whole step, so nothing was compared: the record was cut off, or has only begun")
+        return 1
     print(f"{path}: {num_steps} steps, all recorded decisions the same")
     return 0
 
