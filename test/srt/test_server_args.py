@@ -63,6 +63,8 @@ def test_the_served_name():
         ("--model m --port 0", "from 1 to 65535"),
         ("--model m --port 70000", "from 1 to 65535"),
         ("--model m --port http", "--port"),
+        ("--model m --context-length 0", "--context-length is 0, but it must be at least 2"),
+        ("--model m --context-length 1", "at least 2, for one token of a prompt and one of its answer"),
         ("--model m --page-size 0", "--page-size is 0, but it must be at least 1"),
         ("--model m --max-total-tokens 8 --page-size 16", "at least two pages, 32"),
         ("--model m --max-total-tokens 1", "--max-total-tokens is 1, but it must be at least two pages, 2"),

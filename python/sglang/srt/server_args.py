@@ -520,8 +520,13 @@ class ServerArgs:
         for name in ("api_key", "admin_api_key"):
             key = getattr(self, name)
             require(key is None or is_key(key), name, KEY_RULE)
-        for name in ("context_length", "max_running_requests", "max_queued_requests", "cuda_graph_max_bs_decode"):
+        for name in ("max_running_requests", "max_queued_requests", "cuda_graph_max_bs_decode"):
             require((getattr(self, name) or 1) >= 1 and getattr(self, name) != 0, name, "at least 1")
+        require(
+            self.context_length is None or self.context_length >= 2,
+            "context_length",
+            "at least 2, for one token of a prompt and one of its answer",
+        )
         require(
             self.max_total_tokens is None or self.max_total_tokens >= 2 * self.page_size,
             "max_total_tokens",

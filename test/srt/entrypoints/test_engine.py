@@ -184,6 +184,14 @@ def test_a_start_that_fails_raises_the_childs_sentence():
         sglang.Engine(model_path="embedded", scheduler_command=(*FAKE, "--fail", "no room"))
 
 
+def test_a_context_without_room_for_a_text_is_refused():
+    sentence = "--context-length 2 has no room for a text and an answer, because the tokenizer adds .* at least 3"
+    with pytest.raises(StartupError, match=sentence):
+        sglang.Engine(model_path="embedded", scheduler_command=FAKE, context_length=2)
+    with sglang.Engine(model_path="embedded", scheduler_command=FAKE, context_length=3) as engine:
+        assert engine.generate("a", {"max_new_tokens": 1})["meta_info"]["prompt_tokens"] == 2
+
+
 def test_a_program_that_forgets_to_shut_down_ends_cleanly(tmp_path):
     code = f"""
 import sglang, psutil, threading

@@ -267,6 +267,7 @@ class EngineProcesses:
         tokenizer = await asyncio.to_thread(get_tokenizer, tokenizer_path, str(gguf_file or tokenizer_path))
         if args.chat_template is not None:
             tokenizer.chat_template = read_chat_template(args.chat_template, tokenizer_path)
+        _check_context_length(args.context_length, tokenizer)
         path = await asyncio.to_thread(self._tokenizer_for_child, tokenizer, tokenizer_path)
         sockets = ("detokenizer_in", "tokenizer_in")
         child("detokenizer", DETOKENIZER_COMMAND, sockets, {"tokenizer": path}, remove_directory=self._directory)
@@ -428,6 +429,16 @@ def _remove_deserted(parent: str) -> None:
             pass
         finally:
             os.close(lock)
+
+
+def _check_context_length(context_length: int | None, tokenizer: Any) -> None:
+    """Raises StartupError for a context without room for a text of one token and an answer of one."""
+    special = tokenizer.num_special_tokens_to_add()
+    if context_length is not None and context_length < special + 2:
+        raise StartupError(
+            f"--context-length {context_length} has no room for a text and an answer, because the tokenizer adds "
+            f"special tokens ({special}) to each text: give at least {special + 2}"
+        )
 
 
 def refuse_mixed_installation() -> None:
