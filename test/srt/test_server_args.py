@@ -98,6 +98,8 @@ def test_the_served_name():
             "use one of the two",
         ),
         ("--model m --peer-role worker --peer-endpoint tcp://10.0.0.1:1", "only loopback"),
+        ("--model m --peer-role worker --peer-endpoint tcp://127.0.0.1:0", "port 0 is a free port, which no master"),
+        ("--model m --peer-role master --hicache --peer-endpoint tcp://127.0.0.1:00", "name one from 1 to 65535"),
         ("--model m --peer-endpoint tcp://127.0.0.1:1", "give both, or neither"),
         ("--model m --peer-role master --peer-endpoint tcp://127.0.0.1:1", "add --hicache"),
         ("--model m --peer-role worker --peer-endpoint tcp://127.0.0.1:1 --peer-window 0", "above 0 seconds"),

@@ -592,6 +592,11 @@ class ServerArgs:
                 check_endpoint(endpoint)
             except PeerError as error:
                 raise ValueError(str(error)) from error
+            if endpoint.startswith("tcp:") and int(endpoint.rpartition(":")[2]) == 0:
+                raise ValueError(
+                    f"--peer-endpoint {endpoint}: port 0 is a free port, which no master would know: name one from 1 "
+                    "to 65535"
+                )
         require(self.peer_slab_size >= 1, "peer_slab_size", "at least 1 MiB")
         require(self.peer_size > 0, "peer_size", "above 0 GB")
         require(self.peer_window > 0, "peer_window", "above 0 seconds")
