@@ -129,6 +129,11 @@ def test_the_served_name():
         ("--model m --reasoning-parser loud", "'auto', 'deepseek-r1', 'qwen3', 'qwen3-thinking'"),
         ("--model m --default-chat-template-kwargs [1]", "must be a JSON object"),
         ("--model m --default-chat-template-kwargs {", "must be a JSON object"),
+        (
+            '--model m --default-chat-template-kwargs {"tools":[]}',
+            "--default-chat-template-kwargs may not hold tools, which the engine sets itself",
+        ),
+        ('--model m --default-chat-template-kwargs {"a":1,"messages":[]}', "may not hold messages"),
         ("--model m --hicache-rate-limit nvlink=3", "some of h2d, d2h, fetch, store"),
         ("--model m --hicache-rate-limit h2d", "GB/s above 0"),
         ("--model m --hicache-rate-limit h2d=0", "GB/s above 0"),

@@ -31,6 +31,7 @@ from sglang.srt.setting_sources import CONFIG_VARIABLE, from_environment, from_f
 from sglang.srt.utils.api_key import KEY_RULE, is_key
 from sglang.srt.utils.peer_endpoint import PeerError, check_endpoint
 from sglang.srt.utils.peer_timing import PeerTiming
+from sglang.srt.utils.template_variables import reserved_variable
 
 RATE_LIMITED_LINKS = ("h2d", "d2h", "fetch", "store")
 
@@ -653,6 +654,8 @@ class ServerArgs:
             "default_chat_template_kwargs",
             """a JSON object, as in '{"enable_thinking": false}'""",
         )
+        if reserved := reserved_variable(self.chat_template_defaults):
+            raise ValueError(f"--default-chat-template-kwargs may not hold {reserved}, which the engine sets itself")
         require(self.stream_interval >= 1, "stream_interval", "at least 1")
         whitespace = self.constrained_json_max_whitespace_cnt
         require(whitespace is None or whitespace >= 1, "constrained_json_max_whitespace_cnt", "at least 1")

@@ -161,6 +161,8 @@ def test_what_is_wrong_with_tools_is_a_400(scripted: Scripted) -> None:
         ({"tools": TOOLS, "parallel_tool_calls": False, "extra_body": {"min_tokens": 2}}, "min_tokens"),
         ({"tools": BROKEN, "tool_choice": "required"}, "tools"),
         ({"extra_body": {"chat_template_kwargs": {"tools": []}}}, "chat_template_kwargs"),
+        ({"extra_body": {"chat_template_kwargs": {"conversation": []}}}, "chat_template_kwargs"),
+        ({"extra_body": {"chat_template_kwargs": {"messages": []}}}, "chat_template_kwargs"),
     ):
         with pytest.raises(openai.BadRequestError) as error:
             scripted.ask(**fields)

@@ -16,12 +16,10 @@ from sglang.srt.entrypoints.tool_request import tool_request
 from sglang.srt.managers.tokenizer_manager import Chunk, GenerateRequest, TokenizerManager
 from sglang.srt.sampling.logprob_types import TokenLogprob
 from sglang.srt.utils.errors import RequestError
+from sglang.srt.utils.template_variables import reserved_variable
 
 Event = dict[str, Any]
 Chunks = AsyncIterator[tuple[int, Chunk]]
-
-# Arguments that the engine sets itself. A client's own template is refused too: it is a program that may not end.
-_NOT_FOR_CLIENTS = ("chat_template", "tokenize", "add_generation_prompt", "continue_final_message", "tools")
 
 
 async def serve_chat(req: ChatCompletionRequest, manager: TokenizerManager, model: str) -> AsyncIterator[Event]:
@@ -52,9 +50,11 @@ async def chat_request(req: ChatCompletionRequest, manager: TokenizerManager) ->
     # These checks come before the template's work.
     params, logprobs = req.sampling_params(limit, 1, limit_name), req.logprob_spec()
     kwargs = req.template_variables
-    for name in _NOT_FOR_CLIENTS:
-        if name in kwargs:
-            raise RequestError(f"chat_template_kwargs may not hold {name}", param="chat_template_kwargs")
+    if reserved := reserved_variable(kwargs):
+        raise RequestError(
+            f"chat_template_kwargs may not hold {reserved}, which the engine sets itself",
+            param="chat_template_kwargs",
+        )
     # Tools and their grammar may be a megabyte of JSON, which takes tens of milliseconds.
     asked = req.tools, req.tool_choice, req.parallel_tool_calls
     tools = await manager.threads.run(tool_request, *asked) if req.tools else tool_request(*asked)
