@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from dataclasses import asdict, fields, replace
+from datetime import date
 from pathlib import Path
 
 import msgspec
@@ -159,6 +161,38 @@ def test_keywords_are_checked_alike():
         ServerArgs(model_path="m", page_size=0)
     with pytest.raises(TypeError, match="pp_size"):
         ServerArgs(model_path="m", pp_size=2)  # type: ignore[call-arg]
+
+
+def test_a_keyword_of_a_flag_that_takes_json_may_be_a_mapping():
+    mapping = {"path": "/tmp/kv", "limit_gb": 1, "file": {"codec": "none"}}
+    args = ServerArgs(
+        model_path="m",
+        enable_hierarchical_cache=True,
+        hicache_storage_backend="file",
+        hicache_storage_backend_extra_config=mapping,  # type: ignore[arg-type]
+        default_chat_template_kwargs={"enable_thinking": False},  # type: ignore[arg-type]
+        kv_events_config={"publisher": "zmq", "hwm": 7},  # type: ignore[arg-type]
+    )
+    assert json.loads(args.hicache_storage_backend_extra_config) == mapping
+    assert args.chat_template_defaults == {"enable_thinking": False}
+    assert (args.kv_events.publisher, args.kv_events.hwm) == ("zmq", 7)
+    assert replace(args, port=1).hicache_storage_backend_extra_config == args.hicache_storage_backend_extra_config
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("default_chat_template_kwargs", {"a": date(2026, 1, 1)}, "-kwargs holds what JSON does not have"),
+        ("default_chat_template_kwargs", {"a": float("nan")}, "-kwargs holds what JSON does not have"),
+        ("default_chat_template_kwargs", ["a"], "-kwargs is a list or a table, but it must be a text"),
+        ("cors_allow_origins", ["*"], "--cors-allow-origins is a list or a table, but it must be a text"),
+        ("port", {"a": 1}, "--port is a list or a table, but it must be a whole number"),
+        ("schedule_policy", {"a": 1}, "but it must be one of"),
+    ],
+)
+def test_other_collections_are_refused_with_a_sentence(name, value, words):
+    with pytest.raises(ValueError, match=words):
+        ServerArgs(model_path="m", **{name: value})
 
 
 def test_flags_are_checked_without_heavy_imports():

@@ -27,7 +27,13 @@ from sglang.srt.mem_cache.placement import WRITE_POLICIES
 from sglang.srt.mem_cache.storage.registry import describe_backends, parse_backends
 from sglang.srt.missing_flags import missing_flag
 from sglang.srt.parser.reasoning_parser import REASONING_PARSERS
-from sglang.srt.setting_sources import CONFIG_VARIABLE, from_environment, from_file, variable_of
+from sglang.srt.setting_sources import (
+    CONFIG_VARIABLE,
+    from_environment,
+    from_file,
+    text_of_python_value,
+    variable_of,
+)
 from sglang.srt.utils.api_key import KEY_RULE, is_key
 from sglang.srt.utils.peer_endpoint import PeerError, check_endpoint
 from sglang.srt.utils.peer_timing import PeerTiming
@@ -75,8 +81,8 @@ def _policies(what: str, policies: Mapping[str, Callable[..., Any]]) -> str:
 class ServerArgs:
     """Settings of one server. None means: chosen at start-up from the model and the machine.
 
-    Build one with `from_cli` or by keyword; both end in `check`, so that an instance is always valid. Raises
-    ValueError with a sentence about what to do.
+    Build one with `from_cli` or by keyword; both end in `check`, so that an instance is always valid. A keyword of a
+    flag that takes JSON may be a mapping, which becomes its text. Raises ValueError with a sentence about what to do.
     """
 
     model_path: str = arg(
@@ -494,7 +500,14 @@ class ServerArgs:
     )
 
     def __post_init__(self) -> None:
+        self._turn_mappings_into_text()
         self.check()
+
+    def _turn_mappings_into_text(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None and not isinstance(value, str | int | float):
+                text = text_of_python_value(flag_name(name), value, _kinds()[name])
+                object.__setattr__(self, name, text)
 
     @property
     def model_name(self) -> str:

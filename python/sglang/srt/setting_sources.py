@@ -154,15 +154,41 @@ def _text_of_value(where: str, node: yaml.Node, kind: type) -> str:
     if isinstance(node, yaml.ScalarNode):
         return str(node.value)
     if kind is not str:
-        raise ValueError(f"{where} is a list or a table, but it must be {_NAMES[kind]}")
+        raise _no_collection(where, kind)
     if isinstance(node, yaml.SequenceNode):
         return ",".join(_text_of(where, each) for each in node.value)
     for name in _duplicates(node):
         raise ValueError(f"{where}: {name!r} is there twice: keep one of the two")
     try:
-        return json.dumps(yaml.constructor.SafeConstructor().construct_document(node), allow_nan=False)
+        table = yaml.constructor.SafeConstructor().construct_document(node)
     except (yaml.YAMLError, ValueError, TypeError, OverflowError):
-        raise ValueError(f"{where} holds what JSON does not have, such as a date: put it in quotes") from None
+        raise _no_json(where) from None
+    return _json(where, table)
+
+
+def text_of_python_value(where: str, value: Any, kind: type) -> Any:
+    """A keyword's value as the flag has it: a mapping as JSON, as in a file. Raises ValueError that begins with
+    where."""
+    if isinstance(value, Mapping) and kind is str:
+        return _json(where, dict(value))
+    if isinstance(value, Mapping | list | tuple | set):
+        raise _no_collection(where, kind)
+    return value
+
+
+def _json(where: str, table: Any) -> str:
+    try:
+        return json.dumps(table, allow_nan=False)
+    except (ValueError, TypeError, RecursionError):
+        raise _no_json(where) from None
+
+
+def _no_json(where: str) -> ValueError:
+    return ValueError(f"{where} holds what JSON does not have, such as a date: put it in quotes")
+
+
+def _no_collection(where: str, kind: type) -> ValueError:
+    return ValueError(f"{where} is a list or a table, but it must be {_NAMES[kind]}")
 
 
 def _duplicates(node: yaml.Node) -> Iterator[str]:
