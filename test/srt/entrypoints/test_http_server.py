@@ -108,12 +108,25 @@ def test_chat(client):
     assert chunks[-2].choices[0].finish_reason == "length" and chunks[-1].usage == reply.usage
 
 
-def test_content_in_parts_is_the_same_prompt(server):
-    def ask(content):
-        body = {"messages": [{"role": "user", "content": content}], "max_completion_tokens": 30}
-        return server.post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"]
+def test_content_in_parts_is_the_same_prompt_in_all_apis(server):
+    """The template takes parts, and puts nothing between them."""
 
-    assert ask("a b") == ask([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}])
+    def texts(kind):
+        return [{"type": kind, "text": "a"}, {"type": kind, "text": "b"}]
+
+    def ask(path, body, limit):
+        return server.post(path, {**body, limit: 30}).json()
+
+    def chat(content):
+        body = {"messages": [{"role": "user", "content": content}]}
+        return ask("/v1/chat/completions", body, "max_completion_tokens")["choices"][0]["message"]["content"]
+
+    assert chat("ab") == chat(texts("text")) != chat("a b")
+    body = {"input": [{"role": "user", "content": texts("input_text")}]}
+    response = ask("/v1/responses", body, "max_output_tokens")
+    assert response["output"][0]["content"][0]["text"] == chat("ab")
+    body = {"messages": [{"role": "user", "content": texts("text")}]}
+    assert ask("/v1/messages", body, "max_tokens")["content"][0]["text"] == chat("ab")
 
 
 def test_tiers_of_cached_tokens(server):

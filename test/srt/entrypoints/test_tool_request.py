@@ -8,6 +8,7 @@ import pytest
 
 from sglang.srt.entrypoints.openai.chat_messages import template_messages
 from sglang.srt.entrypoints.tool_request import MAX_TOOLS, MAX_TOOLS_BYTES, tool_request
+from sglang.srt.parser.chat_format import ChatFormat
 from sglang.srt.utils.errors import RequestError
 
 
@@ -86,7 +87,7 @@ def call(arguments: Any, **fields: Any) -> dict[str, Any]:
 )
 def test_templates_get_the_arguments_of_calls_as_objects(arguments: Any, shown: Any) -> None:
     given = [{"role": "assistant", "content": None, "tool_calls": [call(arguments)], "reasoning_content": "r"}]
-    (made,) = template_messages(given, "")
+    (made,) = template_messages(given, ChatFormat())
     assert made["content"] == "" and made["reasoning_content"] == "r"
     assert made["tool_calls"][0]["function"] == {"name": "f", "arguments": shown}
     assert given[0]["tool_calls"] == [call(arguments)], "the request's own messages stay as they are"
@@ -94,15 +95,20 @@ def test_templates_get_the_arguments_of_calls_as_objects(arguments: Any, shown: 
 
 def test_a_tools_message_gets_the_name_of_its_function() -> None:
     answered = {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "12"}]}
-    made = template_messages([{"role": "assistant", "tool_calls": [call("{}")]}, answered], "")
+    made = template_messages([{"role": "assistant", "tool_calls": [call("{}")]}, answered], ChatFormat())
     assert made[1] == {"role": "tool", "tool_call_id": "1", "content": "12", "name": "f"}
-    assert "tool_calls" not in template_messages([{"role": "assistant", "content": "a", "tool_calls": []}], "")[0]
+    assert (
+        "tool_calls"
+        not in template_messages([{"role": "assistant", "content": "a", "tool_calls": []}], ChatFormat())[0]
+    )
 
 
 def test_a_developers_message_is_one_of_the_system_unless_the_template_has_the_role() -> None:
     given = [{"role": "developer", "content": "Be brief."}]
-    assert template_messages(given, "{% if role == 'system' %}") == [{"role": "system", "content": "Be brief."}]
-    assert template_messages(given, "{% if role == 'developer' %}") == given
+    assert template_messages(given, ChatFormat("{% if role == 'system' %}")) == [
+        {"role": "system", "content": "Be brief."}
+    ]
+    assert template_messages(given, ChatFormat("{% if role == 'developer' %}")) == given
     assert given[0]["role"] == "developer"
 
 
@@ -113,28 +119,28 @@ def test_a_call_and_its_answer_of_an_older_client_take_the_form_that_templates_k
         {"role": "function", "name": "f", "content": "12"},
         {"role": "assistant", "content": "a", "function_call": None},
     ]
-    call_made, answer, plain = template_messages(given, "")
+    call_made, answer, plain = template_messages(given, ChatFormat())
     function = {"name": "f", "arguments": {"a": 1}}
     assert call_made["tool_calls"] == [{"id": "call00000", "type": "function", "function": function}]
     assert answer == {"role": "tool", "name": "f", "content": "12", "tool_call_id": "call00000"}
     assert "function_call" not in call_made and plain == {"role": "assistant", "content": "a"}
     both = {"role": "assistant", "tool_calls": [call("{}"), call("{}")], "function_call": called}
-    assert [each["id"] for each in template_messages([both], "")[0]["tool_calls"]] == ["1", "1"]
-    (alone,) = template_messages([{"role": "function", "name": "f", "content": "12"}], "")
+    assert [each["id"] for each in template_messages([both], ChatFormat())[0]["tool_calls"]] == ["1", "1"]
+    (alone,) = template_messages([{"role": "function", "name": "f", "content": "12"}], ChatFormat())
     assert alone == {"role": "tool", "name": "f", "content": "12"}
 
 
 @pytest.mark.parametrize("calls", ["f", [{"id": "1"}], [{"function": {"arguments": "{}"}}], [3]])
 def test_calls_without_a_function_are_refused(calls: Any) -> None:
     with pytest.raises(RequestError, match=r"messages\[0\]\.tool_calls") as error:
-        template_messages([{"role": "assistant", "tool_calls": calls}], "")
+        template_messages([{"role": "assistant", "tool_calls": calls}], ChatFormat())
     assert error.value.param == "messages"
 
 
 @pytest.mark.parametrize("called", ["f", {"arguments": "{}"}])
 def test_a_call_of_an_older_client_without_a_function_is_refused_by_its_own_name(called: Any) -> None:
     with pytest.raises(RequestError, match=r"messages\[0\]\.function_call has no function with a name"):
-        template_messages([{"role": "assistant", "function_call": called}], "")
+        template_messages([{"role": "assistant", "function_call": called}], ChatFormat())
 
 
 GPT_OSS = "<|start|><|channel|><|message|>"
@@ -150,7 +156,7 @@ def test_the_template_of_gpt_oss_gets_one_call_in_a_message_and_its_result_behin
         *results,
         {"role": "assistant", "content": "Done.", "reasoning_content": "So."},
     ]
-    made = template_messages(given, GPT_OSS)
+    made = template_messages(given, ChatFormat(GPT_OSS))
     assert [(each["role"], each.get("tool_call_id"), each["content"]) for each in made] == [
         ("user", None, "?"),
         ("assistant", None, ""),
@@ -180,6 +186,6 @@ def test_the_template_of_gpt_oss_gets_one_call_in_a_message_and_its_result_behin
 def test_the_template_of_gpt_oss_gets_a_reasoning_or_a_text_beside_a_call(
     fields: Any, content: str, thinking: str | None
 ) -> None:
-    (made,) = template_messages([{"role": "assistant", "tool_calls": [call("{}")], **fields}], GPT_OSS)
+    (made,) = template_messages([{"role": "assistant", "tool_calls": [call("{}")], **fields}], ChatFormat(GPT_OSS))
     assert (made["content"], made.get("thinking")) == (content, thinking)
     assert not made.keys() & {"reasoning_content", "reasoning"}

@@ -23,6 +23,7 @@ from sglang.srt.function_call.function_call_parser import (
 from sglang.srt.function_call.json_array_parser import JsonArrayParser
 from sglang.srt.function_call.text_reader import TextReader
 from sglang.srt.managers.detokenizer_manager import IncrementalDecoder, load_decode
+from sglang.srt.parser.chat_format import ChatFormat
 from support.tool_texts import ENDS, EXAMPLES, TEMPLATES, TOOLS, Example, render, shown
 
 SEED = 20
@@ -205,7 +206,7 @@ def test_what_a_template_writes_is_read_back(name: str) -> None:
     asked = [{"role": "user", "content": "?"}]
     before = render(template, asked)
     answer = {"role": "assistant", "content": text, "tool_calls": calls}
-    rendered = render(template, template_messages([*asked, answer], template)).removeprefix(before)
+    rendered = render(template, template_messages([*asked, answer], ChatFormat(template))).removeprefix(before)
     for head in ("<|im_start|>assistant\n", "<|start_header_id|>assistant<|end_header_id|>\n\n"):
         rendered = rendered.removeprefix(head)
     rendered = rendered.rstrip("\n")

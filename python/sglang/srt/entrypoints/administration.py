@@ -326,7 +326,7 @@ async def _prompt_of(prefix: Prefix, manager: TokenizerManager) -> tuple[str | l
     if len(given) != 1:
         raise RequestError("give one of text, input_ids and messages", param="text")
     if prefix.messages is not None:
-        messages = template_messages(prefix.messages, manager.chat_format.template)
+        messages = template_messages(prefix.messages, manager.chat_format)
         return await manager.render_chat(messages, {}, continue_final=False), True
     return prefix.text if prefix.text is not None else prefix.input_ids or [], False
 

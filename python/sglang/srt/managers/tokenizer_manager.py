@@ -18,7 +18,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -48,7 +48,7 @@ from sglang.srt.mem_cache.block_keys import BlockKeys
 from sglang.srt.observability.history import StateHistory
 from sglang.srt.observability.metrics_collector import MetricsCollector
 from sglang.srt.observability.trace import NO_TRACE, GeneratedTrace, Tracer
-from sglang.srt.parser.chat_format import ChatFormat
+from sglang.srt.parser.chat_format import ChatFormat, find_roles_of_parts
 from sglang.srt.sampling.logprob_types import LogprobSpec, TokenLogprob
 from sglang.srt.sampling.sampling_params import GrammarSpec, SamplingParams
 from sglang.srt.server_args import ServerArgs
@@ -246,7 +246,10 @@ class TokenizerManager:
         self.threads = TokenizerThreads(tokenizer, metrics.prompt_tokens_reused)
         self.token_texts = TokenTexts(tokenizer)
         self.chat_format = ChatFormat.of(
-            all_chat_templates(tokenizer), server_args.tool_call_parser, server_args.reasoning_parser
+            all_chat_templates(tokenizer),
+            server_args.tool_call_parser,
+            server_args.reasoning_parser,
+            find_roles_of_parts(self._render) if getattr(tokenizer, "chat_template", None) else frozenset(),
         )
         for flag, name, found in (
             ("--tool-call-parser", server_args.tool_call_parser, self.chat_format.detector),
@@ -581,21 +584,17 @@ class TokenizerManager:
         """The prompt of a conversation, by the model's chat template."""
         if not getattr(self._tokenizer, "chat_template", None):
             raise RequestError("this model has no chat template: use /v1/completions")
-        fixed = {
-            "tokenize": False,
-            "add_generation_prompt": not continue_final,
-            "continue_final_message": continue_final,
-        }
+        fixed = {"add_generation_prompt": not continue_final, "continue_final_message": continue_final}
         try:
-            return await self.threads.run(
-                lambda: self._tokenizer.apply_chat_template(
-                    messages, **{**self._args.chat_template_defaults, **kwargs, **fixed}
-                ),
-            )
+            return await self.threads.run(lambda: self._render(messages, **{**kwargs, **fixed}))
         except RequestError:
             raise
         except Exception as error:  # a template may raise anything over messages that it does not support
             raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from None
+
+    def _render(self, messages: list[dict[str, Any]], tools: Sequence[Any] | None = None, **variables: Any) -> str:
+        found = {**self._args.chat_template_defaults, **variables, "tools": tools, "tokenize": False}
+        return cast(str, self._tokenizer.apply_chat_template(messages, **found))
 
     # Answers
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from sglang.srt.entrypoints.openai.chat_messages import content_of
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, EngineFields
 from sglang.srt.utils.errors import RequestError
 
@@ -54,7 +55,7 @@ class MessagesRequest(EngineFields, frozen=True, kw_only=True):
 
     def chat(self) -> ChatCompletionRequest:
         """Raises RequestError that names the field."""
-        messages = [] if self.system is None else [{"role": "system", "content": _text(self.system, "system")}]
+        messages = [] if self.system is None else [{"role": "system", "content": _content(self.system, "system")}]
         for at, message in enumerate(self.messages):
             messages += _chat_messages(message, f"messages[{at}]")
         choice = self.tool_choice or {}
@@ -95,14 +96,14 @@ def _blocks(content: Any, place: str) -> list[Mapping[str, Any]]:
     return content
 
 
-def _text(content: Any, place: str) -> str:
+def _content(content: Any, place: str) -> str | list[dict[str, Any]]:
     """Of blocks that are text alone."""
     texts = []
     for at, block in enumerate(_blocks(content, place)):
         if block.get("type") != "text" or not isinstance(block.get("text"), str):
             raise _unsupported(block, f"{place}[{at}]")
         texts.append(block["text"])
-    return "\n".join(texts)
+    return content_of(texts)
 
 
 def _unsupported(block: Mapping[str, Any], place: str) -> RequestError:
@@ -129,14 +130,14 @@ def _user(role: str, blocks: list[Mapping[str, Any]], place: str) -> list[dict[s
 
     def end_text() -> None:
         if texts:
-            messages.append({"role": role, "content": "\n".join(texts)})
+            messages.append({"role": role, "content": content_of(texts)})
             texts.clear()
 
     for at, block in enumerate(blocks):
         kind = block.get("type")
         if kind == "tool_result" and isinstance(block.get("tool_use_id"), str):
             end_text()
-            result = _text(block.get("content") or "", f"{place}[{at}].content")
+            result = _content(block.get("content") or "", f"{place}[{at}].content")
             messages.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": result})
         elif kind == "text" and isinstance(block.get("text"), str):
             texts.append(block["text"])
@@ -161,7 +162,7 @@ def _assistant(blocks: list[Mapping[str, Any]], place: str) -> dict[str, Any]:
             calls.append({"id": str(block.get("id")), "type": "function", "function": function})
         else:
             raise _unsupported(block, f"{place}[{at}]")
-    message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
+    message: dict[str, Any] = {"role": "assistant", "content": content_of(texts)}
     if thoughts:
         message["reasoning_content"] = "\n".join(thoughts)
     if calls:

@@ -8,19 +8,32 @@ from typing import Any
 
 from sglang.srt.entrypoints.openai.harmony_messages import harmony_messages
 from sglang.srt.function_call.gpt_oss_detector import GptOssDetector
+from sglang.srt.parser.chat_format import ChatFormat
 from sglang.srt.utils.errors import RequestError
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
-def template_messages(messages: Sequence[Mapping[str, Any]], template: str) -> list[dict[str, Any]]:
-    """Each content is one text, which every template takes. The arguments of calls are objects, as the templates
-    expect. A tool's message gets the name of its function. What most templates would leave out takes the form that
-    they know: a developer's message becomes one of the system, unless the template has that role, and the
-    `function_call` and role `function` of older clients become a call and a tool's message with an id, which some
-    templates demand. The template of gpt-oss gets what `harmony_messages` makes of them. Other fields stay as
-    they are."""
+def content_of(texts: Sequence[str]) -> str | list[dict[str, Any]]:
+    """A message's content of several texts, in the form of chats."""
+    return "".join(texts) if len(texts) < 2 else [{"type": "text", "text": text} for text in texts]
+
+
+def join_parts(content: str | Sequence[Mapping[str, Any]]) -> str:
+    """A content as one text, as upstream makes it for templates that take no parts."""
+    return content if isinstance(content, str) else " ".join(part["text"] for part in content)
+
+
+def template_messages(messages: Sequence[Mapping[str, Any]], form: ChatFormat) -> list[dict[str, Any]]:
+    """Each content is one text, or a list of parts where the template takes them. The arguments of calls are objects,
+    as the templates expect. A tool's message gets the name of its function. What most templates would leave out takes
+    the form that they know: a developer's message becomes one of the system, unless the template has that role, and
+    the `function_call` and role `function` of older clients become a call and a tool's message with an id, which some
+    templates demand. The template of gpt-oss gets what `harmony_messages` makes of them. Other fields stay as they
+    are."""
     made = []
+    template = form.template
+    is_harmony = GptOssDetector.matches_template(template)
     names: dict[str, str] = {}
     # By function, of the last call that came without one.
     ids: dict[str, str] = {}
@@ -28,6 +41,8 @@ def template_messages(messages: Sequence[Mapping[str, Any]], template: str) -> l
         made.append(_message(message, at))
         if message["role"] == "developer" and "developer" not in template:
             made[-1]["role"] = "system"
+        if is_harmony or made[-1]["role"] not in form.roles_of_parts:
+            made[-1]["content"] = join_parts(made[-1]["content"])
         for call in made[-1].get("tool_calls", ()):
             names[str(call.get("id"))] = call["function"]["name"]
         if message.get("function_call") and not message.get("tool_calls"):
@@ -38,7 +53,7 @@ def template_messages(messages: Sequence[Mapping[str, Any]], template: str) -> l
             made[-1].setdefault("tool_call_id", call_id)
         if message.get("role") == "tool" and (name := names.get(str(message.get("tool_call_id")))) is not None:
             made[-1].setdefault("name", name)
-    return harmony_messages(made) if GptOssDetector.matches_template(template) else made
+    return harmony_messages(made) if is_harmony else made
 
 
 def _message(message: Mapping[str, Any], at: int) -> dict[str, Any]:
@@ -58,7 +73,7 @@ def _message(message: Mapping[str, Any], at: int) -> dict[str, Any]:
                     f"messages[{at}] has a part of type {kind!r}: only text is supported", param="messages"
                 )
             texts.append(part["text"])
-        content = " ".join(texts)
+        content = content_of(texts)
     elif content is not None and not isinstance(content, str):
         raise RequestError(f"messages[{at}].content must be a text or a list of parts", param="messages")
     made = {**message, "content": content if content is not None else ""}

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from sglang.srt.entrypoints.openai.chat_messages import content_of, join_parts
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, EngineFields
 from sglang.srt.entrypoints.request_fields import shown
 from sglang.srt.utils.errors import RequestError
@@ -117,7 +118,7 @@ def _messages(instructions: str | None, items: str | list[dict[str, Any]]) -> li
     while fronts < len(found) and found[fronts]["role"] == "system":
         fronts += 1
     if fronts > 1:
-        merged = "\n\n".join(message["content"] for message in found[:fronts])
+        merged = "\n\n".join(join_parts(message["content"]) for message in found[:fronts])
         found[:fronts] = [{"role": "system", "content": merged}]
     return found
 
@@ -132,12 +133,12 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], place: st
                 f"{place}.role is {str(role)[:40]!r}, but it must be user, assistant, system or developer",
                 param="input",
             )
-        text = _text(item.get("content"), f"{place}.content")
+        content = _content(item.get("content"), f"{place}.content")
         if role == "assistant":
             answer = _open_answer(messages)
-            answer["content"] += text
+            answer["content"] += join_parts(content)
         else:
-            messages.append({"role": role, "content": text})
+            messages.append({"role": role, "content": content})
     elif kind == "reasoning":
         parts = item.get("content") or item.get("summary") or []
         if not isinstance(parts, list):
@@ -155,8 +156,8 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], place: st
         call = {"id": str(item.get("call_id")), "type": "function", "function": function}
         _open_answer(messages).setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
-        text = _text(item.get("output"), f"{place}.output")
-        messages.append({"role": "tool", "tool_call_id": str(item.get("call_id")), "content": text})
+        content = _content(item.get("output"), f"{place}.output")
+        messages.append({"role": "tool", "tool_call_id": str(item.get("call_id")), "content": content})
     else:
         raise RequestError(
             f"{place} has the type {str(kind)[:40]!r}: this engine takes message, reasoning, function_call and "
@@ -171,7 +172,7 @@ def _open_answer(messages: list[dict[str, Any]]) -> dict[str, Any]:
     return messages[-1]
 
 
-def _text(content: Any, place: str) -> str:
+def _content(content: Any, place: str) -> str | list[dict[str, Any]]:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -186,7 +187,7 @@ def _text(content: Any, place: str) -> str:
                 param="input",
             )
         texts.append(text)
-    return "".join(texts)
+    return content_of(texts)
 
 
 def _chat_tool(tool: Mapping[str, Any], place: str) -> dict[str, Any]:

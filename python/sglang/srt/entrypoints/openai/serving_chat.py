@@ -65,7 +65,7 @@ async def chat_request(req: ChatCompletionRequest, manager: TokenizerManager) ->
             "'required', a function's name or 'none'",
             param="tools",
         )
-    messages = template_messages(req.messages, server.template)
+    messages = template_messages(req.messages, server)
     continued = messages[-1] if req.continue_final_message else None
     shown = {**kwargs, "tools": list(tools.rendered)} if tools.rendered else kwargs
     prompt = await manager.render_chat(messages, shown, continued is not None)
