@@ -14,6 +14,7 @@ import re
 import httpx
 import openai
 import pytest
+from tokenizers import decoders
 from transformers import AutoTokenizer
 
 from sglang.srt.configs.embedded_model import ensure_embedded_model
@@ -24,6 +25,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.token_texts import TokenTexts
 from support.one_word import OneWord
 from support.server_fixture import NO_TLS, PATIENCE_S, wait_until
+from support.tokenizers_by_hand import byte_level_bpe, llama_bpe, metaspace_bpe
 
 TEXT = "Grüße 你好 🎉 to all"
 
@@ -214,6 +216,30 @@ def test_log_probabilities_wait_for_their_text(tokenizer, seed):
     assert taken == ids
 
 
+@pytest.mark.parametrize("make", [llama_bpe, metaspace_bpe, byte_level_bpe])
+@pytest.mark.parametrize("skip", [True, False])
+def test_places_in_an_echo_without_its_first_space(make, skip):
+    """Of ids: decoders of sentencepiece's kind drop that space."""
+    tokenizer = make()
+    tokenizer.backend_tokenizer.decoder = (
+        decoders.ByteLevel()
+        if make is byte_level_bpe
+        else decoders.Sequence(
+            [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        )
+    )
+    prompt, answer = tokenizer.encode("the ab", add_special_tokens=False), tokenizer.encode("a the")[1:]
+    texts = TokenTexts(tokenizer)
+    echoed = tokenizer.decode(prompt, skip_special_tokens=skip)
+    whole = echoed + "".join(texts.text(token) for token in answer)
+    stream = LogprobStream(texts, skip)
+    stream.begin_with_prompt([TokenLogprob(token, -1.0) for token in prompt], echoed, None)
+    placed = stream.take([TokenLogprob(token, -1.0) for token in answer], whole, final=True)
+    assert [entry.token for _, entry in placed] == prompt + answer
+    for start, entry in placed:
+        assert whole[start:].startswith(texts.text(entry.token).lstrip() if start == 0 else texts.text(entry.token))
+
+
 def test_completion_logprobs(client):
     ask = {"model": "echo", "prompt": [1000, 1001, 1002], "max_tokens": 4}
     found = client.completions.create(**ask, logprobs=2).choices[0].logprobs
@@ -226,16 +252,19 @@ def test_completion_logprobs(client):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("prompt", [TEXT, [100, 101, 102]])
-def test_echo(client, tokenizer, prompt, stream):
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("prompt", [TEXT, "Good<|im_end|> morning", [100, 101, 102], [0, 300, 301, 3, 302]])
+def test_echo(client, tokenizer, prompt, skip, stream):
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-    shown = prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
+    answer = tokenizer.decode(ids, skip_special_tokens=skip)
+    shown = prompt if isinstance(prompt, str) else answer
     ask = {"model": "echo", "prompt": prompt, "max_tokens": len(ids), "echo": True}
+    ask["extra_body"] = {"skip_special_tokens": skip, "ignore_eos": True}
     for logprobs in (None, 1):
         reply = client.completions.create(**ask, logprobs=logprobs, stream=stream)
         choices = [chunk.choices[0] for chunk in reply] if stream else [reply.choices[0]]
         text = "".join(choice.text for choice in choices)
-        assert text == shown + shown
+        assert text == shown + answer
         if logprobs is None:
             assert all(choice.logprobs is None for choice in choices)
             continue
@@ -245,8 +274,15 @@ def test_echo(client, tokenizer, prompt, stream):
         assert tokens == [tokenizer.decode(token) for token in ids + ids]
         assert values == [None] + [-token / 1000 for token in (ids + ids)[1:]]
         special = set(tokenizer.all_special_tokens)
-        for token, offset in zip(tokens, offsets, strict=True):
-            assert token in special or "\ufffd" in token or text[offset:].startswith(token)
+        # The text of each token stands at its place. That of a special token may not be in the text.
+        at = 0
+        for number, (token, offset) in enumerate(zip(tokens, offsets, strict=True)):
+            assert offset == at or "\ufffd" in token
+            in_prompt = number < len(ids) and isinstance(prompt, str)
+            there = token != "<|begin_of_text|>" if in_prompt else not skip
+            if token not in special or there:
+                assert "\ufffd" in token or text[offset:].startswith(token)
+                at = offset + len(token)
 
 
 def test_logprobs_end_with_the_stop_string(client, tokenizer):

@@ -54,6 +54,32 @@ def test_texts_of_ids(tokenizer):
             assert encoder.decode(ids, skip) == expected
 
 
+@pytest.mark.parametrize("special", [True, False])
+def test_spans_of_odd_texts(tokenizer, special):
+    """They follow each other without a gap."""
+    encoder = TextEncoder(tokenizer)
+    for text in [*ODD_TEXTS, "plain" + SPECIAL[2] + " plain word", " ".join(ODD_TEXTS)]:
+        ids = tokenizer.encode(text, add_special_tokens=special)
+        spans = encoder.token_spans(text, special)
+        assert len(spans) == len(ids)
+        covered = 0
+        for start, end in spans:
+            assert 0 <= start <= covered <= end <= len(text)
+            covered = end
+
+
+def test_a_span_has_the_space_of_its_token_and_an_added_token_has_none(tokenizer):
+    text = "plain word" + SPECIAL[2] + " a"
+    ids = tokenizer.encode(text)
+    spans = TextEncoder(tokenizer).token_spans(text, True)
+    names = tokenizer.convert_ids_to_tokens(ids)
+    assert names[0] not in (SPECIAL[0], "[CLS]") or spans[0] == (0, 0)
+    at = names.index(SPECIAL[2])
+    assert spans[at] == (10, 10 + len(SPECIAL[2]))
+    assert spans[at + 1][0] == 10 + len(SPECIAL[2]) and spans[-1][1] == len(text)
+    assert names[-1] != "[SEP]" or spans[-1] == (len(text), len(text))
+
+
 def test_more_ids_than_wanted_are_only_counted(tokenizer):
     encoder = TextEncoder(tokenizer)
     for text in ("plain words", "<|im_start|>plain words<|im_end|>" * 60):

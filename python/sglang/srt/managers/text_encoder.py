@@ -129,6 +129,21 @@ class TextEncoder:
             list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
 
+    def token_spans(self, text: str, add_special_tokens: bool) -> list[tuple[int, int]] | None:
+        """Where each token begins and ends in the text, in characters. A token that the tokenizer adds has an empty
+        span, and tokens of one character all have that of the character. None where the tokenizer does not know."""
+        if self._backend is None:
+            return None
+        (encoding,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        spans = []
+        covered = 0
+        for start, end in encoding.offsets:
+            # A tokenizer may leave the space before a word out of the word's span, but not out of its token.
+            start = min(start, covered) if start < end else covered
+            covered = max(end, covered)
+            spans.append((start, covered))
+        return spans
+
     def forget(self) -> None:
         """Drop the texts of all earlier requests."""
         self._reuse.clear()

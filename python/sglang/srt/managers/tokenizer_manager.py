@@ -578,6 +578,10 @@ class TokenizerManager:
 
         return await self.threads.run(run)
 
+    async def token_spans(self, prompt: str, add_special_tokens: bool) -> list[tuple[int, int]] | None:
+        """See `TextEncoder.token_spans`."""
+        return await self.threads.run(self.threads.encoder.token_spans, prompt, add_special_tokens)
+
     async def render_chat(
         self, messages: list[dict[str, Any]], kwargs: Mapping[str, Any], continue_final: bool
     ) -> str:

@@ -28,16 +28,26 @@ class LogprobStream:
         self._num_sent = 0
         self._held: deque[tuple[int, int, TokenLogprob]] = deque()
 
+    def begin_with_prompt(
+        self, entries: Sequence[TokenLogprob], text: str, spans: Sequence[tuple[int, int]] | None
+    ) -> None:
+        """The choice begins with its prompt, whose text the next `take` sends. entries: of the prompt's tokens.
+        spans: where each of them is in the text; None: the text is a decode of the tokens, or it is not known."""
+        if spans is None or len(spans) != len(entries):
+            spans = [self._next_span(entry) for entry in entries]
+            # A decode may drop the space before the first word.
+            dropped = max(0, self._num_chars - len(text))
+            spans = [(max(0, start - dropped), min(max(0, end - dropped), len(text))) for start, end in spans]
+        self._held.extend((start, end, entry) for (start, end), entry in zip(spans, entries, strict=True))
+        self._num_chars = len(text)
+        self._decoder.reset()
+
     def take(self, entries: Sequence[TokenLogprob], text: str, final: bool) -> list[tuple[int, TokenLogprob]]:
         """entries: new ones. text: the text that is sent now. Returns the entries that belong to it, each with its
         place: the number of characters of the choice's text before the token, or before the character that the token
         continues."""
         for entry in entries:
-            start = self._num_chars
-            if not (self._skip_special_tokens and self._texts.is_special(entry.token)):
-                self._num_chars += len(self._decoder.decode(self._texts.data(entry.token)))
-            begun = int(bool(self._decoder.getstate()[0]))
-            self._held.append((start, self._num_chars + begun, entry))
+            self._held.append((*self._next_span(entry), entry))
         self._num_sent += len(text)
         taken = []
         # Entries are sent only with text, except at the end, because there is no event without text.
@@ -45,6 +55,13 @@ class LogprobStream:
             start, _, entry = self._held.popleft()
             taken.append((start, entry))
         return taken
+
+    def _next_span(self, entry: TokenLogprob) -> tuple[int, int]:
+        start = self._num_chars
+        if not (self._skip_special_tokens and self._texts.is_special(entry.token)):
+            self._num_chars += len(self._decoder.decode(self._texts.data(entry.token)))
+        begun = int(bool(self._decoder.getstate()[0]))
+        return start, self._num_chars + begun
 
 
 def chat_logprobs(entries: Sequence[TokenLogprob], texts: TokenTexts) -> Event:

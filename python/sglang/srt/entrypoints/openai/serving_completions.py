@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any
 
 from sglang.srt.entrypoints.openai.logprobs import LogprobStream, completion_logprobs
@@ -11,7 +12,7 @@ from sglang.srt.entrypoints.openai.protocol import CompletionRequest, UsageOfCho
 from sglang.srt.entrypoints.request_fields import cache_mode, check_num_answers, session_id
 from sglang.srt.entrypoints.streams import close, merge
 from sglang.srt.managers.tokenizer_manager import Chunk, GenerateRequest, TokenizerManager
-from sglang.srt.sampling.logprob_types import LogprobSpec, TokenLogprob
+from sglang.srt.sampling.logprob_types import LogprobSpec
 
 Event = dict[str, Any]
 
@@ -73,6 +74,14 @@ def _generate_requests(req: CompletionRequest) -> list[GenerateRequest]:
     ]
 
 
+@dataclass(frozen=True)
+class _Echo:
+    """A prompt's text, and where its tokens are in it, see `LogprobStream.begin_with_prompt`."""
+
+    text: str
+    spans: list[tuple[int, int]] | None
+
+
 class _ChoiceBuilder:
     """Makes one choice's events from its chunks."""
 
@@ -83,30 +92,38 @@ class _ChoiceBuilder:
         self._manager = manager
         self._params = request.params
         self._spec = request.logprobs
-        self._echo = request.prompt if req.echo else None
+        self._add_special_tokens = request.add_special_tokens
+        # None: it is not echoed, or it is sent.
+        self._prompt = request.prompt if req.echo else None
         self._logprobs = LogprobStream(manager.token_texts, request.params.skip_special_tokens)
 
     async def take(self, chunk: Chunk) -> Event | None:
         """None if there is nothing to send yet."""
-        text = await self._echoed() + chunk.text
+        echo = await self._echoed()
+        text = (echo.text if echo is not None else "") + chunk.text
         final = chunk.finish_reason is not None
         logprobs = None
         if self._spec is not None:
-            entries = [*chunk.prompt_logprobs, *chunk.logprobs]
             logprobs = await self._manager.threads.run_if_many(
-                len(entries), self._logprob_fields, self._spec, entries, text, final
+                len(chunk.prompt_logprobs) + len(chunk.logprobs), self._logprob_fields, self._spec, chunk, echo, text
             )
         if not (text or final):
             return None
         return {"index": self._index, "text": text, "logprobs": logprobs, **choice_end(chunk.finish_reason)}
 
-    def _logprob_fields(self, spec: LogprobSpec, entries: list[TokenLogprob], text: str, final: bool) -> Event:
-        placed = self._logprobs.take(entries, text, final)
+    def _logprob_fields(self, spec: LogprobSpec, chunk: Chunk, echo: _Echo | None, text: str) -> Event:
+        if echo is not None:
+            self._logprobs.begin_with_prompt(chunk.prompt_logprobs, echo.text, echo.spans)
+        placed = self._logprobs.take(chunk.logprobs, text, final=chunk.finish_reason is not None)
         return completion_logprobs(placed, self._manager.token_texts, spec.top)
 
-    async def _echoed(self) -> str:
-        """The prompt's text, once."""
-        prompt, self._echo = self._echo, None
-        if prompt is None or isinstance(prompt, str):
-            return prompt or ""
-        return await self._manager.detokenize(prompt, self._params.skip_special_tokens)
+    async def _echoed(self) -> _Echo | None:
+        """The prompt, once."""
+        prompt, self._prompt = self._prompt, None
+        if prompt is None:
+            return None
+        if not isinstance(prompt, str):
+            return _Echo(await self._manager.detokenize(prompt, self._params.skip_special_tokens), None)
+        if self._spec is None:
+            return _Echo(prompt, None)
+        return _Echo(prompt, await self._manager.token_spans(prompt, self._add_special_tokens))
