@@ -26,7 +26,7 @@ class OneWord:
     def token_came(self) -> asyncio.Event:
         return asyncio.Event()
 
-    def check_prompt_length(self, num_tokens) -> None:
+    def check_prompt_length(self, num_tokens, has_answer) -> None:
         if num_tokens >= self.context_length:
             raise RequestError("too long")
 

@@ -262,7 +262,10 @@ class Soak:
             priority=self._next_rid % 3 - 1,
             prompt_keys=self._prompt_keys(extra_key, prompt) if self._next_rid % 2 else None,
         )
-        return self._other_requests.vary(request, self.live[rid])
+        request = self._other_requests.vary(request, self.live[rid])
+        if request.sampling_params.max_new_tokens == 0:
+            self.live[rid].refused = len(prompt) > self.ranks[0].core.scheduler.max_unanswered_len
+        return request
 
     def _prompt_keys(self, extra_key: str, prompt: np.ndarray) -> PromptKeys | None:
         names = self.ranks[0].core.scheduler.cache.tree.names.keys

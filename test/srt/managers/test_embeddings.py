@@ -7,13 +7,15 @@ import pytest
 import torch
 from test_equality import MODELS, Model, prompts
 
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers.scheduler_config import LayerStreamConfig
+from sglang.srt.sampling.logprob_types import LogprobSpec
 from sglang.srt.sampling.sampling_params import SamplingParams
 from support.device_emulator import emulated_device
 from support.local_engine import LocalEngine
 from support.two_ranks import TwoRanks
 
-ONE_TOKEN = SamplingParams(max_new_tokens=1, temperature=0.0, sampling_seed=0)
+NO_ANSWER = SamplingParams(max_new_tokens=0, temperature=0.0, sampling_seed=0)
 
 
 @pytest.fixture(scope="module", params=["llama", "gpt2", pytest.param("gemma2", marks=pytest.mark.slow)])
@@ -24,7 +26,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def check(model: Model, engine: LocalEngine, batch: list[np.ndarray]) -> dict[str, int]:
     """Returns the cached tokens by tier."""
     cached: dict[str, int] = {}
-    for prompt, answer in zip(batch, engine.generate(batch, ONE_TOKEN, is_embedding=True)):
+    for prompt, answer in zip(batch, engine.generate(batch, NO_ANSWER, is_embedding=True)):
         with torch.inference_mode():
             wanted = model.hf.base_model(torch.tensor(prompt)[None].long()).last_hidden_state[0, -1]
         wanted = torch.nn.functional.normalize(wanted, dim=-1)
@@ -82,3 +84,64 @@ def test_two_ranks_and_a_prompt_that_streams(tmp_path_factory: pytest.TempPathFa
     check(llama, streaming, prompts(35, [200]))
     assert streaming.scheduler.state()["counters"]["spilled_tokens"] > 100
     streaming.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "limit"),
+    [
+        # As long as the context, which is as long as what the device takes of one request, or shorter.
+        ({"context_length": 60, "page_size": 4, "num_device_pages": 16}, 60),
+        ({"context_length": 61, "page_size": 4, "num_device_pages": 40}, 61),
+        ({"context_length": 60, "page_size": 1, "num_device_pages": 61}, 60),
+        # As long as what the device takes of one request.
+        ({"page_size": 4, "num_device_pages": 16}, 60),
+        ({"page_size": 1, "num_device_pages": 61}, 60),
+    ],
+)
+@pytest.mark.parametrize("insert_at", ["launch", "completion"])
+def test_a_prompt_without_an_answer_may_take_all_the_room(
+    options: dict[str, int], limit: int, insert_at: str, tmp_path_factory: pytest.TempPathFactory
+):
+    llama = Model(MODELS["llama"], str(tmp_path_factory.mktemp("llama")))
+    options = dict(options)
+    if (context := options.pop("context_length", None)) is not None:
+        llama.config = ModelConfig.from_pretrained(llama.config.model_path, dtype="float32", context_length=context)
+    engine = llama.engine(**options, num_host_pages=200, chunked_prefill_size=16, insert_at=insert_at)
+    scheduler = engine.scheduler
+    assert (scheduler.accepted_len, scheduler.max_unanswered_len) == (limit, limit)
+    whole, other, short, too_long = prompts(36, [limit, limit, 20, limit + 1])
+    # Beside answers, which lose their memory to it and it to them, and again from the cache.
+    for _ in range(2):
+        check(llama, engine, [whole, other])
+        params = [NO_ANSWER, SamplingParams(max_new_tokens=limit - 20, temperature=0.0, ignore_eos=True), NO_ANSWER]
+        spec = LogprobSpec(prompt_from=0)
+        scored, answered, _ = engine.generate([whole, short, other], params, logprobs=[spec, None, None])
+        llama.check(short, answered, limit - 20)
+        assert (scored.finish_reason, len(scored.tokens), len(scored.prompt_logprobs)) == ("length", 0, limit)
+        with torch.inference_mode():
+            rows = llama.hf(torch.tensor(whole)[None].long()).logits[0].log_softmax(-1)
+        found = torch.tensor([entry.logprob for entry in scored.prompt_logprobs[1:]])
+        assert torch.allclose(found, rows[range(limit - 1), whole[1:]], atol=1e-4)
+    for prompt, params in ((whole, SamplingParams(max_new_tokens=1)), (too_long, NO_ANSWER)):
+        (refused,) = engine.generate([prompt], params)
+        assert refused.finish_reason == "abort"
+    engine.close()
+
+
+def test_a_prompt_that_streams_may_not_take_all_the_room(tmp_path_factory: pytest.TempPathFactory):
+    llama = Model(MODELS["llama"], str(tmp_path_factory.mktemp("llama")))
+    engine = llama.engine(
+        page_size=4,
+        num_device_pages=16,
+        num_host_pages=60,
+        layer_stream=LayerStreamConfig(2, 5),
+        chunked_prefill_size=16,
+        new_token_ratio=0.0,
+    )
+    limit = engine.scheduler.max_unanswered_len
+    assert limit == engine.scheduler.accepted_len - 1
+    whole, too_long = prompts(37, [limit, limit + 1])
+    check(llama, engine, [whole])
+    (refused,) = engine.generate([too_long], NO_ANSWER)
+    assert refused.finish_reason == "abort"
+    engine.close()

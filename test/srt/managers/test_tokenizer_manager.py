@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -143,6 +144,32 @@ def test_a_text_that_cannot_fit_is_not_tokenised():
             await h.start(prompt=SPECIAL[1] * limit, **TEXT)
         assert early.value.status_code == late.value.status_code == 400 and early.value.param is late.value.param
         assert h.encoded == [SPECIAL[1] * limit]
+
+    run_with_text(test)
+
+
+@pytest.mark.parametrize("prompt", [[1] * 1000, SPECIAL[1] * 1000])
+def test_a_prompt_without_an_answer_may_be_as_long_as_the_context(prompt):
+    params = SamplingParams(max_new_tokens=0)
+
+    async def test(h: Harness) -> None:
+        fields = {**TEXT, "prompt": prompt, "params": params}
+        with pytest.raises(RequestError, match="1000 tokens, but at most 999 fit into the model's context"):
+            await h.start(**fields)
+        ready = h.manager.ready.result()
+        h.manager.ready = asyncio.Future()
+        h.manager.ready.set_result(msgspec.structs.replace(ready, max_unanswered_len=1000))
+        task = h.start(**fields)
+        message = await h.until_sent(1)
+        assert len(message.input_ids) == 4000 and message.sampling_params.max_new_tokens == 0
+        h.output(message.rid, "", [], FinishReason(type="length", length=0))
+        assert (await task)[-1].finish_reason.type == "length"
+        with pytest.raises(RequestError, match="1001 tokens, but at most 1000 fit into the model's context"):
+            await h.start(**{**fields, "prompt": prompt + prompt[: len(prompt) // 1000]})
+        with pytest.raises(RequestError, match="1000 tokens, which leaves no room for an answer"):
+            await h.start(**{**fields, "params": SamplingParams(max_new_tokens=1)})
+        with pytest.raises(RequestError, match="1000 tokens, which leaves no room for an answer"):
+            await h.start(**{**fields, "fill_context": True})
 
     run_with_text(test)
 

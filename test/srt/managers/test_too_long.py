@@ -11,7 +11,7 @@ from sglang.srt.utils.time_units import Seconds
 
 
 def waiting(rid: str, num_known: int) -> Req:
-    return cast(Req, SimpleNamespace(rid=rid, num_known=num_known))
+    return cast(Req, SimpleNamespace(rid=rid, num_known=num_known, least_len=num_known + 1))
 
 
 class Rig:

@@ -147,7 +147,8 @@ def warning_header(text: str) -> str:
 
 def _add_generation(app: FastAPI, args: ServerArgs, manager: TokenizerManager) -> None:
     def check(*names: str) -> Callable[[dict[str, Any]], None]:
-        return lambda body: check_prompts(body, names, manager.check_prompt_length)
+        """Of the length alone, as the request's other fields are not read yet."""
+        return lambda body: check_prompts(body, names, lambda n: manager.check_prompt_length(n, has_answer=False))
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:

@@ -116,7 +116,7 @@ class BatchBuilder:
         elif req.rid in self._claims:
             self._claims.begin(req.rid)
         if samples:
-            req.length += 1
+            req.length = min(req.length + 1, req.max_len)
             self._queues.join_running(req)
 
     def recompute(self, batch: ExtendBatch, req: Req, start: int, num_tokens: int) -> None:

@@ -228,6 +228,8 @@ class SchedulerReady(Message, frozen=True):
     max_req_input_len: int
     # The most tokens, prompt and answer, that there is room for without peers; 0: as many as with them.
     max_unlent_len: int = 0
+    # The longest prompt without an answer; 0: max_req_input_len.
+    max_unanswered_len: int = 0
     info: dict[str, Any] = {}
 
 

@@ -222,7 +222,7 @@ class Req:
         self.tokens[: len(prompt)] = prompt
         self.num_prompt = self.num_known = len(prompt)
         self.max_len = max_len
-        # Tokens that exist or are being sampled.
+        # Tokens that exist or are being sampled, at most max_len.
         self.length = len(prompt)
         self.stop_ids = stop_ids
         # Tokens that were passed on, and how many are passed on at a time.
@@ -286,6 +286,12 @@ class Req:
         if spec is None or spec.prompt_from is None:
             return self.num_prompt
         return min(self.num_prompt, max(1, spec.prompt_from + len(self.prompt_logprobs)))
+
+    @property
+    def least_len(self) -> int:
+        """The tokens that it needs room for to go on: one more than are known, unless it is a prompt without an
+        answer that takes all the room there is."""
+        return min(self.num_known + 1, self.max_len)
 
     def reset(self) -> None:
         """Its hold has ended: it starts again, or has ended itself."""

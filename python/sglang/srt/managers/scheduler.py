@@ -135,6 +135,12 @@ class Scheduler:
         return self._too_long.accepted_len
 
     @property
+    def max_unanswered_len(self) -> int:
+        """The most tokens of a prompt without an answer. It may fill the device; one that streams may not fill all
+        tiers."""
+        return self.accepted_len if self.accepted_len <= self.config.max_resident_len else self.accepted_len - 1
+
+    @property
     def num_reqs(self) -> int:
         return len(self.queues)
 
@@ -415,10 +421,12 @@ class Scheduler:
         self._end_check()
         assert msg.rid not in self.queues, f"request id {msg.rid} is in use"
         prompt = bytes_to_ids(msg.input_ids)
-        limit = self.accepted_len
-        if not 0 < len(prompt) < limit:
+        longest = self.accepted_len - 1
+        if msg.sampling_params.max_new_tokens == 0:
+            longest = self.max_unanswered_len
+        if not 0 < len(prompt) <= longest:
             message = (
-                f"the prompt has {len(prompt)} tokens; this server takes 1 to {limit - 1} "
+                f"the prompt has {len(prompt)} tokens; this server takes 1 to {longest} "
                 f"(see {self.streaming.limit_flags})"
             )
             self._refuse(msg.rid, len(prompt), message)
@@ -440,6 +448,7 @@ class Scheduler:
         stop_ids = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos or sampling.grammar is not None:
             stop_ids |= frozenset(self.config.eos_token_ids)
+        # A token is sampled behind each prompt. Where the prompt alone is wanted, it may have no room.
         max_len = min(len(prompt) + max(1, sampling.max_new_tokens), self.accepted_len)
         req = Req(msg, self.queues.next_order, prompt, max_len, stop_ids)
         req.set_cache_mode(self.cache.switches.cache_mode(msg.cache))

@@ -456,6 +456,7 @@ def ready_message(
         max_total_num_tokens=config.num_device_pages * config.page_size,
         max_req_input_len=scheduler.accepted_len - 1,
         max_unlent_len=scheduler.max_total_len,
+        max_unanswered_len=scheduler.max_unanswered_len,
         info={
             "num_host_pages": config.num_host_pages,
             "page_size": config.page_size,

@@ -92,7 +92,7 @@ class GenerateRequest:
     prompt: str | Sequence[int]
     params: SamplingParams
     logprobs: LogprobSpec | None = None
-    # The answer is one token, and the hidden state behind it, see `Chunk.embedding`.
+    # The hidden state behind the prompt is wanted, see `Chunk.embedding`.
     is_embedding: bool = False
     # Generate up to the context's end instead of max_new_tokens.
     fill_context: bool = False
@@ -445,8 +445,9 @@ class TokenizerManager:
         )
 
     async def _tokenized(self, rid: str, req: GenerateRequest) -> TokenizedGenerateReqInput:
-        ids = await self.prompt_ids(req.prompt, req.add_special_tokens, req.extra_key)
         params, logprobs = req.params, req.logprobs
+        has_answer = req.fill_context or params.max_new_tokens > 0
+        ids = await self.prompt_ids(req.prompt, req.add_special_tokens, req.extra_key, has_answer)
         max_new_tokens = self._max_new_tokens(len(ids), None if req.fill_context else params.max_new_tokens)
         if params.min_new_tokens > max_new_tokens:
             raise RequestError(
@@ -479,12 +480,14 @@ class TokenizerManager:
             grammar_lane=grammar_lane,
         )
 
-    async def prompt_ids(self, prompt: str | Sequence[int], add_special_tokens: bool, namespace: str) -> np.ndarray:
+    async def prompt_ids(
+        self, prompt: str | Sequence[int], add_special_tokens: bool, namespace: str, has_answer: bool = True
+    ) -> np.ndarray:
         """The ids of a prompt. Raises RequestError if the model does not have them, or they are too many."""
         if isinstance(prompt, str):
-            ids = await self._text_ids(prompt, add_special_tokens, namespace)
+            ids = await self._text_ids(prompt, add_special_tokens, namespace, has_answer)
         else:
-            self.check_prompt_length(len(prompt))  # before looking at millions of ids
+            self.check_prompt_length(len(prompt), has_answer)  # before looking at millions of ids
             ids = _as_array(prompt, "input_ids")
         self._check_vocabulary("input_ids", ids)
         return ids
@@ -517,22 +520,22 @@ class TokenizerManager:
             )
 
     def _prompt_limit(self) -> tuple[int, str]:
-        """The number of tokens that a prompt must stay below, and the reason for it."""
+        """The most tokens of a prompt and its answer, and the reason for it."""
         ready = self.ready.result()
         if ready.max_req_input_len + 1 < self.context_length:
             limit = ready.max_req_input_len + 1
             return limit, f"the {limit} tokens that the KV cache can hold for one request"
         return self.context_length, f"the model's context of {self.context_length} tokens"
 
-    def check_prompt_length(self, num_tokens: int, or_more: str = "") -> None:
-        """Raises RequestError for a prompt of no tokens, and for one that leaves no room for an answer."""
+    def check_prompt_length(self, num_tokens: int, has_answer: bool, or_more: str = "") -> None:
+        """Raises RequestError for a prompt of no tokens, and for one that leaves no room for its answer."""
         if num_tokens == 0:
             raise RequestError("the prompt is empty: give at least one token")
         limit, what = self._prompt_limit()
-        if num_tokens >= limit:
-            raise RequestError(
-                f"the prompt has {num_tokens} tokens{or_more}, which leaves no room for an answer in {what}"
-            )
+        longest = limit - 1 if has_answer else max(limit - 1, min(limit, self.ready.result().max_unanswered_len))
+        if num_tokens > longest:
+            why = "which leaves no room for an answer in" if has_answer else f"but at most {longest} fit into"
+            raise RequestError(f"the prompt has {num_tokens} tokens{or_more}, {why} {what}")
 
     def check_answer_length(self, text: str) -> None:
         """Raises RequestError for a text that is too long to be an answer."""
@@ -543,7 +546,7 @@ class TokenizerManager:
             )
 
     def _max_new_tokens(self, prompt_tokens: int, wanted: int | None) -> int:
-        self.check_prompt_length(prompt_tokens)
+        self.check_prompt_length(prompt_tokens, has_answer=wanted != 0)
         limit, what = self._prompt_limit()
         if wanted is None:
             # Peers lend room for an answer only where the request asks for one of that length.
@@ -556,13 +559,13 @@ class TokenizerManager:
             )
         return wanted
 
-    async def _text_ids(self, text: str, add_special_tokens: bool, namespace: str) -> np.ndarray:
+    async def _text_ids(self, text: str, add_special_tokens: bool, namespace: str, has_answer: bool) -> np.ndarray:
         """Raises RequestError for a text that is too long: where its characters prove it, before tokenising."""
         if (least := self.threads.encoder.min_tokens(text)) > 0:
-            self.check_prompt_length(least, " or more")
+            self.check_prompt_length(least, has_answer, " or more")
         limit, _ = self._prompt_limit()
         encoded = await self.threads.encode_shared(text, add_special_tokens, namespace, limit)
-        self.check_prompt_length(encoded.num_tokens)
+        self.check_prompt_length(encoded.num_tokens, has_answer)
         assert encoded.ids is not None
         return encoded.ids
 

@@ -55,16 +55,16 @@ class TooLongRequests:
         most, patience = 0, 0.0
         if self._borrower is not None:
             most, patience = streaming.max_len_with(self._borrower.most_pages), self._patience_s
-        since, too_long = self._until, [req for req in waiting if req.num_known >= limit]
+        since, too_long = self._until, [req for req in waiting if req.least_len > limit]
         self._until = {
-            req.rid: since.get(req.rid, Seconds(now + patience)) if req.num_known < most else now for req in too_long
+            req.rid: since.get(req.rid, Seconds(now + patience)) if req.least_len <= most else now for req in too_long
         }
         ended = []
         for req in too_long:
             if self._until[req.rid] > now:
                 continue
             del self._until[req.rid]
-            if req.num_known < most:
+            if req.least_len <= most:
                 message = (
                     f"peers have not lent the memory that the request's {req.num_known} tokens need for "
                     f"{patience:g} s; there is room for {limit - 1} now. Send it again when the workers need less "
@@ -82,11 +82,11 @@ class TooLongRequests:
         """No tier has any more room for the only request. Returns why it ends; "" if it starts again: it waits for
         what peers may lend, or should have room. broken_links: those that are not tried now."""
         limit = self._streaming.max_total_len
-        if self._borrower is not None and limit <= req.num_known < self.accepted_len:
+        if self._borrower is not None and limit < req.least_len <= self.accepted_len:
             return ""
         req.num_failures += _FAILURE_WITHOUT_ROOM
         # What others left, or peers took back, is still to be dropped or moved.
-        if req.num_known < limit and req.num_failures < FAILURE_LIMIT:
+        if req.least_len <= limit and req.num_failures < FAILURE_LIMIT:
             return ""
         if broken_links:
             return (

@@ -86,7 +86,7 @@ def _requests(req: EmbeddingRequest) -> list[GenerateRequest]:
     check_num_answers(len(inputs))
     shared = GenerateRequest(
         prompt="",
-        params=SamplingParams(max_new_tokens=1, temperature=0.0),
+        params=SamplingParams(max_new_tokens=0, temperature=0.0),
         is_embedding=True,
         rid=check_name(req.rid, "rid"),
         extra_key=namespace(req.cache_salt, req.extra_key),
