@@ -23,6 +23,7 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.managers.prefix_retention import MAX_PREFIXES, MAX_SECONDS, PrefixRetention
 from sglang.srt.managers.schedule_batch import ControlReply, StepInputs
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.storage_setup import StorageLimits
 from sglang.srt.managers.tenant_quotas import MAX_QUOTAS, TenantQuotas
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
 from sglang.srt.mem_cache.namespaces import namespace_of
@@ -339,6 +340,26 @@ def test_a_quota_of_nothing_and_what_is_in_use(model_config: ModelConfig) -> Non
     engine.close()
 
 
+@pytest.mark.parametrize("quota", [{"host": BLOCK}, {"host": 0}, {"device": BLOCK, "host": BLOCK}])
+def test_a_prompt_over_the_quota_is_fetched_once(model_config: ModelConfig, quota: dict[str, int]) -> None:
+    """What was fetched for the request stays until it starts, and the quota takes it back then."""
+    limits = StorageLimits(blocks_per_op=1, max_fetch_pages=1000, max_store_pages=1000, fetch_window_ops=1)
+    engine = Engine(model_config, storage=dataclasses.replace(SETUP, limits=limits))
+    text = prompt(56, 100)
+    ask(engine, text, ALICE)
+    assert set_quota(engine, "alice", quota).success
+    for times in range(1, 3):
+        engine.forget()
+        (answer,) = engine.generate([text], PARAMS, extra_key=ALICE)
+        assert answer.cached_tokens_details == {"device": 0, "host": 0, "disk": 96}
+        assert answer.tokens == computed(model_config, text)
+        engine.assert_nothing_left()
+        assert engine.counter("prefetched_tokens") == 96 * times
+        used = set_quota(engine, "alice", None).result["used_tokens"]
+        assert all(used[tier] <= tokens for tier, tokens in quota.items()), used
+    engine.close()
+
+
 def test_what_a_request_has_used_goes_once_it_has_ended(model_config: ModelConfig) -> None:
     """Though the tenant asks for nothing more."""
     engine = Engine(model_config, storage=None, num_host_pages=0)
@@ -436,7 +457,7 @@ def test_a_quota_that_failed_undoes_no_later_one(second_succeeds: bool) -> None:
 def test_a_tenant_at_its_quota_gives_up_nothing_and_one_without_is_not_looked_at() -> None:
     tree, clock, given_up = HiRadixTree(1, "lru"), LaunchClock(), []
     tree.insert_prefix(ALICE, None, prompt(1, 64), np.arange(64, dtype=np.int32), LaunchSeq(0), LaunchSeq(0))
-    quotas = TenantQuotas(tree, (Tier.DEVICE,), clock, lambda _, num_pages, __: given_up.append(num_pages))
+    quotas = TenantQuotas(tree, (Tier.DEVICE,), clock, lambda _, num, __: given_up.append(num), frozenset)
     for tokens in (64, 63):
         assert not quotas.set("alice", {Tier.DEVICE: tokens})
         quotas.enforce(is_idle=True)
@@ -447,7 +468,7 @@ def test_a_tenant_at_its_quota_gives_up_nothing_and_one_without_is_not_looked_at
 
 
 def test_a_quota_that_is_not_there_can_be_removed_from_a_full_table() -> None:
-    quotas = TenantQuotas(HiRadixTree(1, "lru"), (Tier.DEVICE,), LaunchClock(), lambda *_: None)
+    quotas = TenantQuotas(HiRadixTree(1, "lru"), (Tier.DEVICE,), LaunchClock(), lambda *_: None, frozenset)
     for i in range(MAX_QUOTAS):
         assert not quotas.set(f"t{i}", {Tier.DEVICE: 1})
     assert "the most" in quotas.set("more", {Tier.DEVICE: 1}) and not quotas.set("more", {})

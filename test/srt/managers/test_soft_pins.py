@@ -6,10 +6,13 @@ import pytest
 
 from sglang.srt.managers.storage_controller import MAX_ASKED
 from sglang.srt.managers.storage_setup import PrefetchConfig
+from sglang.srt.managers.tenant_quotas import TenantQuotas
+from sglang.srt.mem_cache.block_keys import to_bytes
+from sglang.srt.mem_cache.namespaces import namespace_of
 from sglang.srt.mem_cache.transfer import D2H, Tier
 from sglang.srt.utils.time_units import Seconds
+from support.storage_rig import NAMES, expire, tokens
 from support.storage_rig import StorageRig as Rig
-from support.storage_rig import expire, tokens
 
 HOST = Tier.HOST
 TEXT, LONG, OTHER = "aaaabbbbccccddddeeee", "aaaabbbbccccdddd", "ppppqqqqrrrrssss"
@@ -91,6 +94,36 @@ def test_storage_is_asked_again_when_less_is_cached_than_before():
     assert rig.controller.make_room(HOST, 64, ())
     assert not rig.storage.asks_again("r", 0, 2.0), "not for ever"
     rig.detach("r")
+    rig.assert_nothing_left()
+
+
+def test_a_quota_takes_what_was_fetched_once_its_request_has_started():
+    """And not before: storage would bring it again and again, and others wait behind that."""
+    rig, alice = Rig(OTHER, blocks_per_op=1, fetch_window_ops=1), namespace_of("alice", "")
+    rig.stored |= set(to_bytes(NAMES.of_prompt(alice, tokens(TEXT))))
+    quotas = TenantQuotas(rig.tree, (HOST,), rig.clock, rig.controller.evict_of, rig.storage.awaited_ids)
+    assert not quotas.set("alice", {HOST: 4})
+
+    def on_host() -> int:
+        return rig.tree.match(alice, tokens(TEXT)).total_len
+
+    rig.storage.begin("a", alice, tokens(TEXT), Seconds(0))
+    rig.begin("b", OTHER)
+    num_ended = 0
+    while rig.ops:
+        rig.finish(min(rig.ops, key=lambda t: (t.link, t.seq)))
+        quotas.note(alice)
+        quotas.enforce(is_idle=True)
+        rig.check()
+        num_ended += 1
+        assert num_ended < 40
+    assert rig.over("a", "b") == [True, True]
+    assert on_host() == 20 and rig.on_host(OTHER) == 16
+    assert rig.storage.counters["prefetched_tokens"] == 20 + 16
+    rig.detach("a")
+    quotas.enforce(is_idle=True)
+    assert on_host() <= 4 and rig.on_host(OTHER) == 16
+    rig.detach("b")
     rig.assert_nothing_left()
 
 

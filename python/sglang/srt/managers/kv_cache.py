@@ -85,9 +85,11 @@ class KVCache:
         self.sessions = SessionKeeper(self.tree, self.tables, clock)
         self.controller.evicting = self.sessions.note_given_up
         self.switches = TierSwitches()
-        self.quotas = TenantQuotas(self.tree, tuple(self.tables), clock, self.controller.evict_of)
-        self.controller.is_over_quota = self.quotas.is_over
         self.storage = StorageController(self.controller, self.switches)
+        self.quotas = TenantQuotas(
+            self.tree, tuple(self.tables), clock, self.controller.evict_of, self.storage.awaited_ids
+        )
+        self.controller.is_over_quota = self.quotas.is_over
         # Slabs of the peer pool that come and go; None if it stays as it is.
         self.borrowed: SlabWithdrawal | None = None
         if pools.peer is not None and config.slabs:

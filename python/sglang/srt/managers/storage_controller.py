@@ -336,6 +336,16 @@ class StorageController:
         prefetch = self._prefetches.get(rid)
         return prefetch.leaves_at if prefetch is not None else 0
 
+    def awaited_ids(self) -> set[int]:
+        """Ids of the nodes on the soft-pinned paths of requests: what was fetched for them, and what is above."""
+        found: set[int] = set()
+        for prefetch in self._prefetches.values():
+            node = prefetch.pinned
+            while node is not None and node.id not in found:
+                found.add(node.id)
+                node = node.parent
+        return found
+
     def detach(self, rid: str) -> None:
         """The request starts, or ends: it waits for nothing more."""
         prefetch = self._prefetches.pop(rid, None)

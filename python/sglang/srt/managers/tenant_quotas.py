@@ -1,16 +1,16 @@
 """`TenantQuotas`: how much requests with one `cache_salt` may have cached on device, peers and host.
 
 Owns the quotas and which tenants have grown. A tenant over its quota gives up its own pages, and no other's, in the
-order in which the tier would give them up anyway. What its requests use at the moment stays. It is looked at when a
-tier has got something of it, and again where something stayed, every CHECK_LAUNCHES launches at most: until then it
-may be over.
+order in which the tier would give them up anyway. What its requests use at the moment stays, also what is fetched for
+those that wait. It is looked at when a tier has got something of it, and again where something stayed, every
+CHECK_LAUNCHES launches at most: until then it may be over.
 
 Storage's quotas are the business of the stores, which know what they have; see `StorageAction.LIMIT`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
@@ -26,7 +26,8 @@ _SHARE_AHEAD = 1 / 32
 
 
 class TenantQuotas:
-    """tiers: with frames, that are there. evict: gives up so many pages of a tier among nodes with these ids."""
+    """tiers: with frames, that are there. evict: gives up so many pages of a tier among nodes with these ids.
+    awaited_ids: of the nodes with what was fetched for waiting requests; they stay."""
 
     def __init__(
         self,
@@ -34,11 +35,13 @@ class TenantQuotas:
         tiers: Sequence[Tier],
         clock: LaunchClock,
         evict: Callable[[Tier, int, frozenset[int]], None],
+        awaited_ids: Callable[[], Container[int]],
     ) -> None:
         self._tree = tree
         self._tiers = tiers
         self._clock = clock
         self._evict = evict
+        self._awaited_ids = awaited_ids
         # By cache_salt: tier -> tokens.
         self._quotas: dict[str, dict[Tier, int]] = {}
         # Tenants of which a tier has got something since they were looked at, and when they are looked at.
@@ -106,7 +109,8 @@ class TenantQuotas:
             return False
         num_pages = -(-(over + int(quota * _SHARE_AHEAD)) // self._tree.page_size)
         self._filled.setdefault(salt, set()).add(tier)
-        self._evict(tier, num_pages, frozenset(node.id for node in nodes))
+        awaited = self._awaited_ids()
+        self._evict(tier, num_pages, frozenset(node.id for node in nodes if node.id not in awaited))
         return sum([len(node.key) for node in self._nodes_on(salt, tier)]) > quota
 
     def _nodes_on(self, salt: str, tier: Tier) -> list[Node]:
