@@ -9,7 +9,7 @@ from sglang.srt.managers.storage_setup import PrefetchConfig
 from sglang.srt.managers.tenant_quotas import TenantQuotas
 from sglang.srt.mem_cache.block_keys import to_bytes
 from sglang.srt.mem_cache.namespaces import namespace_of
-from sglang.srt.mem_cache.transfer import D2H, Tier
+from sglang.srt.mem_cache.transfer import D2H, FETCH, Tier
 from sglang.srt.utils.time_units import Seconds
 from support.storage_rig import NAMES, expire, tokens
 from support.storage_rig import StorageRig as Rig
@@ -124,6 +124,30 @@ def test_a_quota_takes_what_was_fetched_once_its_request_has_started():
     quotas.enforce(is_idle=True)
     assert on_host() <= 4 and rig.on_host(OTHER) == 16
     rig.detach("b")
+    rig.assert_nothing_left()
+
+
+@pytest.mark.parametrize("num_waiting", [1, 2])
+def test_what_is_gone_again_is_not_fetched_without_end(num_waiting: int):
+    """Whatever takes it while a request waits for the rest. One that could start asks anew, as often as others."""
+    rig, waiting = Rig(TEXT, blocks_per_op=1, fetch_window_ops=1), "rst"[:num_waiting]
+    for rid in waiting:
+        rig.begin(rid, TEXT)
+    for times in range(MAX_ASKED):
+        num_fetches = 0
+        while rig.ops:
+            ticket = min(rig.ops, key=lambda t: (t.link, t.seq))
+            num_fetches += ticket.link == FETCH
+            assert num_fetches < 20
+            rig.finish(ticket)
+            rig.controller.evict(HOST, 64)
+        assert all(rig.over(*waiting))
+        assert [rig.storage.outcome(rid).reason for rid in waiting] == ["no_room"] * num_waiting
+        asked_again = [rig.storage.asks_again(rid, 0, Seconds(1)) for rid in waiting]
+        assert asked_again == [times + 1 < MAX_ASKED] * num_waiting
+        rig.collect()
+    for rid in waiting:
+        rig.detach(rid)
     rig.assert_nothing_left()
 
 

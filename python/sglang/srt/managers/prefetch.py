@@ -44,6 +44,8 @@ class Prefetch:
     waits_for_probe: bool = True
     # Storage has the blocks up to that token; 0 when nothing more is to be begun.
     end: int = 0
+    # It has begun to fetch all up to that token since storage was asked; what is gone again is not fetched once more.
+    begun_end: int = 0
     # Fetches that it waits for.
     tickets: dict[Ticket, None] = field(default_factory=dict)
     # Of each fetch that brought something, tokens [start, end), from the second storage tier those from `border` on:
@@ -58,7 +60,7 @@ class Prefetch:
     cut_from: int = 1 << 62
     # Its prompt leaves there what storage has, in tokens, as far as it is known: others may leave there, too.
     leaves_at: int = 0
-    # Whether it was let go before all had come, and whether the host had no room.
+    # Whether it was let go before all had come, and whether the host had no room, or did not keep what had come.
     timed_out: bool = False
     no_room: bool = False
     # See `fetch_rank`.

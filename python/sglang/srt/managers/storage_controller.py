@@ -590,6 +590,7 @@ class StorageController:
         if not len(prefetch.keys):
             prefetch.keys = names.of_prompt(prefetch.namespace, prefetch.tokens)
         prefetch.num_asked += 1
+        prefetch.begun_end = 0
         if config.policy == "timeout":
             prefetch.limit_s = config.timeout_base_s + config.timeout_per_ki_token_s * lacking / 1024
         self._set_deadline(rid, prefetch, now, prefetch.limit_s)
@@ -714,6 +715,9 @@ class StorageController:
         start = match.total_len
         if start >= prefetch.end:
             return Attempt.OVER
+        if start < prefetch.begun_end:
+            # It was fetched for the request, and is gone again.
+            return self._without_room(prefetch, start)
         first, size = start // names.block_tokens, names.block_tokens
         # Where it ends is settled once something has come without what windows do not reach from there.
         is_settled = self.leaves_out_windows and prefetch.is_pinned
@@ -735,9 +739,7 @@ class StorageController:
         if not self._make_room(num_pages, num_pages - num_partial, match):
             if self._is_room_to_come():
                 return Attempt.FULL
-            self.counters["prefetch_dropped_tokens"] += prefetch.end - start
-            prefetch.reach, prefetch.no_room = max(prefetch.reach, prefetch.end), True
-            return Attempt.OVER
+            return self._without_room(prefetch, start)
         # Once more: making room may have merged nodes, or removed a hole.
         match, end = self._match(prefetch, prefetch.end), last * size
         if match.total_len != start:
@@ -752,8 +754,15 @@ class StorageController:
         prefetch.blocks_left = max(1, prefetch.blocks_left - (last - first))
         self._wait(rid, prefetch, ticket)
         self._pin(prefetch, self._match(prefetch, end))
+        prefetch.begun_end = end
         self._let_join(rid, prefetch, ticket, first)
         return Attempt.OVER if end >= prefetch.end else Attempt.BEGUN
+
+    def _without_room(self, prefetch: Prefetch, start: int) -> Attempt:
+        """The host has no room for what a request lacks from token `start` on, or does not keep it."""
+        self.counters["prefetch_dropped_tokens"] += prefetch.end - start
+        prefetch.reach, prefetch.no_room = max(prefetch.reach, prefetch.end), True
+        return Attempt.OVER
 
     def _num_without_windows(self, num_pages: int, match: MatchResult, wanted: int) -> int:
         """Of so many pages that are fetched behind a match, the first from which layers with a window are left out:
