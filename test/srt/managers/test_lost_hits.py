@@ -278,6 +278,20 @@ def test_tails(length: int):
     assert history.find_tail("", longer) == (length % 64 + 8, Left("failed", False))
 
 
+def test_of_tails_whose_tokens_are_dropped_the_first_page_tells_why_they_left():
+    history, text = BlockHistory(4), np.arange(64 + 20, dtype=np.int32)
+    left_as(history, text, "erased")
+    history.forget_tokens()
+    assert not any(tail.tokens is not None for tail in history._tails.values())
+    longer = np.concatenate([text, text[:8]])
+    for asked, known in ((text, 20), (text[:72], 8), (longer, 20)):
+        assert history.find_tail("", asked) == (known, Left("erased", False))
+    assert history.find_tail("", np.concatenate([text[:64], text[:8]])) == (0, FORGOTTEN)
+    # It was cached once more.
+    left_as(history, text[:72], "flushed")
+    assert history.find_tail("", text) == (8, Left("flushed", False))
+
+
 def test_tails_that_are_forgotten_are_known_as_such(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("sglang.srt.mem_cache.block_history.NUM_TAILS", 2)
     history = BlockHistory(4)

@@ -646,7 +646,7 @@ class KVCache:
             for namespace in sorted(namespaces):
                 for tier, num_tokens in self._drop_namespace(namespace).items():
                     erased[tier] += num_tokens
-        self.lost_hits.history.forget_tails()
+        self.lost_hits.history.forget_tokens()
         self.sessions.table.forget_salt(salt)
         self.reap()
         return erased

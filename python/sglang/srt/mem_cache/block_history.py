@@ -44,6 +44,15 @@ class Left(NamedTuple):
     is_stored: bool
 
 
+class _Tail(NamedTuple):
+    """Of a node, what is behind its last whole block."""
+
+    num_tokens: int
+    # int32; None once a tenant was erased.
+    tokens: np.ndarray | None
+    left: Left
+
+
 FORGOTTEN = Left("forgotten", False)
 
 
@@ -77,7 +86,7 @@ class BlockHistory:
         self.block_tokens = -(-BLOCK_TOKENS // page_size) * page_size
         self._size = size
         self._page_size = page_size
-        self._tails: OrderedDict[int, tuple[np.ndarray, Left]] = OrderedDict()
+        self._tails: OrderedDict[int, _Tail] = OrderedDict()
         self._left: OrderedDict[int, Left] = OrderedDict()
         self._forgotten = _Forgotten()
         # Why nodes leave memory now; empty: they are evicted.
@@ -141,21 +150,23 @@ class BlockHistory:
         digests = self._digests(namespace, tokens[max(last - 1, 0) * size :], max(last - 1, 0))
         key, tail = self._tail_key(namespace, tokens, digests), tokens[last * size :]
         if (found := self._tails.get(key)) is not None:
-            return common_len(found[0], tail, 0, len(tail), self._page_size), found[1]
+            if found.tokens is None:
+                return min(found.num_tokens, len(tail)), found.left
+            return common_len(found.tokens, tail, 0, len(tail), self._page_size), found.left
         return len(tail) if key in self._forgotten else 0, FORGOTTEN
 
-    def forget_tails(self) -> None:
-        """Keep no tokens of any prompt: to erase one tenant's."""
-        for key in self._tails:
-            self._forgotten.add(key)
-        self._tails.clear()
+    def forget_tokens(self) -> None:
+        """Keep no tokens of any prompt: to erase one tenant's. How tails left memory is known by their first page and
+        their length from then on."""
+        self._tails = OrderedDict((key, tail._replace(tokens=None)) for key, tail in self._tails.items())
 
-    def _note_tail(self, key: int, tail: np.ndarray, left: Left) -> None:
-        before = self._tails.pop(key, None)
-        if before is not None and len(before[0]) > len(tail) and np.array_equal(before[0][: len(tail)], tail):
+    def _note_tail(self, key: int, tokens: np.ndarray, left: Left) -> None:
+        tail, before = _Tail(len(tokens), tokens.copy(), left), self._tails.pop(key, None)
+        if before is not None and before.tokens is not None and len(before.tokens) > len(tokens):
+            is_below = np.array_equal(before.tokens[: len(tokens)], tokens)
             # A node below, which has left before this one.
-            tail, left = before
-        self._tails[key] = tail.copy(), left
+            tail = before if is_below else tail
+        self._tails[key] = tail
         if len(self._tails) > NUM_TAILS:
             self._forgotten.add(self._tails.popitem(last=False)[0])
 
