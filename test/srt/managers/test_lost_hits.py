@@ -16,6 +16,7 @@ from sglang.srt.managers.storage_setup import PrefetchConfig
 from sglang.srt.mem_cache.block_history import FORGOTTEN, BlockHistory, Left
 from sglang.srt.mem_cache.block_store import ExistsFailed
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
+from sglang.srt.mem_cache.namespaces import namespace_of
 from sglang.srt.mem_cache.transfer import Tier
 from sglang.srt.sampling.logprob_types import LogprobSpec
 from sglang.srt.utils.time_units import Seconds
@@ -104,6 +105,25 @@ def test_a_flush(model_config: ModelConfig):
     ask(engine, text)
     flush(engine)
     assert ask(engine, text) == USUAL | {"flushed": 196}
+    engine.close()
+
+
+@pytest.mark.parametrize("cause", ["flushed", "erased"])
+def test_what_was_being_copied_when_it_was_dropped(model_config: ModelConfig, cause: str):
+    engine = engine_of(model_config, num_host_pages=80)
+    where, text = namespace_of("alice", ""), prompt(18, LENGTH)
+    ask(engine, text, extra_key=where)
+    cache = engine.scheduler.cache
+    (node,) = cache.tree.walk()
+    cache.controller.drop(node, Tier.HOST)
+    assert cache.controller.begin_backup(node) is not None
+    engine.core.step(engine.clock(), engine.core.progress())
+    if cause == "flushed":
+        cache.flush()
+    else:
+        cache.erase("alice")
+    engine.settle()
+    assert ask(engine, text, extra_key=where) == USUAL | {cause: 196}
     engine.close()
 
 

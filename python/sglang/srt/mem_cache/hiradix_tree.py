@@ -57,7 +57,7 @@ from sglang.srt.mem_cache.page_counts import PageCounts, evictable_pages
 from sglang.srt.mem_cache.page_watcher import PageWatcher
 from sglang.srt.mem_cache.placement import LAST
 from sglang.srt.mem_cache.radix import PageKey, common_len, join_keys, page_key_of, put_above, trimmed
-from sglang.srt.mem_cache.transfer import FRAME_TIERS, Ticket, Tier
+from sglang.srt.mem_cache.transfer import FETCH, FRAME_TIERS, Ticket, Tier
 from sglang.srt.mem_cache.transient_nodes import TransientNodes
 from sglang.srt.mem_cache.tree_checks import check_tree
 from sglang.srt.mem_cache.window_reach import WindowReach
@@ -850,7 +850,8 @@ class HiRadixTree:
         elif tier == _HOST:
             node.is_host_partial = False
         self._count_in(node, tier)
-        if ticket is None and is_nowhere_whole(node):
+        # Where a copy did not end that was the last; what storage was to bring was lost before.
+        if (ticket is None or ticket.link != FETCH) and is_nowhere_whole(node):
             self.lost(node, tier)
         if tier == _DEVICE:
             assert node.num_device_children == 0
