@@ -217,6 +217,18 @@ def test_a_salt_is_erased_on_every_tier_and_no_other(model_config: ModelConfig) 
     engine.close()
 
 
+def test_all_that_was_erased_is_counted(model_config: ModelConfig) -> None:
+    """Of prompts that share a beginning, too."""
+    engine = Engine(model_config, storage=None, num_device_pages=200, num_host_pages=200)
+    text = prompt(24, 100)
+    for end in (prompt(1, 0), prompt(2, 40), prompt(3, 40)):
+        ask(engine, np.concatenate([text[:60], end]), ALICE)
+    used = set_quota(engine, "alice", None).result["used_tokens"]
+    assert used["device"] > 120 and used["host"] > 60
+    assert erase(engine, "alice").result["erased_tokens"] == used
+    engine.close()
+
+
 @pytest.mark.parametrize("failed", [(), (Tier.REMOTE,), (Tier.DISK, Tier.REMOTE)])
 def test_the_answer_names_the_tiers_that_were_not_erased(
     model_config: ModelConfig, failed: tuple[Tier, ...], monkeypatch: pytest.MonkeyPatch

@@ -653,11 +653,13 @@ class KVCache:
 
     def _drop_namespace(self, namespace: str) -> dict[Tier, int]:
         """Drop what no request reads. Returns how many tokens that was, by tier."""
-        dropped, root = dict.fromkeys(self.tables, 0), self.tree.roots.get(namespace)
-        for node in list(self.tree.walk_below(root)) if root is not None else ():
+        root = self.tree.roots.get(namespace)
+        nodes = list(self.tree.walk_below(root)) if root is not None else []
+        dropped = {tier: sum([len(n.key) for n in nodes if n.frames[tier] is not None]) for tier in self.tables}
+        for node in nodes:
             for tier in self.tables:
+                # The device drops with a node all below it.
                 if node.frames[tier] is not None:
-                    dropped[tier] += len(node.key)
                     self.controller.drop(node, tier)
         return dropped
 
