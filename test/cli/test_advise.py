@@ -320,8 +320,11 @@ def test_a_server_tells_of_its_layers_with_a_window() -> None:
     given, log = Given(prefill_tokens_per_s=1.0), log_of(200)
     found = find_costs(given, WINDOWED_STATE, log)
     assert found.bytes_per_token == 300 and found.windowed == WindowedLayers(250, 0.3, 0.5, 0.5)
-    one_pool = {**WINDOWED_STATE, "tiers": {"device": {"total_tokens": 1000}}}
+    one_pool = {**WINDOWED_STATE, "tiers": {"device": {"total_tokens": 1000}, "host": {"total_tokens": 1000}}}
     assert find_costs(given, one_pool, log).windowed == WindowedLayers(250, 1, 1, 0.5)
+    # A host that is advised would be divided.
+    no_host = {**WINDOWED_STATE, "tiers": {"device": {"total_tokens": 1000}}}
+    assert find_costs(given, no_host, log).windowed == WindowedLayers(250, 1, 0.5, 0.5)
     assert find_costs(given, {**WINDOWED_STATE, "window_reach": 0}, log).windowed is None
     assert find_costs(replace(given, bytes_per_token=7.0), WINDOWED_STATE, log) == Costs(7.0, 1.0)
     broken = {**WINDOWED_STATE, "window_reach": "many"}

@@ -134,16 +134,19 @@ def _bytes_of_server(state: Mapping[str, Any]) -> _TokenBytes:
         number_in(state, "windowed_page_bytes") / page_size,
         int(number_in(state, "window_reach")),
         device_share,
-        _is_divided(state, "host"),
+        # A host that is to be there would be.
+        not _has_tier(state, "host") or _is_divided(state, "host"),
     )
+
+
+def _has_tier(state: Mapping[str, Any], tier: str) -> bool:
+    tiers = state.get("tiers")
+    return isinstance(tiers, Mapping) and isinstance(tiers.get(tier), Mapping)
 
 
 def _is_divided(state: Mapping[str, Any], tier: str) -> bool:
     """Whether layers with a window have a pool of their own there."""
-    try:
-        return "windowed" in state["tiers"][tier]
-    except (KeyError, TypeError):
-        return False
+    return _has_tier(state, tier) and "windowed" in state["tiers"][tier]
 
 
 def _bytes_of_model(model_path: str, kv_cache_dtype: str) -> _TokenBytes:

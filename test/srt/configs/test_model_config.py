@@ -167,6 +167,13 @@ def test_rope_of_old_and_new_configs(tmp_path, changes, rope_type, theta, factor
         ({"hidden_act": "gelu"}, "'gelu' is not supported"),
         ({"is_causal": False}, "its tokens see those behind them"),
         (GEMMA | {"hidden_activation": "relu"}, "'relu' is not supported natively, only 'gelu_pytorch_tanh' is"),
+        (
+            GEMMA | {"query_pre_attn_scalar": -4},
+            "query_pre_attn_scalar in its config is -4, but it has to be a number",
+        ),
+        (GEMMA | {"final_logit_softcapping": 0.0}, "final_logit_softcapping in its config is 0.0, but it has to be"),
+        # Flat, though model_type is that of text and images.
+        (GEMMA | {"model_type": "gemma3"}, "Gemma3ForCausalLM, but model_type 'gemma3' is of Gemma3Config"),
         (GEMMA | {"use_bidirectional_attention": True}, "tokens see those behind them cannot be served"),
         (
             GEMMA | {"rope_parameters": {"sliding_attention": {"rope_type": "proportional"}, "full_attention": {}}},

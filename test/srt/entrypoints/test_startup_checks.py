@@ -83,7 +83,13 @@ IMAGES = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "ge
             "it is quantized as 'quip', which is not supported",
         ),
         ("", {"hidden_act": "gelu"}, {}, "'gelu' is not supported"),
-        ("", IMAGES | {"text_config": {"hidden_activation": "relu"}}, {}, "'relu' is not supported natively"),
+        (
+            "",
+            IMAGES | {"text_config": {"hidden_activation": "relu"}},
+            {},
+            "use a checkpoint of its text model alone, with --model-impl transformers",
+        ),
+        ("", IMAGES | {"text_config": [5]}, {}, "text_config in its config is [5], but it has to be an object"),
         (
             "",
             IMAGES | {"text_config": {"num_attention_heads": 5}},

@@ -387,8 +387,10 @@ def test_only_what_cannot_stream_and_is_long_enough_leaves_windows_out():
     assert with_windows(config, (None, None, None)) == config
     found = with_windows(config, (None, 512, 128), tile=100)
     assert (found.num_windowed_layers, found.window_reach) == (2, 611) and found.windowed_share == 2 / 3
+    # Without anything to load from, it is only told.
+    alone = replace(config, num_host_pages=0)
+    assert with_windows(alone, (None, 512, 128), tile=100) == replace(alone, model_windows=(2, 611))
     for other in (
-        replace(config, num_host_pages=0),
         replace(config, context_len=611),
         replace(config, layer_stream=LayerStreamConfig(2, 8)),
     ):

@@ -350,26 +350,43 @@ TEXT = BASE | dict(sliding_window=16, head_dim=32, query_pre_attn_scalar=20)
 IMAGES = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28)
 
 
-@pytest.mark.parametrize("names", ["new", "old", "tied head"])
+@pytest.mark.parametrize(
+    "names", ["new", "old", "tied head", "own head", "named as of text", "named as without a head"]
+)
 def test_of_text_and_images_the_text_is_served(tmp_path, names: str):
-    """Its checkpoints have other names, older ones yet others, and what text and images share stands outside."""
+    """Its checkpoints have other names, older ones yet others, and what text and images share stands outside. Caps in
+    its config are not read."""
     torch.manual_seed(SEED)
-    config = Gemma3Config(text_config=TEXT, vision_config=IMAGES, dtype="float32", eos_token_id=[5, 7])
+    is_tied = names != "own head"
+    text = TEXT | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 2.0, "tie_word_embeddings": is_tied}
+    config = Gemma3Config(text_config=text, vision_config=IMAGES, dtype="float32", eos_token_id=[5, 7])
     theirs = Gemma3ForConditionalGeneration(config).eval()
     theirs.save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
     weights = load_file(path)
     assert any(name.startswith("vision_tower.") for name in weights)
+    head = "language_model.lm_head.weight"
     if names == "new":
         weights = {
             f"model.{name.replace('language_model.model.', 'language_model.')}": tensor
             for name, tensor in weights.items()
         }
     elif names == "tied head":
-        weights["language_model.lm_head.weight"] = weights["language_model.model.embed_tokens.weight"].clone()
+        weights[head] = weights["language_model.model.embed_tokens.weight"].clone()
+    elif names == "own head":
+        weights[head] = torch.randn(weights["language_model.model.embed_tokens.weight"].shape)
+        theirs.lm_head.weight = torch.nn.Parameter(weights[head])
+    elif names.startswith("named as"):
+        changed = json.loads((tmp_path / "config.json").read_text())
+        changed["architectures"] = ["Gemma3ForCausalLM" if names == "named as of text" else "Gemma3Model"]
+        # As a text model has it, which reads this one.
+        changed["text_config"]["final_logit_softcapping"] = None
+        (tmp_path / "config.json").write_text(json.dumps(changed))
+    if names == "named as without a head":
+        weights = {name.replace("language_model.model.", "language_model."): t for name, t in weights.items()}
     save_file(weights, path)
     found = ModelConfig.from_pretrained(str(tmp_path))
-    assert found.dtype == torch.float32 and found.eos_token_ids == (5, 7) and found.tie_word_embeddings
+    assert found.dtype == torch.float32 and found.eos_token_ids == (5, 7) and found.tie_word_embeddings == is_tied
     assert found.windows == (16, 16, 16) and found.attn_scale == 20**-0.5
     ours, tokens = TinyRunner(found), list(range(7, 67))
     (seq,) = ours.start([tokens])

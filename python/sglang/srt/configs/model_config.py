@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
@@ -148,7 +150,7 @@ class ModelConfig:
         if pick_model_impl(architecture, model_impl) == TRANSFORMERS:
             found = cls._of_transformers(model_path, local_path, architecture, hf_config, dtype, context_length)
             return replace(found, file_stamps=stamps)
-        hf_config = _text_config(architecture, hf_config)
+        hf_config = _text_config(raw, hf_config)
         _check_config_class(architecture, hf_config)
         num_heads = hf_config.num_attention_heads
         try:
@@ -185,7 +187,7 @@ class ModelConfig:
             mlp_bias=bool(hf_config.mlp_bias) if hasattr(type(hf_config), "mlp_bias") else False,
             activation="gelu_tanh" if architecture in GEMMA_FAMILIES else "silu",
             norms_from_one=architecture in GEMMA_FAMILIES,
-            query_scalar=hf_config.query_pre_attn_scalar if architecture in GEMMA_FAMILIES else None,
+            query_scalar=_query_scalar(hf_config) if architecture in GEMMA_FAMILIES else None,
             tie_word_embeddings=bool(hf_config.tie_word_embeddings),
             quantization=quantization,
             eos_token_ids=_eos_token_ids(local_path, hf_config),
@@ -383,21 +385,20 @@ def _head_dim(hf_config: Any) -> int:
     return getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
 
 
-# Config classes of other families that mean the same by their entries, or that have another name.
-_ALSO_READ = {
-    "LlamaForCausalLM": "MistralConfig",
-    "MistralForCausalLM": "MinistralConfig",
-    "Gemma3ForCausalLM": "Gemma3TextConfig",
-}
+# Config classes of families whose own have another name, and of others that mean the same by their entries.
+_OWN_CONFIG = {"Gemma3ForCausalLM": "Gemma3TextConfig", "Gemma3ForConditionalGeneration": "Gemma3TextConfig"}
+_ALSO_READ = {"LlamaForCausalLM": "MistralConfig", "MistralForCausalLM": "MinistralConfig"}
 
 
-def _text_config(architecture: str, hf_config: Any) -> Any:
-    """The part of a multimodal config that is about text, with what the whole has for both."""
-    if not architecture.endswith("ForConditionalGeneration"):
+def _text_config(raw: Mapping[str, Any], hf_config: Any) -> Any:
+    """The part that is about text of a config for text and images, with what the whole has for both. raw:
+    config.json."""
+    if "text_config" not in raw:
         return hf_config
     text = hf_config.get_text_config()
     for name in ("tie_word_embeddings", "eos_token_id", "dtype", "quantization_config"):
-        if text is not hf_config and getattr(hf_config, name, None) is not None:
+        is_own = name == "tie_word_embeddings" and name in raw["text_config"]
+        if not is_own and getattr(hf_config, name, None) is not None:
             setattr(text, name, getattr(hf_config, name))
     return text
 
@@ -407,12 +408,24 @@ def _check_config_class(architecture: str, hf_config: Any) -> None:
     not know may read any. Raises ModelConfigError."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    own, found = architecture.removesuffix("ForCausalLM") + "Config", type(hf_config).__name__
+    own = _OWN_CONFIG.get(architecture, architecture.removesuffix("ForCausalLM") + "Config")
+    found = type(hf_config).__name__
     if found not in (own, _ALSO_READ.get(architecture)) and own in CONFIG_MAPPING_NAMES.values():
         raise ModelConfigError(
             f"architectures in its config names {architecture}, but model_type {hf_config.model_type!r} is of "
             f"{found}; correct one of them."
         )
+
+
+def _query_scalar(hf_config: Any) -> float:
+    """Of Gemma. Raises ModelConfigError, also for its caps of scores and logits."""
+    for name in ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"):
+        value: Any = getattr(hf_config, name, None)
+        if value is None and name != "query_pre_attn_scalar":
+            continue
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise ModelConfigError(f"{name} in its config is {value!r}, but it has to be a number above 0.")
+    return float(hf_config.query_pre_attn_scalar)
 
 
 def _windows(hf_config: Any, context_length: int) -> tuple[int | None, ...]:

@@ -306,9 +306,9 @@ def check_config(
     later. Returns NATIVE or TRANSFORMERS. Raises ModelConfigError."""
     architecture = pick_architecture(model_path, dict(raw), model_impl)
     impl = pick_model_impl(architecture, model_impl)
-    if impl == NATIVE and isinstance(text := raw.get("text_config"), Mapping):
+    if impl == NATIVE and "text_config" in raw:
         # Of text and images.
-        raw = {**raw, **text}
+        raw = {**raw, **text_config_of(model_path, raw)}
     for name in _SIZES:
         value = raw.get(name)
         if value is not None and (type(value) is not int or value < 1):
@@ -334,6 +334,16 @@ def check_config(
     if isinstance(num_heads, int) and isinstance(rows, int) and isinstance(num_kv_heads, int):
         check_tensor_parallel(num_ranks, num_heads, (rows,), num_kv_heads)
     return impl
+
+
+def text_config_of(model_path: str, raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """raw: config.json of a model for text and images. Raises ModelConfigError."""
+    text = raw["text_config"]
+    if not isinstance(text, Mapping):
+        raise ModelConfigError(
+            f"{model_path!r} cannot be served: text_config in its config is {text!r}, but it has to be an object."
+        )
+    return text
 
 
 def quantization_of(model_path: str, raw: Mapping[str, Any], impl: str) -> WeightQuantization | None:
@@ -376,9 +386,12 @@ def check_activation(architecture: str, config: Mapping[str, Any]) -> None:
     else:
         found, supported = config.get("hidden_act"), "silu"
     if found not in (None, supported):
+        remedy = "--model-impl transformers"
+        if architecture.endswith("ForConditionalGeneration"):
+            # That refuses it.
+            remedy = f"a checkpoint of its text model alone, with {remedy}"
         raise ModelConfigError(
-            f"The activation {found!r} is not supported natively, only {supported!r} is; use --model-impl "
-            "transformers."
+            f"The activation {found!r} is not supported natively, only {supported!r} is; use {remedy}."
         )
 
 

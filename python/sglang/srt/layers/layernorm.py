@@ -20,6 +20,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size, dtype=kept), requires_grad=False)
 
     def finish_loading(self) -> None:
+        """Called once, when the weight is complete."""
         if self.from_one:
             self.weight.add_(1)
 
@@ -54,6 +55,7 @@ class QKNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape, dtype=kept), requires_grad=False)
 
     def finish_loading(self) -> None:
+        """Called once, when the weight is complete."""
         if self.from_one:
             self.weight.add_(1)
 

@@ -230,6 +230,9 @@ class SchedulerReady(Message, frozen=True):
     max_unlent_len: int = 0
     # The longest prompt without an answer; 0: max_req_input_len.
     max_unanswered_len: int = 0
+    # Of the model, whose config may leave them to transformers' defaults; 0: not told.
+    context_len: int = 0
+    vocab_size: int = 0
     info: dict[str, Any] = {}
 
 

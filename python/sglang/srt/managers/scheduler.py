@@ -651,11 +651,12 @@ class Scheduler:
     def state(self, is_brief: bool = False) -> dict[str, Any]:
         """What `GET /hicache/state` shows: plain numbers. is_brief: without what takes longer for many prefixes."""
         storage, claims = self.storage_admin.state(), self.cache.claims
+        num_windowed, window_reach = self.config.model_windows
         return {
             "page_size": self.page_size,
             "page_bytes": self.config.page_bytes,
-            "windowed_page_bytes": round(self.config.page_bytes * self.config.windowed_share),
-            "window_reach": self.config.window_reach,
+            "windowed_page_bytes": self.config.page_bytes * num_windowed // self.config.num_layers,
+            "window_reach": window_reach,
             "tiers": self.cache.tiers_state(),
             "links": self.cache.links_state(has_storage=storage is not None),
             "queues": {

@@ -80,6 +80,10 @@ class SchedulerConfig:
     # whole.
     num_windowed_layers: int = 0
     window_reach: int = 0
+    # The same of the model, also where there is nothing to load from; for what is shown.
+    model_windows: tuple[int, int] = (0, 0)
+    # Of the model; 0: not known.
+    vocab_size: int = 0
     # Of the device's pool for layers with a window, see `WindowedPool`; 0: one pool has all layers.
     num_windowed_pages: int = 0
     # The same of the host, and what of both its pools is either's, see `HostBorder`; None: nothing.

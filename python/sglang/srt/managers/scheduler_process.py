@@ -457,6 +457,8 @@ def ready_message(
         max_req_input_len=scheduler.accepted_len - 1,
         max_unlent_len=scheduler.max_total_len,
         max_unanswered_len=scheduler.max_unanswered_len,
+        context_len=config.context_len,
+        vocab_size=config.vocab_size,
         info={
             "num_host_pages": config.num_host_pages,
             "page_size": config.page_size,

@@ -621,6 +621,8 @@ class TokenizerManager:
                 for rid, times in message.times.items():
                     self._note_times(rid, times, now)
             elif isinstance(message, SchedulerReady):
+                self._vocab_size = message.vocab_size or self._vocab_size
+                self.context_length = message.context_len or self.context_length
                 self.ready.set_result(message)
             else:
                 self.control.answer(message)

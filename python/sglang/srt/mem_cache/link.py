@@ -285,9 +285,7 @@ class CopyLink:
         assert self._flags is not None and isinstance(pages, KVPages) and isinstance(below, KVPages)
         launch.begin(load_layers(below, pages, src, dst, self._flags))
 
-    def _parts_of_backups(
-        self, above: KVPages | HybridPages, below: KVPages | HybridPages
-    ) -> Iterator[PartOfBackup]:
+    def _parts_of_backups(self, above: KVPages | HybridPages, below: KVPages | HybridPages) -> Iterator[PartOfBackup]:
         """One for all layers, or one for those of each kind where both pools are divided. Where one is, layers of a
         kind that do not follow each other have no common pages in the other."""
         if isinstance(above, HybridPages) and isinstance(below, HybridPages):

@@ -52,6 +52,7 @@ _TEXT_PREFIXES = {
     "language_model.model.": _PREFIX,
     "language_model.lm_head.": _HEAD,
     "model.language_model.": _PREFIX,
+    "language_model.": _PREFIX,
 }
 
 # Types of weights that are not quantised, as safetensors names them.
@@ -95,7 +96,7 @@ def load_model(
         model = get_model_class(config)(config, attn_backend, group)
     if load_format == "dummy":
         progress.stage("making up weights")
-        _fill_at_random(model.weight_targets(), seed)
+        _fill_at_random(model.weight_targets(), seed, norm=0.0 if config.norms_from_one else 1.0)
     else:
         try:
             _load_files(model, config, load_format, progress)
@@ -307,15 +308,15 @@ def _open(file: Path) -> Any:
 
 
 @torch.inference_mode()
-def _fill_at_random(targets: dict[str, WeightTarget], seed: int) -> None:
-    """Norms are 1. Matrices keep the scale of their input, so that activations neither vanish nor blow up. Every rank
-    draws all of a tensor and keeps its part. The numbers are drawn on the weights' device, because a CPU would take
-    minutes for billions of them."""
+def _fill_at_random(targets: dict[str, WeightTarget], seed: int, norm: float = 1.0) -> None:
+    """norm: of norms' weights. Matrices keep the scale of their input, so that activations neither vanish nor blow
+    up. Every rank draws all of a tensor and keeps its part. The numbers are drawn on the weights' device, because a
+    CPU would take minutes for billions of them."""
     device = next(iter(targets.values())).tensor.device
     generator = torch.Generator(device).manual_seed(seed)
     for name, target in sorted(targets.items()):
         if name.endswith("norm.weight"):
-            target.tensor.fill_(1.0)
+            target.tensor.fill_(norm)
         else:
             std = 1.0 if "embed_tokens" in name or len(target.shape) < 2 else target.shape[-1] ** -0.5
             # float32 on the CPU for every dtype of the model: the same numbers, rounded.

@@ -61,11 +61,16 @@ class GemmaDecoderLayer(LlamaDecoderLayer):
 
 
 class Gemma2ForCausalLM(LlamaForCausalLM):
+    # Where the config has a cap. Gemma 3's may have caps that transformers' models do not read.
+    caps_scores = caps_logits = True
+
     def __init__(self, config: ModelConfig, attn_backend: AttentionBackend, group: TensorParallelGroup) -> None:
         super().__init__(config, attn_backend, group)
         # In the type of the weights, as it was trained.
         self.embedding_scale = float(torch.tensor(config.hidden_size**0.5, dtype=config.dtype, device="cpu"))
-        self.logit_softcap: float | None = getattr(config.hf_config, "final_logit_softcapping", None)
+        self.logit_softcap: float | None = None
+        if self.caps_logits:
+            self.logit_softcap = config.hf_config.final_logit_softcapping
         self.windowed_rotary = None
         if config.windowed_rope_parameters is not None:
             self.windowed_rotary = RotaryEmbedding(
@@ -74,7 +79,8 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
 
     def make_layer(self, config: ModelConfig, layer_id: int, attn_backend: AttentionBackend) -> LlamaDecoderLayer:
         attention = self.make_attention(config, layer_id, attn_backend)
-        attention.attn.softcap = getattr(config.hf_config, "attn_logit_softcapping", None)
+        if self.caps_scores:
+            attention.attn.softcap = config.hf_config.attn_logit_softcapping
         has_window = config.hf_config.layer_types[layer_id] == "sliding_attention"
         return GemmaDecoderLayer(config, attention, self.make_mlp(config, layer_id), self.mlp_name, has_window)
 
@@ -95,12 +101,15 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
 
 
 class Gemma3ForCausalLM(Gemma2ForCausalLM):
+    """Also the text model of one that reads images, where its checkpoint has that architecture."""
+
     qk_norm = True
-
-
-class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
-    """The text model of one that also reads images."""
+    caps_scores = False
 
     def ignores_weight(self, name: str) -> bool:
         is_of_images = name.removeprefix("model.").startswith(("vision_tower.", "multi_modal_projector."))
         return is_of_images or super().ignores_weight(name)
+
+
+class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
+    caps_logits = False

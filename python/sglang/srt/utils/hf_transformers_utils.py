@@ -61,7 +61,8 @@ def get_context_and_vocab(model_dir: str) -> tuple[int | None, int | None]:
     try:
         with open(os.path.join(model_dir, "config.json")) as file:
             config = json.load(file)
-        config = {**config.get("text_config", {}), **config}
+        text = config.get("text_config")
+        config = {**(text if isinstance(text, dict) else {}), **config}
     except (OSError, ValueError, AttributeError, TypeError):
         raise StartupError(
             f"{model_dir} has no readable config.json: give a directory in Hugging Face's format"

@@ -155,6 +155,7 @@ def build_config(
         eviction_policy=args.radix_eviction_policy,
         write_policy=args.hicache_write_policy,
         num_layers=model.num_layers,
+        vocab_size=model.vocab_size,
         schedule_policy=args.schedule_policy,
         priorities=priorities_for(args),
         bypass_local=args.hicache_bypass_local,
@@ -250,11 +251,13 @@ def with_windows(config: SchedulerConfig, windows: Sequence[int | None], tile: i
     """A config whose loads leave out what layers with a window do not see. windows: of each layer, the tokens that a
     query sees, itself included; None for all. tile: see `WINDOW_TILE`."""
     reach = window_reach_of(windows, tile)
-    has_parts = config.num_host_pages or config.num_windowed_pages
     # Requests that stream may read any of it.
-    if not 0 < reach < config.context_len or not has_parts or config.layer_stream is not None:
+    if not 0 < reach < config.context_len or config.layer_stream is not None:
         return config
     num_windowed = sum(window is not None for window in windows)
+    config = replace(config, model_windows=(num_windowed, reach))
+    if not config.num_host_pages and not config.num_windowed_pages:
+        return config
     return replace(config, num_windowed_layers=num_windowed, window_reach=reach)
 
 
