@@ -284,6 +284,24 @@ def test_waiting_requests_are_counted():
     run(test)
 
 
+def test_the_scheduler_tells_what_the_model_s_config_leaves_out():
+    """Context and vocabulary, which transformers' defaults fill in there."""
+
+    async def test(h: Harness) -> None:
+        await h.manager.ready
+        assert h.manager.context_length == 1000
+        h.manager.ready = asyncio.Future()
+        told = {"max_total_num_tokens": 5000, "max_req_input_len": 1999, "context_len": 2000, "vocab_size": 300}
+        h.tell(SchedulerReady(**told))
+        await h.manager.ready
+        assert h.manager.context_length == 2000
+        h.manager._check_vocabulary("input_ids", [299])
+        with pytest.raises(RequestError, match="vocabulary"):
+            h.manager._check_vocabulary("input_ids", [300])
+
+    run(test)
+
+
 def test_nothing_is_sent_before_all_prompts_are_valid():
     async def test(h: Harness) -> None:
         async def answers(*prompts) -> list[tuple[int, Chunk]]:
