@@ -245,6 +245,28 @@ def test_an_endpoint_that_others_could_reach_is_refused(tmp_path: Path) -> None:
     assert "only loopback" in server.output() and "Traceback" not in server.output()
 
 
+@pytest.mark.parametrize(("worker_ranks", "master_ranks"), [(2, 1), (1, 2)])
+def test_a_worker_with_other_ranks_is_refused(worker_ranks: int, master_ranks: int, tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    endpoint = ("--peer-endpoint", f"ipc://{tmp_path}/peers")
+    with (
+        Server(*WORKER.split(), *endpoint, "--tp-size", str(worker_ranks)) as worker,
+        Server(*FLAGS.split(), *endpoint, "--tp-size", str(master_ranks)) as master,
+    ):
+        for seed in range(3):
+            ask(master, seed)
+        wait_until(lambda: bool(master.state()["peers"]["problems"]))
+        (problem,) = master.state()["peers"]["problems"]
+        assert f"its worker has --tp-size {worker_ranks}, where this master has --tp-size {master_ranks}" in problem
+        assert master.output().count(problem) == 1
+        for seed in range(3):
+            ask(master, seed)
+        assert borrowed_tokens(master) == 0
+        assert master.state()["peers"]["lenders"][0]["slabs"] == {"held": 0, "asked_back": 0}
+        peers = worker.state()["peers"]
+        assert peers["borrowers"] == 0 and peers["slabs"]["lent"] == 0
+
+
 # -- models of several shapes ------------------------------------------------------------------------------------
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}

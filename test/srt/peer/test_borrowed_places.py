@@ -318,6 +318,26 @@ def test_a_lender_whose_slabs_cannot_be_used_is_asked_for_none_and_the_other_for
     assert leases.demands == {"v": 0, "w": 4}
 
 
+def test_a_lender_with_other_ranks_is_asked_for_nothing_until_it_has_as_many(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    leases = Leases()
+    places = BorrowedPlaces(leases, ["w"], 4, SLAB_BYTES, BorrowedOptions(num_ranks=1), now=lambda: 0.0)
+    leases.offer = LenderOffer(SLAB_BYTES, False, 4, num_ranks=2)
+    for _ in range(3):
+        assert places.poll_mapped().num_lendable == 0 and leases.demand_bytes == 0
+    (problem,) = places.state()["problems"]
+    assert problem == (
+        "slabs from w cannot be used: its worker has --tp-size 2, where this master has --tp-size 1: start both with "
+        "the same --tp-size"
+    )
+    assert [record.getMessage() for record in caplog.records] == [problem]
+    for num_ranks in (1, 0):  # 0: it does not tell
+        leases.offer = LenderOffer(SLAB_BYTES, False, 4, num_ranks)
+        assert places.poll_mapped().num_lendable == 4 and leases.demand_bytes == 4 * SLAB_BYTES
+        assert not places.state()["problems"]
+
+
 def test_more_than_there_are_places_for_goes_back_at_once() -> None:
     rank = Rank()
     rank.leases.lend(0, 1, 2, 3, 4)

@@ -168,6 +168,20 @@ def test_two_borrowers_compete_for_a_slab_and_the_one_that_has_it_is_killed(make
     bert.wait_for("lent", 0, 0)
 
 
+@pytest.mark.parametrize("has_tcp", [True, False])
+def test_a_killed_borrower_that_was_lent_nothing_is_not_counted(
+    make_lender_side, start, private: Path, has_tcp: bool
+):
+    lender_side = make_lender_side(endpoint=TCP if has_tcp else f"ipc://{private}/peers")
+    endpoint, status = lender_side.coordinator.endpoint, lender_side.coordinator.status
+    anna, _ = (start(borrow, name, SLAB_BYTES, endpoint) for name in ("anna", "bert"))
+    lender_side.wait_for(DemandChanged(2 * SLAB_BYTES))
+    assert status()["borrowers"] == 2
+    anna.kill()
+    lender_side.wait_for(DemandChanged(SLAB_BYTES))
+    wait_until(lambda: status()["borrowers"] == 1, "the dead borrower to be forgotten")
+
+
 def test_a_stopped_borrower_costs_its_slab_until_it_goes_on(make_lender_side, start, private: Path):
     lender_side = make_lender_side(endpoint=f"ipc://{private}/peers")
     borrower = start(borrow, "anna", 2 * SLAB_BYTES, lender_side.coordinator.endpoint)

@@ -45,7 +45,7 @@ _GAUGES = (
     ("hicache_host_total_tokens", "Tokens of KV cache on the host.", ("tiers", "host", "total_tokens")),
     ("hicache_peer_total_tokens", "Tokens of KV cache in memory that peers lend.", ("tiers", "peer", "total_tokens")),
     ("hicache_peer_slab_bytes", "Bytes of a slab, the unit that peers lend.", ("peers", "slab_bytes")),
-    ("hicache_peer_borrowers", "Masters that are connected to this worker.", ("peers", "borrowers")),
+    ("hicache_peer_borrowers", "Masters that this worker may lend to.", ("peers", "borrowers")),
     ("hicache_sessions", "Sessions of clients that are known.", ("sessions", "known")),
     ("hicache_storage_tokens", "Tokens of KV cache in storage.", ("storage_tier", "cached_tokens")),
     ("hicache_storage_size_bytes", "Bytes that storage takes.", ("storage_tier", "size_bytes")),

@@ -30,6 +30,7 @@ from sglang.srt.peer.protocol.borrower import (
     SlabRecalled,
     SlabsWanted,
 )
+from sglang.srt.peer.protocol.leases import ranks_differ
 from sglang.srt.peer.protocol.messages import LeaseId
 from sglang.srt.utils.clock import monotonic
 from sglang.srt.utils.peer_timing import PeerTiming
@@ -54,6 +55,8 @@ class BorrowedOptions:
     num_wanted: int | None = None
     # What one is worth until then, see `Register`.
     value_us: int = 0
+    # Ranks of the engine; 0: lenders are not told.
+    num_ranks: int = 0
     timing: PeerTiming = field(default_factory=PeerTiming)
 
 
@@ -99,6 +102,7 @@ class BorrowedPlaces:
         # Places that are mapped here and not on all ranks -> since when.
         self._unagreed_since: dict[int, float] = {}
         self.slab_bytes = slab_bytes
+        self._num_ranks = options.num_ranks
         self._maps_only = maps_only
         self._leads = leads
         # Where rank 0 does not lead here: what it has -> at which place.
@@ -344,6 +348,11 @@ class BorrowedPlaces:
 
     def _problem_of(self, lender: str, offer: LenderOffer) -> str:
         """A sentence, or "" if its slabs can be used."""
+        if ranks_differ(offer.num_ranks, self._num_ranks):
+            return (
+                f"slabs from {lender} cannot be used: its worker has --tp-size {offer.num_ranks}, where this master "
+                f"has --tp-size {self._num_ranks}: start both with the same --tp-size"
+            )
         if offer.slab_bytes != self.slab_bytes:
             return (
                 f"slabs from {lender} cannot be used: they have {offer.slab_bytes:,} bytes, where this master has "

@@ -61,8 +61,8 @@ class _LenderLink:
 
 
 class BorrowerCoordinator(Coordinator[BorrowerEvent]):
-    """endpoints: of the lenders, which may start later. name, page_bytes: see `Register`. id: of this life. Raises
-    PeerError."""
+    """endpoints: of the lenders, which may start later. name, page_bytes, num_ranks: see `Register`. id: of this
+    life. Raises PeerError."""
 
     def __init__(
         self,
@@ -71,11 +71,12 @@ class BorrowerCoordinator(Coordinator[BorrowerEvent]):
         page_bytes: int,
         notify: Callable[[], None] = lambda: None,
         heartbeat_s: float = PeerTiming.heartbeat,
+        num_ranks: int = 0,
     ) -> None:
         for endpoint in endpoints:
             check_endpoint(endpoint)
         super().__init__("peer-borrower", notify, heartbeat_s)
-        config = BorrowerConfig(name, time.monotonic_ns(), page_bytes, heartbeat_s)
+        config = BorrowerConfig(name, time.monotonic_ns(), page_bytes, num_ranks, heartbeat_s)
         self._links: dict[str, _LenderLink] = {}
         for endpoint in dict.fromkeys(endpoints):
             dealer = self._open(zmq.DEALER)

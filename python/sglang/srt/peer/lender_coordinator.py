@@ -28,8 +28,17 @@ from sglang.srt.peer.memory.copier import Copier
 from sglang.srt.peer.memory.slab_channel import ChannelError, Process
 from sglang.srt.peer.memory.slabs import SlabError, SlabFiles, SlabRange
 from sglang.srt.peer.protocol.leases import LeaseState
-from sglang.srt.peer.protocol.lender import Lender, LenderEvent, LenderTiming, SlabQuarantined
-from sglang.srt.peer.protocol.messages import BorrowerHeartbeat, BorrowerId, Fetch, Refused, Slab, Stage, Staged
+from sglang.srt.peer.protocol.lender import Lender, LenderEvent, LenderLimits, LenderTiming, SlabQuarantined
+from sglang.srt.peer.protocol.messages import (
+    BorrowerHeartbeat,
+    BorrowerId,
+    Fetch,
+    LenderHeartbeat,
+    Refused,
+    Slab,
+    Stage,
+    Staged,
+)
 from sglang.srt.utils.clock import monotonic
 from sglang.srt.utils.peer_endpoint import PeerError, check_endpoint, check_unused
 
@@ -57,7 +66,7 @@ class _Connection:
 class LenderCoordinator(Coordinator[LenderEvent]):
     """endpoint: where borrowers connect, see `check_endpoint`. Port 0 is any free port, and the attribute has it
     then. directory: a private one, for the slab channel's socket. slabs: what can be lent. strict: see `Lender`.
-    num_lendable: how many slabs the engine may ever lend; None: all. Raises PeerError.
+    Raises PeerError.
 
     counters: "refused" are requests for memory, or for copies, that were refused."""
 
@@ -69,7 +78,7 @@ class LenderCoordinator(Coordinator[LenderEvent]):
         notify: Callable[[], None] = lambda: None,
         strict: bool = False,
         timing: LenderTiming | None = None,
-        num_lendable: int | None = None,
+        limits: LenderLimits | None = None,
     ) -> None:
         check_endpoint(endpoint)
         check_unused(endpoint)
@@ -87,8 +96,7 @@ class LenderCoordinator(Coordinator[LenderEvent]):
             timing=timing,
             slab_socket=slab_socket,
         )
-        if num_lendable is not None:
-            self._lender.num_lendable = num_lendable
+        self._lender.limits = limits or LenderLimits()
         self.counters["refused"] = 0
         self._slabs = slabs
         self._copier = Copier(slabs)
@@ -100,6 +108,8 @@ class LenderCoordinator(Coordinator[LenderEvent]):
         self._router = self._open(zmq.ROUTER)
         # A route is a secret that a borrower chooses: a new connection with the same route is the same borrower.
         self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        # What is sent to a borrower whose connection has ended fails.
+        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
             self._router.bind(endpoint)
             self._listener = slab_channel.listen(slab_socket)
@@ -140,8 +150,7 @@ class LenderCoordinator(Coordinator[LenderEvent]):
         self._copier.set_grants(self._lender.copy_grants())
         self._forget_strangers()
         for borrower, message in self._lender.take_outgoing(monotonic()):
-            # If the borrower is not there, or too much waits for it, the next heartbeat will do.
-            self._router.send_multipart([self._routes[borrower], _encoder.encode(message)], zmq.NOBLOCK)
+            self._send(borrower, message)
         events = self._lender.take_events()
         for event in events:
             if isinstance(event, SlabQuarantined):
@@ -152,7 +161,7 @@ class LenderCoordinator(Coordinator[LenderEvent]):
         """Slabs by state, borrowers, counters, also of copies."""
         states = Counter(self._lender.states)
         slabs = {f"{state.name.lower()}_slabs": states[state] for state in LeaseState}
-        counts = {"borrowers": len(self._lender.borrowers), "wanted_slabs": self._lender.num_wanted}
+        counts = {"borrowers": self._lender.num_usable_borrowers, "wanted_slabs": self._lender.num_wanted}
         return {**slabs, **counts, **self._lender.counters, **self._copier.counters}
 
     def _receive(self) -> None:
@@ -173,6 +182,16 @@ class LenderCoordinator(Coordinator[LenderEvent]):
             self._lender.receive(message, monotonic())
             if borrower in self._lender.borrowers:
                 self._routes[borrower] = route
+
+    def _send(self, borrower: BorrowerId, message: LenderHeartbeat) -> None:
+        try:
+            self._router.send_multipart([self._routes[borrower], _encoder.encode(message)], zmq.NOBLOCK)
+        except zmq.Again:
+            pass  # too much waits for the borrower: the next heartbeat will do
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self._lender.on_borrower_unreachable(borrower)
 
     def _accept(self) -> None:
         try:

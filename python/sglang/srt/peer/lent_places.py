@@ -51,6 +51,8 @@ class LentOptions:
     num_lendable: int | None = None
     # A sentence if that is none, for people.
     problem: str = ""
+    # Ranks of the engine; 0: borrowers are not told.
+    num_ranks: int = 0
 
 
 class LentLeases(Protocol):

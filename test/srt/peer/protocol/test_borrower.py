@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 
+import msgspec
+
 from sglang.srt.peer.protocol.borrower import Borrower, BorrowerConfig, SlabLent, SlabLost, SlabRecalled, SlabsWanted
 from sglang.srt.peer.protocol.leases import LeaseState
 from sglang.srt.peer.protocol.messages import BorrowerHeartbeat, Lease, LeaseId, LenderHeartbeat
@@ -33,6 +35,14 @@ def view(*leases: Lease, epoch: int = EPOCH, incarnation: int = 5, num_allowed: 
 
 def lease(number: int, epoch: int = EPOCH) -> LeaseId:
     return LeaseId(epoch, number)
+
+
+def test_both_sides_tell_their_ranks():
+    owner = Borrower("lender", BorrowerConfig("a", 5, 10, num_ranks=2))
+    message = owner.take_outgoing(0)
+    assert message is not None and message.register.num_ranks == 2
+    owner.receive(msgspec.structs.replace(view(), num_ranks=4), 0)
+    assert owner.offer is not None and owner.offer.num_ranks == 4
 
 
 def holding(*numbers: int) -> Borrower:

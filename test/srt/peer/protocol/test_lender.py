@@ -11,6 +11,7 @@ from sglang.srt.peer.protocol.leases import LeaseState
 from sglang.srt.peer.protocol.lender import (
     DemandChanged,
     Lender,
+    LenderLimits,
     LenderTiming,
     LendOutcome,
     SlabGivenBack,
@@ -39,6 +40,7 @@ def heartbeat(
         page_bytes=fields.pop("page_bytes", 10),
         demand_bytes=demand,
         slab_value_us=fields.pop("value_us", 0),
+        num_ranks=fields.pop("num_ranks", 0),
     )
     message = {"sequence": next(_sequences), "epoch": EPOCH, "mapped": (), "given_back": given_back}
     return BorrowerHeartbeat(register=register, **(message | fields))
@@ -384,6 +386,30 @@ def test_strangers_do_not_fill_the_memory():
     assert len(owner.borrowers) == 64
     owner.tick(6)
     assert not owner.borrowers
+
+
+def test_an_engine_with_other_ranks_is_lent_nothing_not_counted_and_told_why():
+    owner = lender()
+    owner.limits = LenderLimits(num_ranks=2)
+    owner.receive(heartbeat(num_ranks=1), 0)
+    assert owner.num_usable_borrowers == 0 and owner.lend([0], 0).lent == ()
+    assert dict(owner.take_outgoing(0))[A].num_ranks == 2
+    owner.receive(heartbeat(B, num_ranks=2), 0)
+    assert owner.num_usable_borrowers == 1 and owner.lend([1], 0).lent == (1,)
+    owner.receive(heartbeat(), 0)
+    assert owner.num_usable_borrowers == 2, "A does not tell its ranks any more"
+
+
+def test_an_unreachable_borrower_without_leases_is_forgotten_until_it_is_heard():
+    owner = lent_and_fetched(1)
+    owner.receive(heartbeat(B), 0)
+    owner.on_borrower_unreachable(A)
+    owner.on_borrower_unreachable(B)
+    owner.on_borrower_unreachable(B)
+    assert list(owner.borrowers) == [A] and owner.states == [HELD], "its process may still have mapped the slab"
+    owner.receive(heartbeat(B), 0)
+    assert list(owner.borrowers) == [A, B]
+    owner.check_invariants()
 
 
 def test_views_are_sent_on_change_and_every_heartbeat():

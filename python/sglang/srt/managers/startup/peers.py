@@ -51,7 +51,7 @@ def borrow_memory(args: ServerArgs, layout: PageLayout, rank: RankSetup) -> Borr
             layout,
             rank.notify,
             # Nothing is asked for before it is needed, see `Borrowing`.
-            BorrowedOptions(0, timing=PeerTiming.parse(args.peer_timing)),
+            BorrowedOptions(0, num_ranks=rank.group.size, timing=PeerTiming.parse(args.peer_timing)),
             leads=rank.group.rank == 0,
         )
     except (PeerError, SlabError, ValueError) as error:
@@ -108,7 +108,9 @@ def lend_memory(
     try:
         slabs = SlabsConfig(num_slabs, slab_bytes, rank.device, has_scratch=rank.device.type == "cuda")
         pool = allocate_pool(slabs, layout, windowed, config.num_windowed_pages)
-        options = LentOptions(args.peer_strict, PeerTiming.parse(args.peer_timing), num_lent, problem)
+        options = LentOptions(
+            args.peer_strict, PeerTiming.parse(args.peer_timing), num_lent, problem, rank.group.size
+        )
         memory = LentMemory(endpoint, rank.directory, pool, rank.notify, options)
     except (PeerError, SlabError, ValueError) as error:
         raise StartupError(str(error)) from error

@@ -47,7 +47,7 @@ class BorrowedMemory(BorrowedPlaces):
         self.slabs = reserve_slabs(config, layout.page_bytes)
         self.pool = BorrowedPool(self.slabs, layout, notify)
         self.coordinator = BorrowerCoordinator(
-            endpoints, name, layout.page_bytes, notify, heartbeat_s=options.timing.heartbeat
+            endpoints, name, layout.page_bytes, notify, options.timing.heartbeat, options.num_ranks
         )
         maps_only = config.device.type != "cpu"
         super().__init__(

@@ -17,7 +17,7 @@ from sglang.srt.peer.memory.cuda_slabs import SlabsConfig, reserve_slabs
 from sglang.srt.peer.memory.elastic_pool import ElasticPool
 from sglang.srt.peer.memory.scrubber import Scrubber
 from sglang.srt.peer.memory.slabs import SlabFiles
-from sglang.srt.peer.protocol.lender import LenderTiming
+from sglang.srt.peer.protocol.lender import LenderLimits, LenderTiming
 
 
 def allocate_pool(
@@ -56,7 +56,7 @@ class LentMemory(LentPlaces):
             notify,
             options.strict,
             LenderTiming.of(options.timing),
-            num_lendable=options.num_lendable,
+            limits=LenderLimits(options.num_lendable, options.num_ranks),
         )
         super().__init__(self.coordinator, self._thread, num_slabs, slab_bytes, options)
 

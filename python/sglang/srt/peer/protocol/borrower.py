@@ -77,6 +77,8 @@ class LenderOffer:
     strict: bool
     # How many slabs it may ever lend.
     num_lendable: int
+    # Ranks of its engine; 0: not told.
+    num_ranks: int = 0
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,7 @@ class BorrowerConfig:
     name: str
     incarnation: int
     page_bytes: int
+    num_ranks: int = 0
     # A heartbeat is repeated after so many seconds.
     heartbeat_s: float = PeerTiming.heartbeat
 
@@ -185,7 +188,7 @@ class Borrower:
                 self.hold(LeaseId(self.epoch, terms.number), None)
             if terms.due_in_s is not None:
                 self._recall(lease, now + terms.due_in_s)
-        self.offer = LenderOffer(message.slab_bytes, message.strict, message.num_lendable)
+        self.offer = LenderOffer(message.slab_bytes, message.strict, message.num_lendable, message.num_ranks)
         self._num_allowed = message.num_allowed
         self._count_wanted()
         return True
@@ -227,6 +230,7 @@ class Borrower:
                 page_bytes=self.config.page_bytes,
                 demand_bytes=self._demand_bytes,
                 slab_value_us=self._value_us,
+                num_ranks=self.config.num_ranks,
             ),
             epoch=self.epoch,
             mapped=tuple(number for number in held if not self._leases[number].terms.strict),

@@ -26,3 +26,9 @@ class LeaseState(Enum):
     # The borrower will not touch the slab again. At the borrower: the lender has not confirmed it yet. At the lender:
     # the lease has ended, and the engine is to overwrite the slab.
     GIVEN_BACK = auto()
+
+
+def ranks_differ(num_ranks: int, num_theirs: int) -> bool:
+    """Whether two engines are known to have different numbers of ranks: then some rank has none to lend to, or to
+    borrow from. 0: not told."""
+    return 0 not in (num_ranks, num_theirs) and num_ranks != num_theirs

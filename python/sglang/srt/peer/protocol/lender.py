@@ -29,7 +29,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from sglang.srt.peer.protocol.leases import LeaseState
+from sglang.srt.peer.protocol.leases import LeaseState, ranks_differ
 from sglang.srt.peer.protocol.messages import (
     BorrowerHeartbeat,
     BorrowerId,
@@ -110,6 +110,16 @@ class LenderTiming:
 
 
 @dataclass(frozen=True)
+class LenderLimits:
+    """How much a lender may lend, and to whom. Borrowers are told."""
+
+    # How many slabs it may ever lend; None: all.
+    num_lendable: int | None = None
+    # Its ranks. Engines with as many are lent slabs. 0: not told.
+    num_ranks: int = 0
+
+
+@dataclass(frozen=True)
 class CopyGrant:
     """A strict lease: its borrower, which knows the token, may have the slab copied from and to."""
 
@@ -178,8 +188,7 @@ class Lender:
         self._dead: deque[BorrowerId] = deque(maxlen=MAX_BORROWERS)
         self._next_number = 0
         self._sent_sequence = 0
-        # How many slabs the engine may ever lend, which borrowers are told.
-        self.num_lendable = num_slabs
+        self.limits = LenderLimits()
         # FREE slabs that are offered -> until when.
         self._offered: dict[int, float] = {}
         self._demand = DemandChanged(0)
@@ -189,6 +198,11 @@ class Lender:
     @property
     def borrowers(self) -> Collection[BorrowerId]:
         return self._borrowers.keys()
+
+    @property
+    def num_usable_borrowers(self) -> int:
+        """Borrowers that can use this lender's slabs."""
+        return sum(self._can_use_slabs(borrower.register) for borrower in self._borrowers.values())
 
     # -- from the engine ----------------------------------------------------------------------------------------
 
@@ -286,6 +300,13 @@ class Lender:
                 self._end_lease(lease)
             del self._borrowers[borrower_id]
 
+    def on_borrower_unreachable(self, borrower_id: BorrowerId) -> None:
+        """The borrower's connection has ended. That does not end a lease. A borrower without one is forgotten: if it
+        lives, its next message registers it again."""
+        borrower = self._borrowers.get(borrower_id)
+        if borrower is not None and not borrower.leases:
+            del self._borrowers[borrower_id]
+
     def tick(self, now: Seconds) -> None:
         """Time has passed. Messages that have already come are to be received first."""
         # While the lender itself stood still it could hear no borrower.
@@ -340,12 +361,16 @@ class Lender:
             for other in self._borrowers
         )
 
+    def _can_use_slabs(self, register: Register) -> bool:
+        """Whether a slab has room for the borrower's pages, and each rank of the two engines has one in the other."""
+        return register.page_bytes <= self.slab_bytes and not ranks_differ(register.num_ranks, self.limits.num_ranks)
+
     def _unmet_demand(self, borrower_id: BorrowerId, now: Seconds) -> int:
-        """Bytes that a borrower would like to have and may get. It may get nothing if it cannot use slabs of this
-        size, is silent or superseded, is to give slabs back, or has not given back a slab by its deadline."""
+        """Bytes that a borrower would like to have and may get. It may get nothing if it cannot use these slabs, is
+        silent or superseded, is to give slabs back, or has not given back a slab by its deadline."""
         borrower = self._borrowers[borrower_id]
         unmet = borrower.register.demand_bytes - len(borrower.leases) * self.slab_bytes
-        if unmet <= 0 or borrower.register.page_bytes > self.slab_bytes or borrower.num_allowed is not None:
+        if unmet <= 0 or not self._can_use_slabs(borrower.register) or borrower.num_allowed is not None:
             return 0
         if self._is_silent(borrower, now) or self._is_superseded(borrower_id):
             return 0
@@ -465,7 +490,8 @@ class Lender:
             num_allowed=borrower.num_allowed,
             slab_bytes=self.slab_bytes,
             strict=self.strict,
-            num_lendable=self.num_lendable,
+            num_lendable=len(self.states) if self.limits.num_lendable is None else self.limits.num_lendable,
+            num_ranks=self.limits.num_ranks,
         )
 
     def check_invariants(self) -> None:

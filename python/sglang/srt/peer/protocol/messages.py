@@ -61,6 +61,8 @@ class Register(msgspec.Struct, frozen=True, kw_only=True):
     demand_bytes: _Amount
     # What a slab saves the borrower, see `SlabUse`: in microseconds. 0: nothing, or it is not known.
     slab_value_us: _Amount = 0
+    # Ranks of the borrower's engine. Each borrows from the same rank of the lender's. 0: not told.
+    num_ranks: _Amount = 0
 
 
 class BorrowerHeartbeat(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -109,6 +111,8 @@ class LenderHeartbeat(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     strict: bool = False
     # How many slabs the lender may ever lend; 0: see `why_nothing_is_lent`.
     num_lendable: _Amount = 0
+    # Ranks of the lender's engine, which lends to engines with as many; 0: not told.
+    num_ranks: _Amount = 0
 
 
 class Fetch(msgspec.Struct, tag=True, frozen=True, kw_only=True):
