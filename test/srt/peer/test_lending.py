@@ -534,3 +534,9 @@ def test_a_worker_whose_context_is_longer_than_its_pool_is_told_a_pool_that_has_
     assert "Raise --max-total-tokens to 112," in found and "lower --context-length to 30" in found
     assert not why_nothing_is_lent(56, 51, 4, 2, most_kept_pages=51)
     assert why_nothing_is_lent(52, 51, 4, 2, most_kept_pages=51)
+
+
+def test_a_worker_whose_larger_pool_is_divided_is_told_a_pool_with_room_for_its_larger_slabs():
+    found = why_nothing_is_lent(20, 21, 4, 2, most_kept_pages=51, most_slab_pages=24)
+    assert "Raise --max-total-tokens to 152," in found and "lower --context-length to 30" in found
+    assert not why_nothing_is_lent(96, 51, 24, 2, most_kept_pages=51), "76 pages are four slabs of 24"

@@ -70,15 +70,22 @@ class OwnCache:
 
 
 def why_nothing_is_lent(
-    num_pages: int, keep_pages: int, slab_pages: int, page_size: int, most_kept_pages: int | None = None
+    num_pages: int,
+    keep_pages: int,
+    slab_pages: int,
+    page_size: int,
+    most_kept_pages: int | None = None,
+    most_slab_pages: int | None = None,
 ) -> str:
     """A sentence for people, with the flag to change, if a worker can never lend a slab; "" if it can. num_pages: of
     its device pool, in whole slabs. keep_pages: that it never lends. most_kept_pages: that it would never lend of a
-    larger pool, where its context is longer than this one; None: the same."""
+    larger pool, where its context is longer than this one. most_slab_pages: that a slab of a larger pool may have,
+    where layers with a window get a pool of their own. None: the same."""
     lacking = keep_pages + slab_pages - num_pages
     if lacking <= 0:
         return ""
-    num_slabs = -(-(max(keep_pages, most_kept_pages or 0) + slab_pages - num_pages) // slab_pages)
+    needed = max(keep_pages, most_kept_pages or 0) + max(slab_pages, most_slab_pages or 0)
+    num_slabs = -(-(needed - num_pages) // slab_pages)
     most = (keep_pages - 1 - lacking) * page_size
     shorter = f", or lower --context-length to {most}" if most > 0 else ""
     return (

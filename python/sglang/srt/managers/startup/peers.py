@@ -101,7 +101,12 @@ def lend_memory(
         config, LendingConfig(), min(config.context_len, num_slabs * slab_pages * config.page_size)
     )
     most_kept_pages = lender_keeps(config, LendingConfig(), config.context_len)
-    problem = why_nothing_is_lent(num_slabs * slab_pages, keep_pages, slab_pages, config.page_size, most_kept_pages)
+    # A larger pool may be divided.
+    is_divisible = any(windowed) and not all(windowed)
+    most_slab_pages = slab_bytes // (regions_of(layout, 0, windowed, 1)[0][1] if is_divisible else layout).page_bytes
+    problem = why_nothing_is_lent(
+        num_slabs * slab_pages, keep_pages, slab_pages, config.page_size, most_kept_pages, most_slab_pages
+    )
     if problem and rank.group.rank == 0:
         logger.warning("peers: %s", problem)
     num_lent = max(0, (num_slabs * slab_pages - keep_pages) // slab_pages)
