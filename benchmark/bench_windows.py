@@ -501,9 +501,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--parts", default=",".join(PARTS), help="separated by commas (default: all)")
     args = parser.parse_args()
+    names = args.parts.split(",")
+    if unknown := set(names) - set(PARTS):
+        parser.error(f"no part is named {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     found = []
     with tempfile.TemporaryDirectory() as folder:
-        for name in args.parts.split(","):
+        for name in names:
             title, part, window = PARTS[name]
             (Path(folder) / "config.json").write_text(json.dumps(CONFIG | {"sliding_window": window}))
             rows = part(ModelConfig.from_pretrained(folder), args.rounds)

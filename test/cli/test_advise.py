@@ -14,7 +14,7 @@ import pytest
 
 from sglang.cli import advise
 from sglang.cli.__main__ import main
-from sglang.cli.advise import GB, Wishes, plan
+from sglang.cli.advise import GB, Wishes, least_host_gb, plan
 from sglang.cli.reference_sources import read_trace
 from sglang.cli.reuse import HitCurve, ReferenceLog
 from sglang.cli.server import CommandError
@@ -342,3 +342,7 @@ def test_a_checkpoint_tells_of_its_layers_with_a_window(tmp_path: Path) -> None:
     reach = window_reach_of([64])
     assert found.windowed.share == pytest.approx((1 + (1000 - 1) // (4 * reach)) * reach / 1000, abs=0.01)
     assert found.windowed.loaded_share == reach / 1000
+    # With a server, its pool tells.
+    with_server = find_costs(Given(None, 1.0, str(folder)), WINDOWED_STATE, log_of(1000))
+    assert with_server.windowed == replace(found.windowed, device_share=0.3)
+    assert least_host_gb(log_of(1000).curve(), found) == 2 * 1000 * found.bytes_held("host") / GB

@@ -160,7 +160,7 @@ def _windowed_lines(costs: Costs) -> list[str]:
 
 def least_host_gb(curve: HitCurve, costs: Costs) -> float:
     """What storage brings passes through the host: room for two of the longest prompts."""
-    return 2 * curve.longest_prompt * costs.bytes_per_token / GB
+    return 2 * curve.longest_prompt * costs.bytes_held("host") / GB
 
 
 def flags(plans: Sequence[TierPlan], host_gb: float) -> list[str]:

@@ -94,6 +94,9 @@ def find_costs(given: Given, state: Mapping[str, Any], log: ReferenceLog) -> Cos
         found = _TokenBytes(given.bytes_per_token)
     elif given.model_path is not None:
         found = _bytes_of_model(given.model_path, given.kv_cache_dtype)
+        if state:
+            # The server's pool may be divided otherwise.
+            found = replace(found, device_share=_device_share(state))
     elif state:
         found = _bytes_of_server(state)
     if speed is None and state:
@@ -125,18 +128,22 @@ def _bytes_of_server(state: Mapping[str, Any]) -> _TokenBytes:
     # Other servers may lack these.
     if not state.get("window_reach"):
         return _TokenBytes(all_layers)
-    device_share = 1.0
-    if _is_divided(state, "device"):
-        device_share = number_in(state, "tiers", "device", "windowed", "total_tokens")
-        device_share /= number_in(state, "tiers", "device", "total_tokens", least=1)
     return _TokenBytes(
         all_layers,
         number_in(state, "windowed_page_bytes") / page_size,
         int(number_in(state, "window_reach")),
-        device_share,
+        _device_share(state),
         # A host that is to be there would be.
         not _has_tier(state, "host") or _is_divided(state, "host"),
     )
+
+
+def _device_share(state: Mapping[str, Any]) -> float:
+    """Of the device's tokens, those for which it has layers with a window."""
+    if not _is_divided(state, "device"):
+        return 1.0
+    windowed = number_in(state, "tiers", "device", "windowed", "total_tokens")
+    return windowed / number_in(state, "tiers", "device", "total_tokens", least=1)
 
 
 def _has_tier(state: Mapping[str, Any], tier: str) -> bool:

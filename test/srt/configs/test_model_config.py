@@ -179,6 +179,10 @@ def test_rope_of_old_and_new_configs(tmp_path, changes, rope_type, theta, factor
             GEMMA | {"rope_parameters": {"sliding_attention": {"rope_type": "proportional"}, "full_attention": {}}},
             "'proportional' is not supported",
         ),
+        (
+            GEMMA | {"rope_parameters": {"sliding_attention": {"partial_rotary_factor": 0.5}, "full_attention": {}}},
+            "part of the head",
+        ),
         ({"num_key_value_heads": 3}, "cannot share 3 KV heads"),
         ({"head_dim": 9}, "transformers cannot read .* even rotary dimension"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "part of the head"),

@@ -476,12 +476,13 @@ def _refuse_unsupported(config: ModelConfig) -> None:
             "use another."
         )
     rope_type = config.rope_parameters["rope_type"]
-    for found in (rope_type, (config.windowed_rope_parameters or config.rope_parameters)["rope_type"]):
-        if found not in ROPE_TYPES:
+    ropes = (config.rope_parameters, config.windowed_rope_parameters or config.rope_parameters)
+    for rope in ropes:
+        if rope["rope_type"] not in ROPE_TYPES:
             raise ModelConfigError(
-                f"The rope type {found!r} is not supported; supported are {', '.join(ROPE_TYPES)}."
+                f"The rope type {rope['rope_type']!r} is not supported; supported are {', '.join(ROPE_TYPES)}."
             )
-    if config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0 or config.rotary_dim % 2 != 0:
+    if any(rope.get("partial_rotary_factor", 1.0) != 1.0 for rope in ropes) or config.rotary_dim % 2 != 0:
         raise ModelConfigError(
             "Rotary embeddings over a part of the head, or over an odd head_dim, are not supported natively; "
             f"{_use_transformers(config)}."

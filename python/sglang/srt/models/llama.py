@@ -19,7 +19,7 @@ from sglang.srt.configs.quantization import UNUSED
 from sglang.srt.distributed.parallel_state import Shard, TensorParallelGroup
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.kv_scale import kv_scale_of
-from sglang.srt.layers.layernorm import QKNorm, RMSNorm
+from sglang.srt.layers.layernorm import Norm, QKNorm, RMSNorm
 from sglang.srt.layers.linear import GatedLinear, MergedColumnParallelLinear, RowParallelLinear, Weight
 from sglang.srt.layers.mixture import ExpertNames, Experts, Mixture
 from sglang.srt.layers.radix_attention import AttentionBatch, RadixAttention, Slots, StreamedAttention
@@ -338,7 +338,7 @@ class LlamaForCausalLM(nn.Module):
     def finish_loading(self) -> None:
         """Called once, when the weights are complete. Packs them for the kernels that need it."""
         for module in self.modules():
-            if isinstance(module, Weight | Experts | RMSNorm | QKNorm):
+            if isinstance(module, Weight | Experts | Norm):
                 module.finish_loading()
 
     def parts_of_fused(self, name: str) -> tuple[str, ...]:
