@@ -330,13 +330,3 @@ def test_a_prompt_that_parts_anywhere_is_found_in_storage(tmp_path: Path, stores
         # Now it is known that prompts part there.
         assert shared - ask(second) < block, shared
     storage.close()
-
-
-def test_the_end_of_a_prompt_is_stored_that_the_host_has_no_room_for(tmp_path: Path):
-    """Of layers with a window, whose pages are being copied and stored when others are to go."""
-    storage = Storage(tmp_path, "file", num_host_pages=500, num_windowed_host_pages=125)
-    prompt = np.random.default_rng(4).integers(3, 97, 350).astype(np.int32)
-    assert storage.ask(prompt) == 0
-    storage.engine.forget()
-    assert storage.ask(prompt) == 344
-    storage.close()

@@ -254,6 +254,17 @@ def test_a_tree_without_victims_is_not_looked_through_again_at_once():
     assert shed(rig, 16) > 0 and looks == 2
 
 
+def test_a_tree_whose_pages_are_being_copied_is_looked_through_again():
+    rig = rig_with(16)
+    for text in ("abcdefgh", "ijklmnop"):
+        rig.at(10).begin_backup(rig.insert(text))
+    ops = copies(rig)
+    assert shed(rig, 8) == 0, "all are being written"
+    for op in ops:
+        end(rig, op)
+    assert shed(rig, 8) >= 8
+
+
 def test_what_is_computed_again_is_copied_again_as_far_as_windows_reach():
     rig = rig_with(6)
     on_host(rig, "abcdefghij")
