@@ -31,7 +31,7 @@ from bench_kvcacheio import Bench, Variant, variants_on
 from common import print_table, write_json
 from yardsticks import settle
 
-from sglang.srt.mem_cache.link import LAYERS_AT_ONCE
+from sglang.srt.mem_cache.copy_parts import LAYERS_AT_ONCE
 
 DIRECTIONS = ("load", "back up")
 # Transfers that are issued and not completed.

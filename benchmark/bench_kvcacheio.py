@@ -37,7 +37,7 @@ from yardsticks import median_seconds, seconds_of, settle
 from sgl_kernel import kvcacheio
 from sgl_kernel.kvcacheio import KVPages, dma, pick_backend, why_not
 from sgl_kernel.kvcacheio.pick import available_kernel
-from sglang.srt.mem_cache.link import LAYERS_AT_ONCE, layer_groups
+from sglang.srt.mem_cache.copy_parts import LAYERS_AT_ONCE, layer_groups
 from sglang.srt.mem_cache.memory_pool_host import cuda_register, pin_memory
 from sglang.srt.utils.shared_memory import SharedMemory
 

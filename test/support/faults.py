@@ -15,8 +15,9 @@ import torch
 
 from sgl_kernel.kvcacheio import KVPages
 from sglang.srt.mem_cache.check_link import CheckLink
+from sglang.srt.mem_cache.copy_parts import CopyPart
 from sglang.srt.mem_cache.layer_stream_cache import LayerStreamCache, Piece
-from sglang.srt.mem_cache.link import CopyLink, Fence, PartOfBackup
+from sglang.srt.mem_cache.link import CopyLink, Fence
 from sglang.srt.mem_cache.memory_pool import DevicePool
 from sglang.srt.mem_cache.storage_link import HasWindowed, StorageLink, StoreSlot
 from sglang.srt.mem_cache.transfer import LoadFailedError, OpResult, TransferOp
@@ -101,7 +102,7 @@ class FaultyLink(CopyLink):
             raise LoadFailedError("injected")
 
     def _back_up(
-        self, op: TransferOp, src: torch.Tensor, dst: torch.Tensor, fence: Fence | None, part: PartOfBackup
+        self, op: TransferOp, src: torch.Tensor, dst: torch.Tensor, fence: Fence | None, part: CopyPart
     ) -> None:
         if op.ticket.seq in self._fail_at:
             raise LoadFailedError("injected")

@@ -45,6 +45,7 @@ from sglang.srt.mem_cache import block_names, hiradix_tree
 from sglang.srt.mem_cache import link as link_module
 from sglang.srt.mem_cache.block_keys import NO_KEYS, BlockKeys
 from sglang.srt.mem_cache.block_names import BlockNames
+from sglang.srt.mem_cache.copy_parts import CopyPart
 from sglang.srt.mem_cache.eviction_order import EvictionOrder
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
@@ -296,12 +297,12 @@ def split_forgets_ticket() -> Any:
 @mutation
 def load_in_wrong_order() -> Any:
     """A load puts pages into each other's places."""
-    load = CopyLink._load_layers
+    load = CopyLink._load
 
-    def patched(self: Any, src: torch.Tensor, dst: torch.Tensor, layers: range) -> None:
-        load(self, src.flip(0), dst, layers)
+    def patched(self: Any, src: torch.Tensor, dst: torch.Tensor, part: CopyPart) -> None:
+        load(self, src.flip(0), dst, part)
 
-    return mock.patch.object(CopyLink, "_load_layers", patched)
+    return mock.patch.object(CopyLink, "_load", patched)
 
 
 @mutation

@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import GptOssConfig, PretrainedConfig, Qwen2Config
 
+from sgl_kernel.kvcacheio import KVPages, transfer_kv_all_layer_pf_lf
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.cpu_backend import CpuAttnBackend
@@ -273,31 +275,46 @@ def test_loads_and_backups_are_exact(
 
 
 @pytest.mark.parametrize("windowed_host", [0, 10])
-def test_kernels_load_layers_of_one_kind_at_once(windowed_host: int):
+def test_kernels_load_layers_of_one_kind_at_once_and_a_launch_waits_for_its_own(
+    windowed_host: int, monkeypatch: pytest.MonkeyPatch
+):
+    kinds = (True, True, False) * 4
+    num_layers: list[int] = []
+
+    def load(host: KVPages, pages: KVPages, *frames: torch.Tensor, backend: str) -> None:
+        num_layers.append(pages.num_layers)
+        transfer_kv_all_layer_pf_lf(host, pages, *frames, backend=backend)
+
+    monkeypatch.setattr("sglang.srt.mem_cache.link.transfer_kv_all_layer_pf_lf", load)
     with emulated_device(2):
-        device, kinds = torch.device("cuda", 0), (True, False, True, False, True)
+        device = torch.device("cuda", 0)
         layout = PageLayout.kv(4, len(kinds), 2, 4, torch.float32)
         pool = MHATokenToKVPool(PAGES, layout, device, False, kinds, WINDOWED_PAGES)
         host = MHATokenToKVPoolHost(pool, HOST_PAGES, num_windowed_pages=windowed_host, windowed=kinds)
         raw = host.kv.view(-1).view(torch.uint8).view(torch.float32)
         raw.copy_(torch.arange(len(raw), dtype=torch.float32))
         settle_memory(device)
-        stream = make_stream(H2D, device)
-        link = CopyLink(H2D, pool, host, stream, lambda seq: None, options=CopyOptions("persistent"))
+        copies, compute = make_stream(H2D, device), make_stream("compute", device)
+        link = CopyLink(H2D, pool, host, copies, lambda seq: None, options=CopyOptions("persistent"))
         frames = {"src_frames": ids(3, 9, 5), "dst_frames": ids(11, 0, 2), "dst_windowed": ids(6, 0, 1)}
         if windowed_host:
             frames["src_windowed"] = ids(2, 1, 8)
         link.submit(TransferOp(Ticket(H2D, 0), Tier.HOST, Tier.DEVICE, size_bytes=0, **frames))
         gate = link.gate(Ticket(H2D, 0))
+        there = {name: torch.from_numpy(each.astype(np.int64)) for name, each in frames.items()}
+        seen: list[torch.Tensor] = []
         for layer in range(len(kinds)):
-            gate.wait(layer, stream)
-        while not (results := link.poll()):
-            time.sleep(1e-4)
-        assert results[0].ok
-        frames = {name: torch.from_numpy(each.astype(np.int64)) for name, each in frames.items()}
-        found = pages_of(pool, frames["dst_frames"].to(device), frames["dst_windowed"].to(device)).cpu()
-        of_windows = frames.get("src_windowed", frames["src_frames"])
-        assert torch.equal(found, pages_of(host, frames["src_frames"], of_windows))
+            gate.wait(layer, compute)
+            compute.enqueue(partial(lambda layer: seen.append(pool.view(layer).k.clone()), layer))
+        for stream in (copies, compute):
+            stream.close()
+        assert [result.ok for result in link.poll()] == [True]
+        assert num_layers == ([1, 1, 1, 2, 1, 4, 2] if windowed_host else [1, 1, 1, 2, 1, 2, 1, 2, 1]), num_layers
+        for layer, is_windowed in enumerate(kinds):
+            of_kind = "windowed" if is_windowed else "frames"
+            src = there.get(f"src_{of_kind}", there["src_frames"])
+            wanted = host.kv_pages.part(range(layer, layer + 1)).k[0, src]
+            assert torch.equal(seen[layer].cpu()[there[f"dst_{of_kind}"]], wanted), layer
 
 
 def test_an_array_is_converted_once_per_operation(stream: ThreadStream, monkeypatch: pytest.MonkeyPatch):

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from sgl_kernel.kvcacheio import KVLayoutError, dma
-from sglang.srt.mem_cache.link import CopyLink, CopyOptions, index_device, layer_groups
+from sglang.srt.mem_cache.copy_parts import CopyPart
+from sglang.srt.mem_cache.link import CopyLink, CopyOptions, index_device
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.page_layout import PageLayout
@@ -222,10 +223,10 @@ def test_a_failed_copy_fails_the_operation_and_not_the_link(stream, caplog):
 
 def test_after_a_failed_layer_no_other_layer_is_copied(stream):
     class BrokenLink(CopyLink):
-        def _load_layers(self, src: torch.Tensor, dst: torch.Tensor, layers: range) -> None:
-            if 1 in layers:
+        def _load(self, src: torch.Tensor, dst: torch.Tensor, part: CopyPart) -> None:
+            if 1 in part.layers:
                 raise LoadFailedError("layer 1 broke")
-            super()._load_layers(src, dst, layers)
+            super()._load(src, dst, part)
 
     pools = Pools()
     before = raw(pools.device.kv)
@@ -274,14 +275,6 @@ def test_the_backend_that_was_asked_for_copies(stream, monkeypatch):
         d2h.submit(pools.backup(0, ids(0, 1), ids(5, 6)))
         settle(stream)
         assert merged == expected * (LAYERS + 1), "a call per layer, and one for the backup"
-
-
-def test_a_kernel_loads_layers_in_groups_and_the_first_alone():
-    assert layer_groups(3, 1) == [range(0, 1), range(1, 2), range(2, 3)]
-    assert layer_groups(13, 4) == [range(0, 1), range(1, 2), range(2, 4), range(4, 8), range(8, 12), range(12, 13)]
-    assert layer_groups(1, 4) == [range(0, 1)]
-    alike = layer_groups(9, 4, (True, True, True, True, False, True, True, True, False))
-    assert alike == [range(0, 1), range(1, 2), range(2, 4), range(4, 5), range(5, 8), range(8, 9)]
 
 
 def test_a_group_of_layers_is_part_of_a_pool():

@@ -53,9 +53,12 @@ class HybridPages:
         """Some layers that follow each other and are of one kind."""
         is_windowed = self.windowed[layers.start]
         assert set(self.windowed[layers.start : layers.stop]) == {is_windowed}, f"layers {layers} of both kinds"
-        before = sum(self.windowed[: layers.start])
-        first = before if is_windowed else layers.start - before
-        return (self.of_windows if is_windowed else self.full).part(range(first, first + len(layers)))
+        return self.of_kind(layers, is_windowed)
+
+    def of_kind(self, layers: range, is_windowed: bool) -> KVPages:
+        """Those of some layers that are of one kind."""
+        first, end = (self.windowed[:place].count(is_windowed) for place in (layers.start, layers.stop))
+        return (self.of_windows if is_windowed else self.full).part(range(first, end))
 
 
 def regions_of(

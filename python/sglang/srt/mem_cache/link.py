@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +26,8 @@ from sgl_kernel.kvcacheio import (
     transfer_kv_all_layer_lf_pf,
     transfer_kv_all_layer_pf_lf,
 )
-from sglang.srt.mem_cache.hybrid_pages import HybridPages, runs_alike
+from sglang.srt.mem_cache.copy_parts import LAYERS_AT_ONCE, CopyPart, copy_parts, load_parts
+from sglang.srt.mem_cache.hybrid_pages import HybridPages
 from sglang.srt.mem_cache.rate_limit import RateLimit
 from sglang.srt.mem_cache.transfer import (
     H2D,
@@ -46,10 +47,6 @@ from sglang.srt.utils.stream import Event, Stream
 logger = logging.getLogger(__name__)
 
 _KEPT_OPERATIONS = 4096
-# Layers of a load that one launch of a kernel copies; the first are few, because a forward pass waits for them. A
-# launch begins when the kernel that holds the multiprocessors ends: beside large products of matrices a load with a
-# launch per layer got 7 of 48 GB/s on an H200.
-LAYERS_AT_ONCE = 4
 
 
 class HasPages(Protocol):
@@ -129,18 +126,6 @@ class CopyGate:
 
 
 @dataclass(frozen=True)
-class PartOfBackup:
-    """Layers that one copy takes. of_windows: whether they have a window, in a pool that is divided."""
-
-    of_windows: bool
-    # Of the device, and below it.
-    above: KVPages
-    below: KVPages
-    # Of the model; None where they do not follow each other.
-    layers: range | None = None
-
-
-@dataclass(frozen=True)
 class CopyOptions:
     """How a link copies."""
 
@@ -190,19 +175,18 @@ class CopyLink:
         in_groups = self._device.type != "cpu" and self._copier is None and self._load_backend in KERNELS
         hybrids = [each for each in (pages, host_pool.kv_pages) if isinstance(each, HybridPages)]
         self._is_hybrid = bool(hybrids)
-        # Of each layer, whether it has a window.
-        self._windowed = hybrids[0].windowed if hybrids else options.windowed
-        self._windowed = self._windowed or (False,) * pages.num_layers
+        windowed = hybrids[0].windowed if hybrids else options.windowed
         at_once = LAYERS_AT_ONCE if in_groups else 1
-        # For loads that leave some layers out, and for those to a hybrid pool.
-        self._groups_alike = layer_groups(pages.num_layers, at_once, self._windowed)
-        self._groups = self._groups_alike if self._is_hybrid else layer_groups(pages.num_layers, at_once)
-        self._backups = list(self._parts_of_backups(pages, host_pool.kv_pages))
+        # For all layers, and for loads that leave some out.
+        kinds = windowed if self._is_hybrid else ()
+        self._backups = copy_parts(pages, host_pool.kv_pages, range(pages.num_layers), kinds)
+        self._loads = load_parts(pages, host_pool.kv_pages, at_once, kinds)
+        self._cut_loads = load_parts(pages, host_pool.kv_pages, at_once, windowed)
         # For loads that are one kernel each, which cannot be held back between layers.
         self._flags: LayerFlags | None = None
         is_persistent = in_groups and self._load_backend == "persistent" and self.rate_limit is None
         if is_persistent and not self._is_hybrid and name in LOAD_LINKS.values():
-            self._flags = LayerFlags([layers.stop for layers in self._groups], self._device)
+            self._flags = LayerFlags([part.layers[-1] + 1 for part in self._loads], self._device)
         self._operations: dict[int, _Operation] = {}
         self._next_seq = 0
         self._results: deque[OpResult] = deque()
@@ -218,15 +202,16 @@ class CopyLink:
             launch = KernelLaunch(self._flags)
             self._enqueue(op, operation, partial(self._load_by_one_kernel, op, launch=launch))
             self.stream.enqueue(launch.end, always=True)
-            for layers, event in zip(self._groups, launch.events(), strict=True):
-                operation.layer_events += [event] * len(layers)
+            events = zip(self._loads, launch.events(), strict=True)
+            operation.layer_events = [event for part, event in events for _ in part.layers]
         elif op.src != Tier.DEVICE:
-            for layers in self._groups_alike if is_cut else self._groups:
-                of_windows = self._windowed[layers[0]]
-                first = op.full_only if of_windows else op.windowed_only
+            events_of: dict[int, Event] = {}
+            for part in self._cut_loads if is_cut else self._loads:
+                first = op.full_only if part.of_windows else op.windowed_only
                 if first < len(op.src_frames):
-                    self._enqueue(op, operation, partial(self._load_layers, layers=layers), first, of_windows)
-                operation.layer_events += [self.stream.record()] * len(layers)
+                    self._enqueue(op, operation, partial(self._load, part=part), first, part.of_windows)
+                events_of |= dict.fromkeys(part.layers, self.stream.record())
+            operation.layer_events = [events_of[layer] for layer in range(len(events_of))]
         else:
             fence = None if op.after is None else self.fence(op.after)
             if fence is not None:
@@ -271,42 +256,29 @@ class CopyLink:
 
     # -- on the stream ------------------------------------------------------------------------------------------
 
-    def _load_layers(self, src: torch.Tensor, dst: torch.Tensor, layers: range) -> None:
-        pages = self.device_pool.kv_pages.part(layers)
-        with self._pace(len(src) * sum(pages.run_bytes) * len(layers)):
+    def _load(self, src: torch.Tensor, dst: torch.Tensor, part: CopyPart) -> None:
+        with self._pace(len(src) * sum(part.above.run_bytes) * len(part.layers)):
             if self._copier is not None:
-                self._copier.load_layer(layers[0], pages, src, dst, self._load_backend)
+                self._copier.load_layer(part.layers[0], part.above, src, dst, self._load_backend)
                 return
-            host_pages = self.host_pool.kv_pages.part(layers)
-            transfer_kv_all_layer_pf_lf(host_pages, pages, src, dst, backend=self._load_backend)
+            transfer_kv_all_layer_pf_lf(part.below, part.above, src, dst, backend=self._load_backend)
 
     def _load_by_one_kernel(self, op: TransferOp, src: torch.Tensor, dst: torch.Tensor, launch: KernelLaunch) -> None:
         pages, below = self.device_pool.kv_pages, self.host_pool.kv_pages
         assert self._flags is not None and isinstance(pages, KVPages) and isinstance(below, KVPages)
         launch.begin(load_layers(below, pages, src, dst, self._flags))
 
-    def _parts_of_backups(self, above: KVPages | HybridPages, below: KVPages | HybridPages) -> Iterator[PartOfBackup]:
-        """One for all layers, or one for those of each kind where both pools are divided. Where one is, layers of a
-        kind that do not follow each other have no common pages in the other."""
-        if isinstance(above, HybridPages) and isinstance(below, HybridPages):
-            yield PartOfBackup(False, above.full, below.full)
-            yield PartOfBackup(True, above.of_windows, below.of_windows)
-            return
-        for layers in runs_alike(self._windowed) if self._is_hybrid else [range(above.num_layers)]:
-            of_windows = self._is_hybrid and self._windowed[layers[0]]
-            yield PartOfBackup(of_windows, above.part(layers), below.part(layers), layers)
-
     def _back_up(
-        self, op: TransferOp, src: torch.Tensor, dst: torch.Tensor, fence: Fence | None, part: PartOfBackup
+        self, op: TransferOp, src: torch.Tensor, dst: torch.Tensor, fence: Fence | None, part: CopyPart
     ) -> None:
         if fence is not None and fence.failed:
             raise LoadFailedError(f"launch {op.after}, which writes the source of this backup, failed")
-        pages = part.above
-        with self._pace(len(src) * sum(pages.run_bytes) * pages.num_layers):
+        with self._pace(len(src) * sum(part.above.run_bytes) * len(part.layers)):
             if self._copier is not None:
-                self._copier.back_up(pages, src, dst, self._backup_backend, part.layers)
+                layers = range(part.layers[0], part.layers[-1] + 1)
+                self._copier.back_up(part.above, src, dst, self._backup_backend, layers)
                 return
-            transfer_kv_all_layer_lf_pf(pages, part.below, src, dst, backend=self._backup_backend)
+            transfer_kv_all_layer_lf_pf(part.above, part.below, src, dst, backend=self._backup_backend)
 
     def _pace(self, size_bytes: int) -> AbstractContextManager[None]:
         return self.rate_limit.transfer(size_bytes) if self.rate_limit else nullcontext()
@@ -376,19 +348,6 @@ def kernel_links_of(io_backend: str, run_bytes: int, device: torch.device) -> tu
     """Links whose loads are kernels of a GPU. run_bytes: of a page and layer in the host's pool."""
     runs = {H2D: run_bytes, P2D: 0}
     return tuple(link for link, size in runs.items() if pick_backend(io_backend, device, size) in KERNELS)
-
-
-def layer_groups(num_layers: int, most: int, kinds: Sequence[Any] = ()) -> list[range]:
-    """Layers that are loaded together, in order: one, one, and then twice as many each time, up to `most`. kinds: of
-    each layer; only those of one kind are loaded together. None: all are alike."""
-    groups: list[range] = []
-    end = 0
-    while end < num_layers:
-        start, size = end, min(most, 1 << max(len(groups) - 1, 0))
-        while end < min(num_layers, start + size) and (not kinds or kinds[end] == kinds[start]):
-            end += 1
-        groups.append(range(start, end))
-    return groups
 
 
 def page_numbers_device(pool: HasPages, io_backend: str, device: torch.device) -> torch.device:

@@ -25,9 +25,10 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, Atte
 from sglang.srt.layers.latent_attention import LatentAttention
 from sglang.srt.layers.linear import Weight
 from sglang.srt.layers.mixture import Mixture
-from sglang.srt.mem_cache.hybrid_pages import HybridPages, runs_alike
+from sglang.srt.mem_cache.copy_parts import LAYERS_AT_ONCE, copy_parts, load_parts
+from sglang.srt.mem_cache.hybrid_pages import HybridPages
 from sglang.srt.mem_cache.kv_view import KVSegment, PagedSegments
-from sglang.srt.mem_cache.link import LAYERS_AT_ONCE, index_device, layer_groups
+from sglang.srt.mem_cache.link import index_device
 from sglang.srt.mem_cache.memory_pool import DevicePool
 from sglang.srt.model_executor.forward_batch_info import CausalLM, ForwardBatch, ForwardMode, StreamedRequest
 from sglang.srt.model_executor.prefill_graphs import PrefillGraphs
@@ -121,28 +122,29 @@ def warm_up_transfers(
     has_parts = is_hybrid or isinstance(host_pages, HybridPages)
     scratch_pages = [slot // pool.page_size for slot in (pool.scratch_slot, pool.windowed_scratch_slot)]
 
-    def frames(layers: range, backend: str) -> list[torch.Tensor]:
-        """The scratch page that layers have, and the host's first page."""
-        scratch = scratch_pages[is_hybrid and windowed[layers.start]]
+    def frames(of_windows: bool, backend: str) -> list[torch.Tensor]:
+        """The scratch page that layers of a kind have, and the host's first page."""
+        scratch = scratch_pages[is_hybrid and of_windows]
         return [to_device(np.array([page]), index_device(backend, device)) for page in (scratch, 0)]
 
     above, below = pages.part(range(1)), host_pages.part(range(1))
+    kinds = windowed if has_parts else ()
     backend = pick_between(io_backend, above, below)
-    for layers in runs_alike(windowed) if has_parts else [range(host_pages.num_layers)]:
-        scratch, first = frames(layers, backend)
-        transfer_kv_all_layer_lf_pf(pages.part(layers), host_pages.part(layers), scratch, first, backend=backend)
+    for part in copy_parts(pages, host_pages, range(pages.num_layers), kinds):
+        scratch, first = frames(part.of_windows, backend)
+        transfer_kv_all_layer_lf_pf(part.above, part.below, scratch, first, backend=backend)
     backend = pick_between(io_backend, below, above)
-    groups = [] if has_parts else layer_groups(host_pages.num_layers, LAYERS_AT_ONCE)
-    alike = layer_groups(host_pages.num_layers, LAYERS_AT_ONCE, windowed) if windowed else []
+    loads = load_parts(pages, host_pages, LAYERS_AT_ONCE, kinds)
     if backend == "persistent" and isinstance(pages, KVPages) and isinstance(host_pages, KVPages):
-        flags = LayerFlags([group.stop for group in groups], device)
-        scratch, first = frames(range(1), backend)
+        flags = LayerFlags([part.layers[-1] + 1 for part in loads], device)
+        scratch, first = frames(False, backend)
         value = load_layers(host_pages, pages, first, scratch, flags)
         flags.wait(len(flags) - 1, value, torch.cuda.current_stream(device))
-        groups = []
-    for layers in dict.fromkeys([*groups, *alike]):
-        scratch, first = frames(layers, backend)
-        transfer_kv_all_layer_pf_lf(host_pages.part(layers), pages.part(layers), first, scratch, backend=backend)
+        loads = []
+    loads += load_parts(pages, host_pages, LAYERS_AT_ONCE, windowed) if windowed else []
+    for part in {part.layers: part for part in loads}.values():
+        scratch, first = frames(part.of_windows, backend)
+        transfer_kv_all_layer_pf_lf(part.below, part.above, first, scratch, backend=backend)
 
 
 def _batch(reqs: Sequence[tuple[int, int]], pool: DevicePool, scale: float, device: torch.device) -> ForwardBatch:
