@@ -72,7 +72,7 @@ DOCUMENTS = Load(
         *("--loogle-question-len", "32", "--loogle-output-len", "16"),
         *("--loogle-order", "zipf", "--loogle-zipf-alpha", "0.01"),
     ),
-    (0.25, 0.5, 1.0, 2.0),
+    (0.5, 1.0, 2.0, 4.0),
     warm_up=("--num-prompts", "24", "--loogle-order", "shuffle", "--request-rate", "inf", "--max-concurrency", "2"),
 )
 CONVERSATIONS = Load(
