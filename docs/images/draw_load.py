@@ -35,7 +35,7 @@ STYLES = {
 def draw(reports: list[dict[str, Any]], colours: dict[str, str], file: Path, digest: str) -> None:
     """A panel for each report. digest: of their files; a test looks for it in the drawing."""
     settings = reports[0]["settings"]
-    dates = " and ".join(sorted({report["date"][:10] for report in reports}))
+    runs = sorted({f"{report['hardware']} ({report['date'][:10]})" for report in reports})
     plt.rcParams.update({"svg.hashsalt": "load", "font.family": "DejaVu Sans", "svg.fonttype": "none"})
     figure, panels = plt.subplots(1, len(reports), figsize=(9.2, 3.3), sharey=True, layout="constrained")
     for axes, report in zip(panels, reports):
@@ -60,7 +60,7 @@ def draw(reports: list[dict[str, Any]], colours: dict[str, str], file: Path, dig
     figure.suptitle(
         f"{settings['model']}, {settings['threads']} cores, device pool of {settings['device tokens']:,} tokens, "
         f"host tier of {settings['host tokens']:,};\nvLLM {settings['vLLM']} (CPU) has the sum. A line ends where "
-        f"the system is overloaded. Measured on {reports[0]['hardware']}, {dates}",
+        f"the system is overloaded. Measured on {' and '.join(runs)}",
         fontsize=8.5,
         color=colours["faint"],
     )
