@@ -4,8 +4,8 @@ Layers of one kind, with a window or without, have common page numbers in a divi
 may leave out those with a window. What a part takes has one kind:
 
     layers                              w w w w w f w w w w w f     w: with a window
-    loads, both pools are divided       1 2 3 3 4 5 4 4 4 6 7 6     a number is a part
-    loads, one of them is or none       1 2 3 3 4 5 6 6 6 7 8 9
+    loads, both pools are divided       1 2 3 3 4 5 4 4 4 6 6 7     a number is a part
+    loads, one of them is or none       1 2 3 3 4 5 6 6 6 7 7 8
 """
 
 from __future__ import annotations
