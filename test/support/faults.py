@@ -88,8 +88,8 @@ class FaultyLink(CopyLink):
     def _enqueue(
         self, op: TransferOp, operation: Any, work: partial[None], first: int = 0, of_windows: bool = False
     ) -> None:
-        fails_at = self._fail_at.get(op.ticket.seq)
-        if fails_at is not None and fails_at in work.keywords.get("layers", ()):
+        part: CopyPart | None = work.keywords.get("part")
+        if part is not None and self._fail_at.get(op.ticket.seq) in part.layers:
             work = partial(_fail)
         super()._enqueue(op, operation, work, first, of_windows)
 

@@ -149,8 +149,8 @@ def test_loads_that_wait_for_prefills_do_not_make_loads_slow(by_kernel: bool):
 def test_a_load_by_a_kernel_is_overdue_later(by_kernel: bool, times: int):
     expected = ExpectedTimes(1000.0, 4, (H2D,) if by_kernel else ())
     expected.loads[H2D].begin(0, 0.1, Seconds(5.0))
-    assert expected.loads[H2D].doubt(Seconds(5.0 + times * 0.1 - 0.01)) is None
-    assert expected.loads[H2D].doubt(Seconds(5.0 + times * 0.1 + 0.01)) is not None
+    assert not expected.loads[H2D].is_overdue(Seconds(5.0 + times * 0.1 - 0.01))
+    assert expected.loads[H2D].is_overdue(Seconds(5.0 + times * 0.1 + 0.01))
 
 
 def test_a_feature_that_was_never_there_costs_nothing():

@@ -38,6 +38,7 @@ from sglang.srt.utils.cuda_stream import CudaStream
 from sglang.srt.utils.device import settle_memory
 from sglang.srt.utils.stream import Event, ThreadEvent, ThreadStream
 from support.device_emulator import emulated_device, launch
+from support.faults import FaultyLink
 from support.pool_pages import pages_of
 from support.stream_emulator import EmulatedEvent, EmulatedStream, StreamEmulator
 
@@ -219,6 +220,18 @@ def test_a_failed_copy_fails_the_operation_and_not_the_link(stream, caplog):
     link.gate(Ticket(H2D, 1)).check()
     changed = np.flatnonzero((raw(pools.device.kv) != before).any(axis=(0, 1, 3, 4, 5)))
     assert changed.tolist() == [4]
+
+
+def test_a_link_with_injected_faults_has_them(stream):
+    """Nets go by it."""
+    pools = Pools()
+    link = FaultyLink(H2D, pools.device, pools.host, stream, no_fence, seed=1, fail_rate=1.0, late_rate=0.0)
+    for seq in range(20):
+        link.submit(pools.load(seq, ids(3), ids(5)))
+    settle(stream)
+    results = link.poll()
+    assert len(results) == 20 and {result.error for result in results} == {"injected", "cancelled"}
+    assert not any(result.ok for result in results)
 
 
 def test_after_a_failed_layer_no_other_layer_is_copied(stream):

@@ -84,10 +84,7 @@ class Admission:
             is_full = self._is_full(budget)
             if is_full and outlook.link_is_busy:
                 break
-            may_compute = self._may_compute(req)
-            computes = may_compute and self._planner.is_slow_load(req)
-            if may_compute and not computes and self._planner.waits_for_link(req):
-                continue
+            computes = self._may_compute(req) and self._planner.is_slow_load(req)
             if is_full or (not computes and self._should_defer(batch, req, budget, outlook)):
                 if not outlook.link_is_busy and not computes and self._wants_preload(req):
                     match = self._cache.match(req)

@@ -32,15 +32,6 @@ class _Issued:
     end: float
 
 
-@dataclass(frozen=True)
-class Doubt:
-    """That operations take no longer than expected. Seconds, as in `StepInputs.now`. since: -infinite after one that
-    failed. until: when the next one is tried, if none ends before; infinite while one is under way."""
-
-    since: float
-    until: float
-
-
 class Forecast:
     """Seconds, as in `StepInputs.now`. free_at: when all that has been issued is expected to be over."""
 
@@ -48,10 +39,10 @@ class Forecast:
         self.free_at = 0.0
         self._overdue_times = overdue_times
         self._issued: dict[int, _Issued] = {}
-        # Whether the last operation that was measured took too long, or failed; since when that is so, and until when
-        # nothing else should begin.
-        self._is_doubted = False
-        self._doubted_since = self._doubted_until = 0.0
+        # How much later than expected the last operation that was measured was over, 0 where that is no reason to
+        # doubt, infinite after a failure; until when nothing else should begin.
+        self._late_s = 0.0
+        self._doubted_until = 0.0
 
     def begin(self, seq: int, seconds: float, now: Seconds) -> None:
         """Operation seq is issued, and takes so long once those before it are over."""
@@ -69,27 +60,27 @@ class Forecast:
         for each in self._issued.values():
             self.free_at = each.end = max(self.free_at, each.at) + each.seconds
 
+    def is_overdue(self, now: Seconds) -> bool:
+        """Whether the oldest operation takes far longer than expected."""
+        oldest = next(iter(self._issued.values()), None)
+        return oldest is not None and now > oldest.end + self._patience_s(oldest.seconds)
+
     def note(self, seconds: float, expected_s: float, now: Seconds) -> None:
         """An operation took so long."""
-        late_s = seconds - expected_s - self._patience_s(expected_s)
-        self._is_doubted, self._doubted_since = late_s > 0, now - late_s
-        self._doubted_until = now + min(_DOUBT_S, _DOUBT_TIMES * seconds) if self._is_doubted else 0.0
+        late_s = seconds - expected_s
+        self._late_s = late_s if late_s > self._patience_s(expected_s) else 0.0
+        self._doubted_until = now + min(_DOUBT_S, _DOUBT_TIMES * seconds)
 
     def note_failed(self, now: Seconds) -> None:
         """An operation failed."""
-        self._is_doubted, self._doubted_since, self._doubted_until = True, -math.inf, now + _DOUBT_S
+        self._late_s, self._doubted_until = math.inf, now + _DOUBT_S
 
-    def doubt(self, now: Seconds) -> Doubt | None:
-        """None: another operation may begin. Else one takes far longer than expected, or the last one did, or failed.
-        Then one at a time is tried, each after a while."""
-        oldest = next(iter(self._issued.values()), None)
-        if oldest is not None and now > (late_at := oldest.end + self._patience_s(oldest.seconds)):
-            return Doubt(late_at, math.inf)
-        if now < self._doubted_until:
-            return Doubt(self._doubted_since, self._doubted_until)
-        if self._is_doubted and oldest is not None:
-            return Doubt(max(oldest.at, self._doubted_until), math.inf)
-        return None
+    def is_doubtful(self, now: Seconds, bearable_s: float = 0.0) -> bool:
+        """Whether another operation should not begin: one takes far longer than expected, or the last one did, and
+        more than bearable_s longer, or it failed. Then one at a time is tried, each after a while."""
+        if self.is_overdue(now):
+            return True
+        return self._late_s > bearable_s and (now < self._doubted_until or bool(self._issued))
 
     def _patience_s(self, expected_s: float) -> float:
         return max(OVERDUE_S, (self._overdue_times - 1) * expected_s)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from sglang.srt.managers.cache_policies import CachePolicies
 from sglang.srt.managers.cost_model import MEASURED_LINKS, LoadLimit
-from sglang.srt.managers.expected_times import Doubt, ExpectedTimes
+from sglang.srt.managers.expected_times import ExpectedTimes
 from sglang.srt.managers.held_batch import HeldBatch
 from sglang.srt.managers.kv_cache import KVCache
 from sglang.srt.managers.late_copies import LateCopies
@@ -56,9 +56,9 @@ _MUCH_SLOWER = 1.5
 BELIEVED_S = 10.0
 # What is computed in so much less time than it is loaded is not loaded in part either.
 _FAR_SOONER = 8.0
-# While a link is in doubt a request waits for so much of the time in which it could compute what it would load. One
-# that is a little late costs less than computing a long prompt, and one that hangs a quarter more.
-_PATIENCE = 0.25
+# The last load of a link may have been late by so much of the time in which a request could compute its own: to be a
+# little late, too, costs less than to compute a long prompt.
+_BEARABLE = 0.25
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,6 @@ class LoadPlanner:
         # The loads that the deferred ones wait for, and whether any waiting request needs none, once that was asked.
         self._awaited: dict[Ticket, None] = {}
         self._needs_no_load: bool | None = None
-        # When the first request ends to wait for a link that is in doubt.
-        self._patience_ends = math.inf
         self._late = LateCopies(self.expected.costs.load_seconds)
         # When a copy of a link was last measured, as in `StepInputs.now`.
         self._measured_at: dict[str, Seconds] = {}
@@ -144,16 +142,12 @@ class LoadPlanner:
 
     @property
     def wake_at(self) -> float | None:
-        """Seconds, as in `StepInputs.now`: a step is due then, since requests may wait for a link that hangs."""
-        if not self._queues.waiting and not self._queues.active():
-            return None
-        patience_ends = self._patience_ends if self.expected.now < self._patience_ends < math.inf else None
-        return min((at for at in (self._late.next_at, patience_ends) if at is not None), default=None)
+        """Seconds, as in `StepInputs.now`: a step is due then, since requests may wait for a copy that hangs."""
+        return self._late.next_at if self._queues.waiting or self._queues.active() else None
 
     def begin_launch(self) -> None:
         """Before the next launch is built."""
         self.deferred, self._awaited, self._needs_no_load = {}, {}, None
-        self._patience_ends = math.inf
         if self._held is not None:
             self._held.begin_launch()
 
@@ -327,46 +321,22 @@ class LoadPlanner:
 
     def is_slow_load(self, req: Req, times: float = 1.0) -> bool:
         """Whether to compute all that a waiting request would load, so many times, takes no longer than the load, or
-        than waiting for a link that has been in doubt for long."""
-        if not self._may_choose(req):
+        its link is in doubt."""
+        if not self.policies.load_or_recompute or self.config.inserts_late:
             return False
-        compute_s = self._compute_s(req)
-        if (doubt := self._doubt(req)) is not None:
-            return self.expected.now >= doubt.since + _PATIENCE * (compute_s or 0.0)
         known = self._cache.candidate(req)
+        to_load = known.load + known.from_peers
+        if not to_load:
+            return False
+        loads = self.expected.loads
+        needed = [link for n, link in ((known.load, H2D), (known.from_peers, P2D)) if n]
+        start = known.prefix - to_load if known.on_device is None else known.on_device
+        compute_s = self.expected.costs.recompute_seconds(start, known.prefix)
+        bearable_s = _BEARABLE * (compute_s or 0.0)
+        if any(loads[link].is_doubtful(self.expected.now, bearable_s) for link in needed):
+            return True
         load_s = self.expected.load_seconds(known.load) + self.expected.load_seconds(known.from_peers, P2D)
         return compute_s is not None and times * compute_s <= load_s
-
-    def waits_for_link(self, req: Req) -> bool:
-        """Whether a waiting request neither begins a load nor computes instead, since a link has been in doubt for a
-        short time only, see `_PATIENCE`. It is noted in `deferred`."""
-        if not self._may_choose(req) or (doubt := self._doubt(req)) is None:
-            return False
-        ends = min(doubt.until, doubt.since + _PATIENCE * (self._compute_s(req) or 0.0))
-        if ends <= self.expected.now:
-            return False
-        self.deferred[req] = None
-        self._patience_ends = min(self._patience_ends, ends)
-        return True
-
-    def _may_choose(self, req: Req) -> bool:
-        """Whether a waiting request may compute what it would load, if there is anything."""
-        known = self._cache.candidate(req)
-        may = self.policies.load_or_recompute and not self.config.inserts_late
-        return may and known.load + known.from_peers > 0
-
-    def _compute_s(self, req: Req) -> float | None:
-        """Seconds that a waiting request takes to compute all that it would load; None while that is not known."""
-        known = self._cache.candidate(req)
-        start = known.prefix - known.load - known.from_peers if known.on_device is None else known.on_device
-        return self.expected.costs.recompute_seconds(start, known.prefix)
-
-    def _doubt(self, req: Req) -> Doubt | None:
-        """Of the links by which a waiting request would load, the one that has been in doubt for longest."""
-        known = self._cache.candidate(req)
-        needed = [link for n, link in ((known.load, H2D), (known.from_peers, P2D)) if n]
-        doubts = [doubt for link in needed if (doubt := self.expected.loads[link].doubt(self.expected.now))]
-        return min(doubts, key=lambda doubt: doubt.since, default=None)
 
     def recompute_prefix_len(self, batch: ExtendBatch, match: MatchResult, chunk: int, budget: int) -> int:
         """How many of the first tokens that a request would load its launch computes instead; see

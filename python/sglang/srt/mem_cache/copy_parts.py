@@ -1,11 +1,13 @@
 """`CopyPart`: layers of two pools that one copy takes, and in which parts a link loads and backs up.
 
 Layers of one kind, with a window or without, have common page numbers in a divided pool (`HybridPages`), and a load
-may leave out those with a window. What a part takes has one kind:
+may leave out those with a window. Then what a part takes has one kind. Loads by a kernel, a number is a part:
 
-    layers                              w w w w w f w w w w w f     w: with a window
-    loads, both pools are divided       1 2 3 3 4 5 4 4 4 6 6 7     a number is a part
-    loads, one of them is or none       1 2 3 3 4 5 6 6 6 7 7 8
+    layers; w: with a window       w w w w w f w w w w w f
+    both pools are divided         1 2 3 3 4 5 4 4 4 6 6 7
+    one of them is; none is, and   1 2 3 3 4 5 6 6 6 7 7 8
+      some layers are left out
+    none is                        1 2 3 3 4 4 4 4 5 5 5 5
 """
 
 from __future__ import annotations
