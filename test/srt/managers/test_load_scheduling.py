@@ -49,8 +49,8 @@ def fresh(n: int, which: int = 0) -> list[int]:
 
 class Rig:
     """A simulation with all mechanisms off but those that a test asks for, and times from when `run` was called.
-    load_s: seconds that a token takes to load. health: of the link that loads.
-    aborts: when which request is aborted. check_every: so many steps."""
+    load_s: seconds that a token takes to load. health: of the link that loads. aborts: when which request is aborted.
+    check_every: so many steps."""
 
     def __init__(
         self,

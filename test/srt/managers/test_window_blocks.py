@@ -239,7 +239,7 @@ class Storage:
 
     WINDOW, BLOCK = 24, 8
 
-    def __init__(self, folder: Path, stores: str, **sizes: int) -> None:
+    def __init__(self, folder: Path, stores: str) -> None:
         self.model = Model(
             Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=self.WINDOW, max_window_layers=1),
             str(folder / "model"),
@@ -258,8 +258,8 @@ class Storage:
             self.opened.append(opener.open(opener.setup(stores, config, "wait_complete", "write_through").setup))
             return self.opened[0]
 
-        sizes = {"num_host_pages": 1200, "num_windowed_host_pages": 600} | sizes
-        limits = StorageLimits.of_host(sizes["num_host_pages"], self.BLOCK, 4)
+        num_host_pages = 1200
+        limits = StorageLimits.of_host(num_host_pages, self.BLOCK, 4)
         tier = Tier.DISK if stores == "file" else Tier.REMOTE
         prefetch = PrefetchConfig("wait_complete", 1)
         setup = StorageSetup("test", "", b"test", self.BLOCK, limits, prefetch, "write_through", (tier,))
@@ -272,7 +272,8 @@ class Storage:
             storage=replace(setup, has_windowed_store=True),
             write_policy="write_through",
             load_or_recompute=False,
-            **sizes,
+            num_host_pages=num_host_pages,
+            num_windowed_host_pages=num_host_pages // 2,
         )
 
     def ask(self, prompt: np.ndarray) -> int:
