@@ -77,7 +77,7 @@ def test_a_changed_flag_names_ours_beside_theirs() -> None:
             "added: gguf, new; gone: pt; refused here with the list of our values: new",
             False,
         ),
-        ("changed", "--page-size", "served", "default 1 -> 64; ours is 1", False),
+        ("changed", "--page-size", "served", "default 1 -> 64; ours is None", False),
     ]
 
 

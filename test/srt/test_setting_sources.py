@@ -28,7 +28,7 @@ def test_the_command_line_comes_before_the_environment_and_that_before_the_file(
     args = ServerArgs.from_cli(["--config", file, "--port", "3"], environ)
     assert (args.port, args.host, args.model_path) == (3, "environment", "file")
     assert (args.enable_hierarchical_cache, args.hicache_size, args.api_key) == (False, 2.0, "a")
-    assert isinstance(args.hicache_size, float) and args.page_size == 1
+    assert isinstance(args.hicache_size, float) and args.page_size is None
     assert ServerArgs.from_cli(["--hicache"], {CONFIG_VARIABLE: file}).enable_hierarchical_cache
 
 

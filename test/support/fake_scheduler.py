@@ -118,7 +118,7 @@ class FakeScheduler:
             SchedulerReady(
                 max_total_num_tokens=4096,
                 max_req_input_len=self.flags.max_req_input_len,
-                info={"max_running_requests": 256},
+                info={"max_running_requests": 256, "page_size": 16},
             )
         )
         while True:

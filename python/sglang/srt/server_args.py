@@ -235,7 +235,12 @@ class ServerArgs:
         unset="as --max-running-requests; none where transformers computes",
     )
 
-    page_size: int = arg(SCHEDULING, 1, "tokens per page of the KV cache")
+    page_size: int | None = arg(
+        SCHEDULING,
+        None,
+        "tokens per page of the KV cache",
+        unset="1; on a GPU with --hicache 64, which copy engines load beside prefills",
+    )
     max_total_tokens: int | None = arg(
         SCHEDULING,
         None,
@@ -529,7 +534,7 @@ class ServerArgs:
             if isinstance(value, float):
                 require(math.isfinite(value), field.name, "a finite number")
         require(1 <= self.port <= 65535, "port", "from 1 to 65535")
-        require(self.page_size >= 1, "page_size", "at least 1")
+        require(self.page_size is None or self.page_size >= 1, "page_size", "at least 1")
         require(1 <= self.tp_size <= 64, "tp_size", "from 1 to 64")
         for name in ("api_key", "admin_api_key"):
             key = getattr(self, name)
@@ -542,9 +547,9 @@ class ServerArgs:
             "at least 2, for one token of a prompt and one of its answer",
         )
         require(
-            self.max_total_tokens is None or self.max_total_tokens >= 2 * self.page_size,
+            self.max_total_tokens is None or self.max_total_tokens >= 2 * (self.page_size or 1),
             "max_total_tokens",
-            f"at least two pages, {2 * self.page_size}",
+            f"at least two pages, {2 * (self.page_size or 1)}",
         )
         require(
             self.chunked_prefill_size == -1 or self.chunked_prefill_size >= 1,

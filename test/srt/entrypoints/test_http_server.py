@@ -318,7 +318,7 @@ def test_models_and_info(server, client):
     assert server.get("/model_info").json() == server.get("/get_model_info").json()
     assert server.get("/model_info").json()["model_path"] == "embedded"
     info = server.get("/get_server_info").json()
-    assert info["max_total_num_tokens"] == 4096 and info["page_size"] == 1
+    assert info["max_total_num_tokens"] == 4096 and info["page_size"] == 16
     assert info["internal_states"][0]["tiers"]["device"]["total_tokens"] == 4096
 
 

@@ -29,7 +29,7 @@ def attached(server: Server) -> dict:
 def test_routers_are_told_that_blocks_have_no_names_for_them(server):
     found = ask(server, "GET", "/get_hicache_l3_cache_layout").json()
     assert found["enabled"] is False and found["hicache_object_layout"] == {"pools": []}
-    assert (found["backend"], found["page_size"], found["reason"]) == (None, 1, "storage is not attached")
+    assert (found["backend"], found["page_size"], found["reason"]) == (None, 16, "storage is not attached")
 
 
 def test_the_sample_of_prompts_is_the_administrators(server):

@@ -333,7 +333,7 @@ def _add_information(app: FastAPI, args: ServerArgs, manager: TokenizerManager, 
         return {
             "enabled": False,
             "backend": storage.get("backend"),
-            "page_size": args.page_size,
+            "page_size": ready_info["page_size"],
             "hicache_object_layout": {"pools": []},
             "reason": "names of blocks are keyed, and their bytes opaque" if storage else "storage is not attached",
         }

@@ -82,7 +82,7 @@ def _check_storage(args: ServerArgs) -> None:
     from sglang.srt.managers.startup.storage import StorageOpener, split_config  # with what the scheduler needs
     from sglang.srt.mem_cache.page_layout import PageLayout
 
-    layout = PageLayout.kv(args.page_size, 1, 1, 1, "uint8")
+    layout = PageLayout.kv(args.page_size or 1, 1, 1, 1, "uint8")
     pool: Any = SimpleNamespace(
         page_layout=layout, page_size=layout.page_size, page_bytes=layout.page_bytes, num_pages=_ANY_NUMBER
     )
@@ -133,9 +133,10 @@ def _check_layer_stream(args: ServerArgs, num_tokens: int, own_context: int | No
     if chunk == -1:
         # Prompts are computed whole. Transformers knows the context that config.json leaves out.
         chunk = args.context_length or own_context or 1
-    chunk = min(max(chunk, args.page_size), max(args.max_prefill_tokens, args.page_size))
+    page = args.page_size or 1
+    chunk = min(max(chunk, page), max(args.max_prefill_tokens, page))
     try:
-        check_room_for_chunks(pages_for(chunk, args.page_size), num_tokens // args.page_size)
+        check_room_for_chunks(pages_for(chunk, page), num_tokens // page)
     except ValueError as error:
         raise StartupError(str(error)) from error
 

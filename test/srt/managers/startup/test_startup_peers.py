@@ -286,7 +286,7 @@ def test_a_worker_on_a_gpu_decodes_as_graphs_while_slabs_come_and_go(
     # Here copies with the host are other ones.
     monkeypatch.setattr(startup_engine, "pick_backend", lambda io_backend, device: "kernel")
     driver.fake.granularity = 1 << 20
-    small = f"--model {model} --dtype float32 --context-length 120 --hicache-load-or-recompute off"
+    small = f"--model {model} --dtype float32 --context-length 120 --page-size 1 --hicache-load-or-recompute off"
     tmp_path.chmod(0o700)
 
     def rank(role: str, more: str) -> Rank:

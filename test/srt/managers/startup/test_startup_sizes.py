@@ -16,7 +16,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import SINGLE_RANK, TensorParallelGroup
 from sglang.srt.layers.attention.latent_expansion import PIECE_BYTES
 from sglang.srt.managers.startup import sizes
-from sglang.srt.managers.startup.device import page_layout
+from sglang.srt.managers.startup.device import page_layout, page_size_of
 from sglang.srt.managers.startup.sizes import build_config, device_pages, graph_batch_size_for, kernel_links
 from sglang.srt.mem_cache.memory_pool_host import _RESERVE_BYTES
 from sglang.srt.mem_cache.transfer import H2D, P2D
@@ -47,6 +47,34 @@ def test_a_gpu_with_small_pages_says_how_large_they_should_be(
     args = ServerArgs(model_path="embedded", enable_hierarchical_cache=True, page_size=1, hicache_io_backend="dma")
     assert kernel_links(args, model, SINGLE_RANK, torch.device("cuda")) == ()
     assert kernel_links(args, model, SINGLE_RANK, CPU) == ()
+
+
+def test_pages_of_a_gpu_with_a_host_are_what_its_copy_engines_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the flag does not say otherwise."""
+    monkeypatch.setattr(sizes, "kv_cache_bytes", lambda args, device, num_ranks: 1 << 20)
+    model = tiny_llama(tmp_path)
+    for device, hierarchy, flag, size in (
+        (GPU, True, None, 64),
+        (GPU, True, 1, 1),
+        (GPU, True, 16, 16),
+        (GPU, False, None, 1),
+        (CPU, True, None, 1),
+        (CPU, False, 16, 16),
+    ):
+        args = ServerArgs(
+            model_path="embedded", enable_hierarchical_cache=hierarchy, page_size=flag, max_total_tokens=1024
+        )
+        assert page_size_of(args, device) == size
+        num_pages, page_bytes = device_pages(args, model, SINGLE_RANK, device)
+        assert (num_pages, page_bytes) == (1024 // size, page_layout(model, size, 1).page_bytes)
+        config = build_config(args, model, SINGLE_RANK, device)
+        assert (config.page_size, config.num_device_pages) == (size, num_pages)
+        assert config.chunked_prefill_size >= size
+    with pytest.raises(StartupError, match="1 pages of 64 tokens, at least 2 are needed"):
+        args = ServerArgs(model_path="embedded", enable_hierarchical_cache=True, max_total_tokens=100)
+        device_pages(args, model, SINGLE_RANK, GPU)
 
 
 @pytest.mark.parametrize(("flag", "value"), [("hicache_size", 1e-6), ("hicache_ratio", 1e-4)])

@@ -21,6 +21,9 @@ from sglang.srt.utils.memory import available_memory
 # Of what is free, where the system has to live in the same memory; of all memory, where it does not.
 CPU_MEM_FRACTION = 0.6
 GPU_MEM_FRACTION = 0.88
+# Where pages go to the host and back: copy engines load these at nearly the link's speed, and beside prefills, which
+# kernels wait for (docs/records/measurements.md).
+GPU_PAGE_SIZE = 64
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +64,13 @@ def check_device(args: ServerArgs, device: torch.device) -> str:
         return pick_attention_backend(args.attention_backend, device)
     except ValueError as error:
         raise StartupError(f"--attention-backend: {error}") from error
+
+
+def page_size_of(args: ServerArgs, device: torch.device) -> int:
+    """Tokens per page: --page-size, or what the device's copies are fast with."""
+    if args.page_size is not None:
+        return args.page_size
+    return GPU_PAGE_SIZE if device.type == "cuda" and args.enable_hierarchical_cache else 1
 
 
 def page_layout(model: ModelConfig, page_size: int, num_ranks: int) -> PageLayout:

@@ -23,7 +23,7 @@ from sglang.srt.managers.scheduler_config import (
     PriorityConfig,
     SchedulerConfig,
 )
-from sglang.srt.managers.startup.device import free_memory, kv_cache_bytes, page_layout
+from sglang.srt.managers.startup.device import free_memory, kv_cache_bytes, page_layout, page_size_of
 from sglang.srt.managers.startup.peers import lendable_pages
 from sglang.srt.mem_cache.border_slabs import border_between
 from sglang.srt.mem_cache.hybrid_pages import regions_of
@@ -55,7 +55,8 @@ def device_pages(
 ) -> tuple[int, int]:
     """How many pages the device gets of the memory that is free now, and their size. Raises StartupError where that
     is too little."""
-    page_bytes = page_layout(model, args.page_size, group.size).page_bytes
+    page = page_size_of(args, device)
+    page_bytes = page_layout(model, page, group.size).page_bytes
     size_bytes = kv_cache_bytes(args, device, group.size)
     if device.type == "cuda" and model.latent is not None:
         # Beside what any model takes while it computes.
@@ -64,34 +65,35 @@ def device_pages(
     if args.peer_role == "worker" and device.type == "cuda":
         fitting = lendable_pages(args, page_bytes, size_bytes, device)
     if args.max_total_tokens is not None:
-        num_pages = args.max_total_tokens // args.page_size
+        num_pages = args.max_total_tokens // page
         if num_pages > fitting:
             raise StartupError(
                 f"--max-total-tokens {args.max_total_tokens} needs {shown_size(num_pages * page_bytes)}, but "
-                f"{fitting * args.page_size} tokens fit into the memory that is free; lower it"
+                f"{fitting * page} tokens fit into the memory that is free; lower it"
             )
     elif device.type == "cpu":
-        num_pages = min(fitting, _enough_pages(args, model))
+        num_pages = min(fitting, _enough_pages(model, page))
     else:
         num_pages = fitting
     if num_pages < 2:
         raise StartupError(
-            f"the KV cache has {num_pages} pages of {args.page_size} tokens, at least 2 are needed: raise "
+            f"the KV cache has {num_pages} pages of {page} tokens, at least 2 are needed: raise "
             "--max-total-tokens or lower --page-size"
         )
     return num_pages, page_bytes
 
 
-def _enough_pages(args: ServerArgs, model: ModelConfig) -> int:
+def _enough_pages(model: ModelConfig, page: int) -> int:
     """Memory is not the CPU's bottleneck: four full contexts."""
-    return -(-4 * model.context_length // args.page_size)
+    return -(-4 * model.context_length // page)
 
 
 def most_device_pages(args: ServerArgs, model: ModelConfig, device: torch.device) -> int | None:
     """The most pages that the device is to have, however little each needs."""
+    page = page_size_of(args, device)
     if args.max_total_tokens is not None:
-        return args.max_total_tokens // args.page_size
-    return _enough_pages(args, model) if device.type == "cpu" else None
+        return args.max_total_tokens // page
+    return _enough_pages(model, page) if device.type == "cpu" else None
 
 
 def priorities_for(args: ServerArgs) -> PriorityConfig | None:
@@ -106,7 +108,7 @@ def build_config(
 ) -> SchedulerConfig:
     """Sizes the pools, alike on all ranks. Raises StartupError where not even one short request would fit."""
     num_pages, page_bytes = device_pages(args, model, group, device)
-    num_host_pages = 0
+    page, num_host_pages = page_size_of(args, device), 0
     if args.enable_hierarchical_cache:
         # The CPU's "device" is in the same memory.
         is_pinned = device.type != "cpu"
@@ -114,12 +116,12 @@ def build_config(
         num_owners = replicas_of(model, group).num_groups
         if num_owners < group.size:
             logger.info("hicache: %d ranks have %d host pools, as some cache the same", group.size, num_owners)
-        num_host_pages = _host_pages(args, num_pages, page_bytes, num_owners, taken, is_pinned)
+        num_host_pages = _host_pages(args, num_pages, page, page_bytes, num_owners, taken, is_pinned)
     logger.info(
         "KV cache: %d tokens on the device (%s), page size %d",
-        num_pages * args.page_size,
+        num_pages * page,
         shown_size(num_pages * page_bytes),
-        args.page_size,
+        page,
     )
     sizes = group.reduce_min(torch.tensor([num_pages, num_host_pages]))
     num_pages, num_host_pages = sizes.tolist()
@@ -128,7 +130,7 @@ def build_config(
         layer_stream, num_left = layer_stream_sizes_for(args, num_pages, num_host_pages, model.num_layers, device)
         if layer_stream.buffer_pages < 1 or num_left < 1:
             raise StartupError(
-                f"the buffers of --layer-stream take all {num_pages * args.page_size} tokens of the device: lower "
+                f"the buffers of --layer-stream take all {num_pages * page} tokens of the device: lower "
                 "--layer-stream or --layer-stream-tokens, or raise --max-total-tokens"
             )
         num_pages = num_left
@@ -140,15 +142,15 @@ def build_config(
         )
     chunk = args.chunked_prefill_size if args.chunked_prefill_size > 0 else model.context_length
     return SchedulerConfig(
-        page_size=args.page_size,
+        page_size=page,
         num_device_pages=num_pages,
         num_host_pages=num_host_pages,
         page_bytes=page_bytes,
         context_len=model.context_length,
         eos_token_ids=model.eos_token_ids,
         max_running_requests=args.max_running_requests or DEFAULT_MAX_RUNNING,
-        chunked_prefill_size=max(chunk, args.page_size),
-        max_prefill_tokens=max(args.max_prefill_tokens, args.page_size),
+        chunked_prefill_size=max(chunk, page),
+        max_prefill_tokens=max(args.max_prefill_tokens, page),
         stream_interval=args.stream_interval,
         max_ahead=1 if args.disable_overlap_schedule else 2,
         enable_radix_cache=not args.disable_radix_cache,
@@ -178,15 +180,16 @@ def kernel_links(
     """See `SchedulerConfig`. The log tells if kernels load the host's pages, and copy engines would larger ones."""
     if device.type != "cuda":
         return ()
-    run_bytes = max(page_layout(model, args.page_size, group.size).run_bytes)
+    page = page_size_of(args, device)
+    run_bytes = max(page_layout(model, page, group.size).run_bytes)
     found = kernel_links_of(args.hicache_io_backend, run_bytes, device)
-    larger = page_size_for_dma(run_bytes // args.page_size)
-    with_larger = kernel_links_of(args.hicache_io_backend, run_bytes // args.page_size * larger, device)
+    larger = page_size_for_dma(run_bytes // page)
+    with_larger = kernel_links_of(args.hicache_io_backend, run_bytes // page * larger, device)
     if H2D in found and H2D not in with_larger and args.enable_hierarchical_cache:
         logger.info(
             "hicache: kernels load pages of %d tokens, and wait for prefills; from --page-size %d on copy engines "
             "load, which do not wait",
-            args.page_size,
+            page,
             larger,
         )
     return found
@@ -202,10 +205,10 @@ def replicas_of(model: ModelConfig, group: TensorParallelGroup) -> Replicas:
 
 
 def _host_pages(
-    args: ServerArgs, num_device_pages: int, page_bytes: int, num_owners: int, taken: int, is_pinned: bool
+    args: ServerArgs, num_device_pages: int, page: int, page_bytes: int, num_owners: int, taken: int, is_pinned: bool
 ) -> int:
-    """num_owners: of host pools, which divide the memory. taken: bytes of host memory that the device pools of all
-    ranks are going to take."""
+    """page: tokens of one. num_owners: of host pools, which divide the memory. taken: bytes of host memory that the
+    device pools of all ranks are going to take."""
     num_pages, limited = host_pages_that_fit(
         num_device_pages,
         page_bytes,
@@ -217,14 +220,14 @@ def _host_pages(
     if num_pages < 1 and not limited:
         name, size = ("size", args.hicache_size) if args.hicache_size else ("ratio", args.hicache_ratio)
         raise StartupError(
-            f"--hicache-{name} {size:g} has no room for a page of {page_bytes:,} bytes on the host: raise it, or "
-            "drop --hicache"
+            f"--hicache-{name} {size:g} has no room for a page of {page_bytes:,} bytes on the host: raise it, "
+            "lower --page-size or drop --hicache"
         )
     if num_pages < 1:
         raise StartupError("no host memory is free for --hicache: lower --max-total-tokens or drop --hicache")
     logger.info(
         "hicache: host tier of %d tokens (%s%s), %s, %s",
-        num_pages * args.page_size,
+        num_pages * page,
         shown_size(num_pages * page_bytes),
         ", limited by free memory" if limited else "",
         args.hicache_write_policy,
@@ -350,19 +353,19 @@ def layer_stream_sizes_for(
 ) -> tuple[LayerStreamConfig, int]:
     """The buffers of the layer stream cache, and the pages that they leave of the device's num_pages."""
     in_whole_layers, _ = layer_stream_sizes(num_pages * num_layers, [num_host_pages], num_layers, args.layer_stream)
-    buffer_pages = in_whole_layers
+    buffer_pages, page = in_whole_layers, page_size_of(args, device)
     tokens = args.layer_stream_tokens
     if tokens is None:
         # On a GPU the host's work for each piece is longer than the piece's own (docs/records/measurements.md).
         tokens = 4096 if device.type == "cpu" else 16384
     if tokens:
-        buffer_pages = min(buffer_pages, -(-tokens // args.page_size))
+        buffer_pages = min(buffer_pages, -(-tokens // page))
     left = (num_pages * num_layers - args.layer_stream * buffer_pages) // num_layers
     logger.info(
         "layer stream: %d buffers of %d tokens of a layer, which leaves %d tokens on the device",
         args.layer_stream,
-        buffer_pages * args.page_size,
-        left * args.page_size,
+        buffer_pages * page,
+        left * page,
     )
     return LayerStreamConfig(args.layer_stream, buffer_pages, args.layer_stream_max_tpot), left
 
