@@ -30,7 +30,7 @@ CONVERSATIONS, PROMPT, MORE = 12, 800, 64
 # In slabs of 1 MiB, which hold 256 tokens each; the conversations of a round are about 10,600 tokens.
 WORKER = "--model-path embedded --max-total-tokens 16384 --context-length 1024 --page-size 4 --peer-slab-size 1"
 MASTER = (
-    "--model-path embedded --max-total-tokens 2048 --context-length 1024 --hicache --hicache-ratio 0.1 "
+    "--model-path embedded --max-total-tokens 2048 --context-length 1024 --page-size 1 --hicache --hicache-ratio 0.1 "
     "--peer-role master --peer-slab-size 1 --peer-size 0.06"
 )
 # What a master does that has been busy: more than its device has room for, twice.

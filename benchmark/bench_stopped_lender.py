@@ -22,7 +22,10 @@ from common import print_table, write_json
 from support.all_tiers import Lender, borrowed_tokens
 from support.server_fixture import Server
 
-FLAGS = "--hicache --max-total-tokens 600 --hicache-ratio 0.1 --peer-role master --peer-slab-size 1 --peer-size 0.05"
+FLAGS = (
+    "--hicache --max-total-tokens 600 --page-size 1 --hicache-ratio 0.1 "
+    "--peer-role master --peer-slab-size 1 --peer-size 0.05"
+)
 NUM_SLABS, NUM_PROMPTS, DEADLINE_S = 8, 3, 120.0
 
 

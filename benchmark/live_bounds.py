@@ -79,7 +79,7 @@ def measure_live(mix: str, working_set: float) -> dict[str, Any]:
 
 
 def _start(stack: contextlib.ExitStack, folder: Path, tiers: list[str]) -> str:
-    flags = ["--model-path", "embedded", "--hicache", "--max-total-tokens", str(DEVICE_TOKENS)]
+    flags = ["--model-path", "embedded", "--hicache", "--page-size", "1", "--max-total-tokens", str(DEVICE_TOKENS)]
     started = []
     if "disk" in tiers:
         # A file holds a sixteenth of the disk.

@@ -64,7 +64,7 @@ NUM_RULES = 18
 # than it loads, so it is told to load.
 DEVICE_TOKENS = 3072
 MASTER = (
-    f"--model-path embedded --hicache --max-total-tokens {DEVICE_TOKENS} --hicache-ratio 0.05 "
+    f"--model-path embedded --hicache --max-total-tokens {DEVICE_TOKENS} --page-size 1 --hicache-ratio 0.05 "
     "--hicache-load-or-recompute off --chunked-prefill-size 256 --layer-stream 2 --layer-stream-tokens 512"
 )
 SLAB_MIB = 1

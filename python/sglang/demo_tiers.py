@@ -141,7 +141,7 @@ def flags_of_server(folder: Path, parts: Parts) -> list[str]:
     }
     # A model so small computes sooner than it loads; the demo is about where tokens come from.
     flags = ["--model-path", "embedded", "--hicache", "--hicache-load-or-recompute", "off"]
-    flags += ["--max-total-tokens", str(DEVICE_TOKENS), "--hicache-ratio", str(HOST_RATIO)]
+    flags += ["--max-total-tokens", str(DEVICE_TOKENS), "--page-size", "1", "--hicache-ratio", str(HOST_RATIO)]
     flags += ["--peer-role", "master", "--peer-endpoint", f"ipc://{folder}/peers"]
     flags += ["--peer-slab-size", str(SLAB_MIB), "--peer-size", str(NUM_SLABS * (SLAB_MIB << 20) / 1e9)]
     flags += ["--hicache-storage-backend", "file,bluefield"]
@@ -235,7 +235,7 @@ def show_sizes(state: dict[str, Any]) -> None:
     # The most that it may borrow; at first it has nothing.
     sizes["peer"] = NUM_SLABS * (SLAB_MIB << 20) // state["page_bytes"] * state["page_size"]
     sizes["host"] = state["tiers"]["host"]["total_tokens"]
-    sizes["disk"] = state["tiers"]["disk"]["limit_bytes"] // state["page_bytes"]
+    sizes["disk"] = state["tiers"]["disk"]["limit_bytes"] // state["page_bytes"] * state["page_size"]
     parts = ", ".join(f"{tier} {tokens}" for tier, tokens in sizes.items())
     print(f"room in tokens: {parts}, remote all; 6 conversations need about 3200")
     letters = ", ".join(f"{letter} {tier}" for tier, letter in LETTERS.items())

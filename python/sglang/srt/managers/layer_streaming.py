@@ -39,8 +39,8 @@ def check_room_for_chunks(chunk_pages: int, num_usable_pages: int) -> None:
     if num_usable_pages < (wanted := pages_without_context(chunk_pages)):
         raise ValueError(
             f"layer streaming needs room for two chunks of a prompt on the device, {wanted} pages, "
-            f"and it has {num_usable_pages}: lower --chunked-prefill-size, raise --max-total-tokens or "
-            "give a smaller --layer-stream-tokens (0 is all that the host has)"
+            f"and it has {num_usable_pages}: lower --chunked-prefill-size or --page-size, raise "
+            "--max-total-tokens or give a smaller --layer-stream-tokens (0 is all that the host has)"
         )
 
 

@@ -87,7 +87,7 @@ def test_where_pages_lie():
 
 
 def test_pages_need_one_stride():
-    with pytest.raises(ValueError, match="let the stride be a multiple of the page"):
+    with pytest.raises(ValueError, match="raise --peer-slab-size, or lower --page-size"):
         ElasticPool(SlabRange(2, 4096), PageLayout.kv(2, LAYERS, HEADS, DIM, torch.float32))
     with pytest.raises(ValueError, match="no room for pages of 12,288"):
         ElasticPool(SlabRange(2, 4096, 12288), PageLayout.kv(16, LAYERS, HEADS, DIM, torch.float32))

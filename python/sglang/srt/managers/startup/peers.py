@@ -135,5 +135,8 @@ def _slab_bytes(args: ServerArgs, page_bytes: int) -> int:
     """Of --peer-slab-size. Raises StartupError where a slab has no room for a page."""
     slab_bytes = args.peer_slab_size << 20
     if slab_bytes < page_bytes:
-        raise StartupError(f"--peer-slab-size {args.peer_slab_size} has no room for a page of {page_bytes:,} bytes")
+        raise StartupError(
+            f"--peer-slab-size {args.peer_slab_size} has no room for a page of {page_bytes:,} bytes: raise it, or "
+            "lower --page-size"
+        )
     return slab_bytes

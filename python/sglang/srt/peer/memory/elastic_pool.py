@@ -63,7 +63,7 @@ class ElasticPool:
         if slabs.stride_bytes % self.page_bytes or slabs.slab_bytes < self.page_bytes:
             raise ValueError(
                 f"slabs of {slabs.slab_bytes:,} bytes, {slabs.stride_bytes:,} apart, have no room for pages of "
-                f"{self.page_bytes:,} bytes with one stride: let the stride be a multiple of the page"
+                f"{self.page_bytes:,} bytes with one stride: raise --peer-slab-size, or lower --page-size"
             )
         if 0 < slabs.tail_bytes < self.page_bytes:
             raise ValueError(f"{slabs.tail_bytes:,} bytes behind the slabs have no room for {self.page_bytes:,}")
