@@ -9,7 +9,7 @@ from managers.test_scheduler import Driver
 from sglang.simulator.simulation import RequestTimes, SimulatedHardware, Simulation
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
 from sglang.srt.managers.scheduler_config import SchedulerConfig
-from sglang.srt.mem_cache.transfer import H2D, P2D, Tier
+from sglang.srt.mem_cache.transfer import D2H, D2P, H2D, P2D, P2H, P2P, Tier
 from sglang.srt.model_executor.launch import Launch
 from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -66,6 +66,7 @@ def test_the_nearest_tier_decides_when_the_first_token_comes(num_peer_pages: int
     assert again.cached_tokens_details[name] == 400 == rig.scheduler.counters[f"hit_tokens_{name}"]
     done = {link: state["operations_done"] for link, state in rig.scheduler.state()["links"].items()}
     assert (done.get(P2D, 0) > 0, done[H2D] > 0) == (name == "peer", name == "host")
+    assert set(done) == {H2D, D2H} | ({P2D, D2P, P2H, P2P} if num_peer_pages else set())
 
 
 def test_what_the_host_had_no_room_for_comes_from_the_peer_behind_nothing() -> None:

@@ -49,6 +49,7 @@ from sglang.srt.mem_cache.transfer import (
     FRAME_TIERS,
     LINKS,
     LOAD_LINKS,
+    P2H,
     P2P,
     STORAGE_LINKS,
     STORE,
@@ -741,6 +742,8 @@ class KVCache:
     def links_state(self, has_storage: bool) -> dict[str, Any]:
         below = [tier for tier in (Tier.HOST, Tier.PEER) if tier in self.tables]
         shown = [link for tier in below for link in (LOAD_LINKS[tier], BACKUP_LINKS[tier])]
+        if Tier.PEER in below:
+            shown += (P2P, *((P2H,) if Tier.HOST in below else ()))
         shown += (D2S,) if self.swap is not None else ()
         shown += STORAGE_LINKS if has_storage else ()
         links = {}
