@@ -98,7 +98,6 @@ class Progress:
     """How much of the long prompt has been launched, and when: polled."""
 
     def __init__(self, server: Server) -> None:
-        self._server = server
         self._client = httpx.Client(base_url=server.url, timeout=PATIENCE_S)
         self.computed = 0
         # When each chunk was launched, the first one's left out.

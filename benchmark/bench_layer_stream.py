@@ -159,7 +159,7 @@ def measure(context: int, chunk: int, variants: tuple[Variant, ...], rounds: int
     return samples
 
 
-def cost_rows(context: int, chunk: int, samples: dict[Variant, Samples]) -> list[dict[str, Any]]:
+def cost_rows(context: int, samples: dict[Variant, Samples]) -> list[dict[str, Any]]:
     whole = samples[WHOLE]
     rows = []
     for variant, of in samples.items():
@@ -196,7 +196,7 @@ def main() -> None:
     context, chunk = (1024, 16) if args.quick else (2048, 64)
     variants = VARIANTS[:5] if args.quick else VARIANTS
     samples = measure(context, chunk, variants, 2 if args.quick else args.rounds)
-    rows = cost_rows(context, chunk, samples)
+    rows = cost_rows(context, samples)
     print_table(f"Cost, {context} tokens in chunks of {chunk}, to a device that holds them", rows)
     write_json("bench_layer_stream", vars(args), [{"longest": lengths, "cost": rows}])
 

@@ -41,7 +41,7 @@ import psutil
 from common import print_table, write_json
 
 from sglang.srt.configs.smollm2_model import ensure_smollm2
-from sglang.srt.managers.startup.storage import BLOCK_TOKENS
+from sglang.srt.managers.startup.storage import DEFAULT_BLOCK_TOKENS
 from support.network import elsewhere
 from support.store_servers import redis_elsewhere
 
@@ -181,7 +181,7 @@ def main() -> None:
     rng = np.random.default_rng(0)
     prompts = [rng.integers(300, 40_000, args.tokens).tolist() for _ in range(NUM_PROMPTS)]
     # The last token is always computed, and a part of a block is not stored.
-    hits = (args.tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    hits = (args.tokens - 1) // DEFAULT_BLOCK_TOKENS * DEFAULT_BLOCK_TOKENS
     context = args.tokens + LONG_ANSWER + 128
     rows: list[dict[str, Any]] = []
     with ExitStack() as stack:

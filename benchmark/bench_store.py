@@ -170,7 +170,7 @@ def writes_and_probes(server: Server, rounds: int, value_bytes: int) -> list[dic
         connection = RespConnection(address, TIMEOUT_S)
         connection.pipeline([(b"SET", store.name_of(key, b"m"), b"") for key in keys])
 
-        def block(store=store, writer=writer, keys=keys) -> None:
+        def block(writer=writer, keys=keys) -> None:
             assert writer.write(keys[0], pieces)
 
         def probe(store=store, keys=keys) -> None:

@@ -15,6 +15,7 @@ from benchmark.papers.plots import Panel
 from benchmark.papers.runs import ALL_AT_ONCE, Runs, points
 from benchmark.papers.sensitivity import Fragile, Headline, Setting
 from benchmark.papers.shadowserve_runs import UNLOADED, RemoteOutcome, RemoteSettings
+from benchmark.papers.shadowserve_size import GBPS
 from benchmark.simulator.data_plane import Codec, smart_nic_stages
 from benchmark.simulator.profiles import (
     CACHEGEN_SIZE,
@@ -27,7 +28,6 @@ from benchmark.simulator.profiles import (
 
 from benchmark.papers import shadowserve_size
 
-GBPS = (10.0, 20.0, 30.0, 40.0)
 OUTPUTS = (4, 8, 16, 32, 64, 128)
 RATES = (UNLOADED, 0.5, 1.0, 2.0, 4.0, 6.0, ALL_AT_ONCE)
 SS, CA = "ShadowServe", "CacheGen-Async"

@@ -26,7 +26,6 @@ STRATA, PRELOADS = "Strata", "Strata + preloads"
 SCHEDULING = "Strata-Schedule-Only"
 # Short names of models.
 SIZES = {"Llama-3.1-8B": "8B", "Qwen2.5-14B": "14B", "Llama-3.1-70B": "70B"}
-USUAL = Setting("as usual", {})
 
 
 def peak(system: str, **changes: Any) -> RunSettings:

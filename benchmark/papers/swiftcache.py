@@ -15,7 +15,7 @@ from benchmark.papers.figures import Claim, Result
 from benchmark.papers.plots import Panel
 from benchmark.papers.runs import Runs
 from benchmark.papers.sensitivity import Headline
-from benchmark.papers.swiftcache_runs import ServingOutcome, ServingSettings, simulate
+from benchmark.papers.swiftcache_runs import HOST_BYTES, MASTERS, ServingOutcome, ServingSettings, simulate
 from benchmark.papers.swiftcache_serving import figure7, figure8, figure10, figure11
 from benchmark.papers.swiftcache_streaming import StreamOutcome, StreamSettings, ours
 from benchmark.simulator.cost_models import DMA, HostLink, ModelShape, load_seconds, prefill_seconds
@@ -205,8 +205,6 @@ SEGMENT_BUFFERS = 2
 # Of our engine; the slab is its flag's default.
 PAGE_TOKENS = 16
 SLAB_BYTES = 64 << 20
-# 5.1: "both baselines are configured with 96 GB of CPU memory"; taken for all machines.
-HOST_BYTES = 96e9
 # GPUs and the workers beside the master (5.3). Data sheets call 2**30 bytes GB here, within 6 %.
 WORKERS = {
     96: ("Qwen3-14B", "Qwen3-8B"),  # H20
@@ -214,7 +212,6 @@ WORKERS = {
     32: ("Qwen3-14B", "Qwen3-8B"),  # V100
     24: ("Qwen3-8B", "Qwen3-8B"),  # L4
 }
-MASTERS = ("LWM-7B", "Qwen3-14B", "Qwen3-32B")
 # vLLM's default --gpu-memory-utilization.
 USABLE = 0.9
 

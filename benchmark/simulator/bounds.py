@@ -148,7 +148,7 @@ def reserved_tokens(machine: SmallMachine, running: int) -> int:
 
 
 def usable_share(machine: SmallMachine, working_set: int, held_tokens: float, running: int) -> float:
-    """design.md, section 4: min(1, usable sum of the tiers / working set), where usable is what running requests,
+    """min(1, usable sum of the tiers / working set), where usable is what running requests,
     transfers and R do not hold. Under uniform reuse no policy that does not know the future is better, since every
     document is as likely as any other to be next."""
     usable = machine.sum_tokens - held_tokens - reserved_tokens(machine, running)

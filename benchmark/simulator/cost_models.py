@@ -174,11 +174,6 @@ def load_seconds(
     return link.submit_s + pages * page_size * model.kv_bytes_per_token / link_rate(link, method, piece)
 
 
-def layer_seconds(model: ModelShape, link: HostLink, method: Method, num_tokens: int, page_size: int) -> float:
-    """One layer's share of `load_seconds`: layers are alike and come one after another."""
-    return load_seconds(model, link, method, num_tokens, page_size) / model.num_layers
-
-
 # -- forward passes -------------------------------------------------------------------------------------------------
 
 

@@ -10,10 +10,7 @@ bytes, and bytes per second. All results are simulated.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-
-from benchmark.simulator.cost_models import SmartNic
 
 from sglang.srt.mem_cache.transfer import StorageOp
 
@@ -97,12 +94,6 @@ def smart_nic_stages(rates: dict[str, float], codec: Codec, network_limit: float
         Stage("dequantize", 1 / rates["dequantize"]),
         Stage("dma", 1 / rates["dma"]),
     )
-
-
-def bottleneck(nic: SmartNic, codec: Codec, network_limit: float) -> str:
-    """The stage that a long fetch waits for."""
-    stages: Sequence[Stage] = smart_nic_stages(nic.together, codec, network_limit)
-    return max(stages, key=lambda stage: stage.seconds_per_byte).name
 
 
 def loss_as_delay(loss: float) -> float:

@@ -19,13 +19,9 @@ from typing import Any
 import httpx
 import psutil
 
+from sglang.demo_common import free_port
+
 HERE = Path(__file__).parent
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 # Of a machine on which much else is running. No test waits so long for what is to happen.

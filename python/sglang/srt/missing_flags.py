@@ -5,7 +5,7 @@ from __future__ import annotations
 _CANARY = "its check of hits is --hicache-canary"
 _COMPILER = "it compiles no models: leave it out"
 _DIFFUSION = "it serves autoregressive models: leave it out"
-_DISAGGREGATION = "prefill and decode run in one engine; see docs/guides/peers.md for memory of other servers"
+DISAGGREGATION = "prefill and decode run in one engine; see docs/guides/peers.md for memory of other servers"
 _DRAFTS = "it decodes without drafts: leave it out"
 _DUMPS = "record its steps with --record-steps"
 _EXPERTS = "each rank has a part of every expert, computed in one way: leave it out"
@@ -25,7 +25,7 @@ _LABELS = "its metrics have the label model_name; add labels where they are coll
 _LOADING = "it reads safetensors and GGUF by itself: leave it out"
 _LOADS = "ask GET /v1/loads"
 _LOGS = "--enable-trace tells a collector what becomes of each request"
-_LORA = "it has no LoRA adapters: serve a model into which the adapter is merged"
+LORA = "it has no LoRA adapters: serve a model into which the adapter is merged"
 _MEMORY = "its memory is fixed at its start: leave it out"
 _METRICS = "GET /metrics has all its numbers, always: leave it out"
 _METRIC_BUCKETS = "the buckets of its histograms are fixed: leave it out"
@@ -95,7 +95,7 @@ MISSING_FLAGS = {
     "--disable-outlines-disk-cache": _GRAMMARS,
     "--disable-shared-experts-fusion": _EXPERTS,
     "--disable-tokenizer-batch-decode": _WORKERS,
-    "--disaggregation-": _DISAGGREGATION,
+    "--disaggregation-": DISAGGREGATION,
     "--dist-": _RANKS,
     "--dllm-": _DIFFUSION,
     "--download-dir": "the cache of Hugging Face is where HF_HOME is",
@@ -141,8 +141,8 @@ MISSING_FLAGS = {
     "--enable-linear-": _HYBRID,
     "--enable-linker-mla-dedup": _OTHER_CACHE,
     "--enable-lmcache": _OTHER_CACHE,
-    "--enable-lora": _LORA,
-    "--enable-lora-": _LORA,
+    "--enable-lora": LORA,
+    "--enable-lora-": LORA,
     "--enable-mamba-": _HYBRID,
     "--enable-megamoe-for-layernorm-sp": _EXPERTS,
     "--enable-memory-saver": _MEMORY,
@@ -159,8 +159,8 @@ MISSING_FLAGS = {
     "--enable-p2p-check": _RANKS,
     "--enable-page-major-kv-layout": "the device pool is layer by layer; --hicache-mem-layout is that of the host",
     "--enable-paged-experts": _EXPERTS,
-    "--enable-pd-role-switch": _DISAGGREGATION,
-    "--enable-pdmux": _DISAGGREGATION,
+    "--enable-pd-role-switch": DISAGGREGATION,
+    "--enable-pdmux": DISAGGREGATION,
     "--enable-precise-embedding-interpolation": _MULTIMODAL,
     "--enable-prefill-cp": _SPLIT,
     "--enable-prefill-delayer": _PREFILL,
@@ -199,7 +199,7 @@ MISSING_FLAGS = {
     "--ep-": _EXPERTS,
     "--eplb-": _EXPERTS,
     "--expert-": _EXPERTS,
-    "--experts-shared-outer-loras": _LORA,
+    "--experts-shared-outer-loras": LORA,
     "--export-metrics-to-file": _METRICS,
     "--export-metrics-to-file-dir": _METRICS,
     "--extra-metric-labels": _LABELS,
@@ -242,12 +242,12 @@ MISSING_FLAGS = {
     "--load-snapshot-publish-interval": _LOADS,
     "--log-requests": _LOGS,
     "--log-requests-": _LOGS,
-    "--lora-": _LORA,
+    "--lora-": LORA,
     "--mamba-": _HYBRID,
     "--max-ep-size": _EXPERTS,
-    "--max-loaded-loras": _LORA,
-    "--max-lora-": _LORA,
-    "--max-loras-per-batch": _LORA,
+    "--max-loaded-loras": LORA,
+    "--max-lora-": LORA,
+    "--max-loras-per-batch": LORA,
     "--max-mamba-cache-size": _HYBRID,
     "--media-url-max-file-size-mb": _MULTIMODAL,
     "--min-free-slots-delay": _PREFILL,
@@ -266,13 +266,13 @@ MISSING_FLAGS = {
     "--nnodes": _RANKS,
     "--node-rank": _RANKS,
     "--num-continuous-decode-steps": _PREFILL,
-    "--num-reserved-decode-tokens": _DISAGGREGATION,
+    "--num-reserved-decode-tokens": DISAGGREGATION,
     "--numa-node": "start it with numactl",
     "--offload-": _WEIGHT_OFFLOAD,
-    "--optimistic-prefill-attempts": _DISAGGREGATION,
+    "--optimistic-prefill-attempts": DISAGGREGATION,
     "--otlp-service-name": "its traces have the service name sglang: leave it out",
     "--paged-experts-num-resident": _EXPERTS,
-    "--pdmux-config-path": _DISAGGREGATION,
+    "--pdmux-config-path": DISAGGREGATION,
     "--pipeline-parallel-size": _SPLIT,
     "--ple-": _WEIGHT_OFFLOAD,
     "--pp-": _SPLIT,
@@ -309,7 +309,7 @@ MISSING_FLAGS = {
     "--skip-server-warmup": _WARM_UP,
     "--skip-tokenizer-init": "it always has a tokenizer; /generate takes input_ids beside texts: leave it out",
     "--sleep-on-idle": "it sleeps when it is idle: leave it out",
-    "--sm-group-num": _DISAGGREGATION,
+    "--sm-group-num": DISAGGREGATION,
     "--smg-": _GRPC,
     "--soft-watchdog-timeout": _WATCHDOG,
     "--spec-trace-dir": _DRAFTS,
@@ -332,7 +332,7 @@ MISSING_FLAGS = {
     "--trust-remote-code": "it runs no code of checkpoints: leave it out, if docs/guides/models.md has the model",
     "--trust-request-chat-template": _TEMPLATES,
     "--unified-cache-external-linker-": _OTHER_CACHE,
-    "--uno-lora-path": _LORA,
+    "--uno-lora-path": LORA,
     "--use-ray": _RANKS,
     "--uvicorn-access-log-exclude-prefixes": "--log-level-http warning turns the log of accesses off",
     "--warmups": _WARM_UP,

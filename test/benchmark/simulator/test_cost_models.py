@@ -112,7 +112,6 @@ def test_a_load_by_hand() -> None:
     assert cm.load_seconds(TINY, LINK, cm.DIRECT, 100, 32) == pytest.approx(4 * 4 * 128 / rate)
     # As many operations, one after another, each its cost and its bytes on the wire.
     assert cm.load_seconds(TINY, LINK, cm.DIRECT, 100, 32) == pytest.approx(16 * (1e-6 + 128 / 50e9))
-    assert cm.layer_seconds(TINY, LINK, cm.DIRECT, 100, 32) == pytest.approx(8 * (1e-6 + 128 / 50e9))
     # dma: two runs of 64 tokens, K and V, two layers.
     assert cm.load_seconds(TINY, LINK, cm.DMA, 128, 1, num_runs=2) == pytest.approx(8 * (1e-7 + 64 * 4 / 50e9))
     assert cm.load_seconds(TINY, LINK, cm.INFINITE, 100, 1) == cm.load_seconds(TINY, LINK, cm.DIRECT, 0, 1) == 0

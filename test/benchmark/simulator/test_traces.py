@@ -12,89 +12,9 @@ import pytest
 from benchmark.simulator import traces
 
 
-def encode(text: str) -> list[int]:
-    """One token per word: its length, plus 100."""
-    return [100 + len(word) for word in text.split()]
-
-
 def lines(path: Path, *rows: object) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
-
-
-def test_loogle_in_both_forms(tmp_path: Path) -> None:
-    pairs = [{"Q": "who is it", "A": "me", "S": "x"}, {"Q": "why", "A": "no idea at all", "S": "y"}]
-    by_document = lines(
-        tmp_path / "old.jsonl",
-        {"input": "a long story", "title": "t", "qa_pairs": str(pairs), "output": "none"},
-        {"input": "nothing to ask", "title": "u", "qa_pairs": "none", "output": "none"},
-        {"input": "another", "title": "v", "qa_pairs": pairs[:1], "output": "none"},
-    )
-    by_question = lines(
-        tmp_path / "new.jsonl",
-        {"context": "a long story", "question": "who is it", "answer": "me", "doc_id": "1"},
-        {"context": "a long story", "question": "why", "answer": "no idea at all", "doc_id": "1"},
-        {"context": "another", "question": "who is it", "answer": "me", "doc_id": "2"},
-    )
-    old, new = (traces.read_loogle(p, encode, seed=1, rate=1.0) for p in (by_document, by_question))
-    for workload in (old, new):
-        stats = workload.stats()
-        assert (stats.num_contexts, stats.num_queries) == (2, 3)
-        found = {
-            (tuple(c.context.tolist()), tuple(c.turns[0].message.tolist()), c.turns[0].output_len)
-            for c in workload.conversations
-        }
-        story = (101, 104, 105)
-        assert found == {
-            (story, (103, 102, 102), 1),
-            (story, (103,), 4),
-            ((107,), (103, 102, 102), 1),
-        }
-
-
-def test_a_missing_field_is_named_with_its_line(tmp_path: Path) -> None:
-    path = lines(tmp_path / "x.jsonl", {"context": "a", "question": "b", "answer": "c"}, {"text": "a"})
-    with pytest.raises(ValueError, match=r"x\.jsonl:2: there is no field 'context'; it has text"):
-        traces.read_loogle(path, encode, 1, 1.0)
-    path = lines(tmp_path / "y.jsonl", {"input": "a", "qa_pairs": "[{"})
-    with pytest.raises(ValueError, match=r"y\.jsonl:1: qa_pairs"):
-        traces.read_loogle(path, encode, 1, 1.0)
-
-
-def test_narrativeqa_in_both_forms(tmp_path: Path) -> None:
-    hub = lines(
-        tmp_path / "hub.jsonl",
-        {
-            "document": {"id": "1", "text": "once upon a time"},
-            "question": {"text": "when was it", "tokens": []},
-            "answers": [{"text": "long ago", "tokens": []}, {"text": "once", "tokens": []}],
-        },
-    )
-    bench = lines(
-        tmp_path / "bench.jsonl", {"context": "once upon a time", "input": "when was it", "answers": ["long ago"]}
-    )
-    for path in (hub, bench):
-        (c,) = traces.read_narrativeqa(path, encode, 1, 1.0).conversations
-        assert c.context.tolist() == [104, 104, 101, 104] and c.turns[0].output_len == 2
-        assert c.turns[0].message.tolist() == [104, 103, 102]
-
-
-def test_sharegpt(tmp_path: Path) -> None:
-    said = [
-        {"from": "system", "value": "be kind"},
-        {"from": "human", "value": "hello there"},
-        {"from": "gpt", "value": "hi"},
-        {"from": "human", "value": "one"},
-        {"from": "human", "value": "more thing"},
-        {"from": "gpt", "value": "as you say"},
-        {"from": "human", "value": "unanswered"},
-    ]
-    path = tmp_path / "s.json"
-    path.write_text(json.dumps([{"id": "a", "conversations": said}, {"id": "b", "conversations": said[1:2]}]))
-    workload = traces.read_sharegpt(path, encode, seed=1, rate=1.0)
-    (c,) = workload.conversations
-    assert c.think_s == 60 and c.context.tolist() == [102, 104]
-    assert [(t.message.tolist(), t.output_len) for t in c.turns] == [([105, 105], 1), ([103, 104, 105], 3)]
 
 
 def test_mooncake_prompts_share_what_their_hashes_share(tmp_path: Path) -> None:
@@ -114,6 +34,13 @@ def test_mooncake_prompts_share_what_their_hashes_share(tmp_path: Path) -> None:
     # A block's tokens depend on its hash alone.
     assert (third.message == first.message[512:1024]).all()
     assert (first.output_len, second.output_len) == (7, 1)
+
+
+def test_a_missing_field_is_named_with_its_line(tmp_path: Path) -> None:
+    row = {"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1]}
+    path = lines(tmp_path / "x.jsonl", row, {"text": "a"})
+    with pytest.raises(ValueError, match=r"x\.jsonl:2: there is no field 'hash_ids'; it has text"):
+        traces.read_mooncake(path)
 
 
 def test_a_mooncake_row_that_lacks_blocks_is_refused(tmp_path: Path) -> None:

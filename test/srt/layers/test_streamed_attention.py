@@ -22,7 +22,7 @@ SINKS = torch.linspace(-2, 2, KV_HEADS * GROUP)
 
 @dataclass
 class Request:
-    """See `StreamedRequest`."""
+    """See `StreamedRows`."""
 
     rows: slice
     start: int

@@ -32,7 +32,7 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.managers.schedule_batch import BatchDecision
 from sglang.srt.managers.scheduler_config import LayerStreamConfig
-from sglang.srt.managers.startup.storage import BLOCK_TOKENS
+from sglang.srt.managers.startup.storage import DEFAULT_BLOCK_TOKENS
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.mem_cache.transfer import Tier
 from sglang.srt.observability.metrics_collector import MetricsCollector
@@ -366,7 +366,7 @@ def test_prompts_from_a_strict_peer(real: RealModel, lender: Lender, page_size: 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("tier", "block_tokens", "num_pieces"),
-    [("disk", BLOCK_TOKENS, 2), ("remote", BLOCK_TOKENS, 2), ("remote", 256, 8)],
+    [("disk", DEFAULT_BLOCK_TOKENS, 2), ("remote", DEFAULT_BLOCK_TOKENS, 2), ("remote", 256, 8)],
 )
 def test_blocks_as_a_server_has_them_by_default_and_larger_ones(
     real: RealModel, tmp_path: Path, tier: str, block_tokens: int, num_pieces: int

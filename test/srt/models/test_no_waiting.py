@@ -14,7 +14,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import SINGLE_RANK
 from sglang.srt.layers.attention.base_attn_backend import AttentionMetadata
 from sglang.srt.mem_cache.kv_view import KVSegment, KVView
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode, StreamedRequest
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode, StreamedRows
 from sglang.srt.models.registry import get_model_class
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from support import fake_flashinfer
@@ -118,7 +118,7 @@ def make_batch(num_tokens, sample_rows, streamed):
         sample_rows=ints(sample_rows),
         sample_slots=ints(0),
         sampling=SamplingBatchInfo.from_params([], 96, ints(0), DEVICE),
-        streamed=[StreamedRequest(slice(0, num_tokens), 4, 8, segments)] if streamed else [],
+        streamed=[StreamedRows(slice(0, num_tokens), 4, 8, segments)] if streamed else [],
     )
 
 

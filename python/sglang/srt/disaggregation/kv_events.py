@@ -55,7 +55,7 @@ class BlockRemoved(KVCacheEvent):
 
 
 class AllBlocksCleared(KVCacheEvent):
-    """Never sent here: what a flush drops is removed block by block."""
+    """Sent before all that is in memory, for subscribers that missed some. A flush removes block by block."""
 
 
 class KVEventBatch(EventBatch):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from sglang.srt.missing_flags import DISAGGREGATION, LORA
+
 _WEIGHTS = "it serves the weights that it was started with: start it again with another --model-path"
-_LORA = "it has no LoRA adapters: serve a model into which the adapter is merged"
-_EXPERTS = "it serves no models with experts"
+_EXPERTS = "each rank has a part of every expert: there is nothing to record or to move"
 _SESSIONS = "sessions are not opened or closed: name one with the field session_id, and send the whole conversation"
 _RESPONSES = "responses are not kept: send the whole conversation to /v1/responses; close the connection to cancel"
 _FILES = "it keeps no files: send the texts themselves in requests"
@@ -13,7 +14,6 @@ _CORPORA = "it decodes without drafts, and needs no corpus"
 _POOLING = "it scores no texts: use /generate with return_logprob for log-probabilities"
 _MEMORY = "its memory is fixed at its start: stop the server to free it"
 _MULTIMODAL = "it takes text alone"
-_DISAGGREGATION = "prefill and decode run in one engine; see docs/guides/peers.md for memory of other servers"
 
 # Path -> what to do instead. A path that ends with "/" stands for everything below it.
 MISSING_ENDPOINTS = {
@@ -59,10 +59,10 @@ MISSING_ENDPOINTS = {
     "/weights_checker": _WEIGHTS,
     "/release_memory_occupation": _MEMORY,
     "/resume_memory_occupation": _MEMORY,
-    "/pd_role_switch": _DISAGGREGATION,
-    "/load_lora_adapter": _LORA,
-    "/load_lora_adapter_from_tensors": _LORA,
-    "/unload_lora_adapter": _LORA,
+    "/pd_role_switch": DISAGGREGATION,
+    "/load_lora_adapter": LORA,
+    "/load_lora_adapter_from_tensors": LORA,
+    "/unload_lora_adapter": LORA,
     "/open_session": _SESSIONS,
     "/close_session": _SESSIONS,
     "/pause_generation": "end requests with /abort_request",

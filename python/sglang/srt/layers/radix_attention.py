@@ -43,7 +43,7 @@ class AttentionBatch(Protocol):
 
 
 class StreamedRows(Protocol):
-    """The part of a `StreamedRequest` that attention uses."""
+    """The part of a `StreamedRows` that attention uses."""
 
     @property
     def rows(self) -> slice: ...

@@ -9,6 +9,7 @@ storage_controller.py.
     device ── D2P: back_up, when it evicts; begin_spill ──► peer
     device ◄── P2D: begin_load ──────────────────── peer
     peer ── P2H: move_to_host, when the peer gives it up ──► host
+    peer ── P2P: see slab_withdrawal.py ──► peer
     device ── D2S: begin_swap ──► swap file of a request that streams
 
 What storage brings and what the device computes may be the same page: such a node is CACHED on the device and FILLING

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-BLOCK_TOKENS = 64
+SAMPLED_TOKENS = 64
 # Digests that are kept: a reply of about 1 MB.
 MAX_DIGESTS = 1 << 15
 MAX_EVENTS = 1 << 14
@@ -47,7 +47,7 @@ class PrefixSampler:
         self._halvings = 0
         self._secret = secrets.token_bytes(32)
         draws = np.random.Generator(np.random.PCG64(int.from_bytes(self._secret, "little")))
-        self._factors = draws.integers(1, 1 << 63, BLOCK_TOKENS, np.uint64) * np.uint64(2) + np.uint64(1)
+        self._factors = draws.integers(1, 1 << 63, SAMPLED_TOKENS, np.uint64) * np.uint64(2) + np.uint64(1)
         self._place = int(draws.integers(1, 1 << 63))
         self._since = clock()
 
@@ -61,7 +61,7 @@ class PrefixSampler:
 
     def note_answer(self, namespace: str, ids: np.ndarray, prompt_tokens: int) -> None:
         """ids: int32, of a prompt and of what of its answer is in the cache."""
-        if len(ids) // BLOCK_TOKENS > prompt_tokens // BLOCK_TOKENS:
+        if len(ids) // SAMPLED_TOKENS > prompt_tokens // SAMPLED_TOKENS:
             self._note(namespace, ids, prompt_tokens, is_answer=True)
 
     def _note(self, namespace: str, ids: np.ndarray, prompt_tokens: int, is_answer: bool) -> None:
@@ -87,8 +87,8 @@ class PrefixSampler:
         return digest & ((1 << self._halvings) - 1) == 0
 
     def _digests(self, namespace: str, ids: np.ndarray) -> tuple[int, ...]:
-        num_blocks = len(ids) // BLOCK_TOKENS
-        tokens = ids[: num_blocks * BLOCK_TOKENS].reshape(num_blocks, BLOCK_TOKENS)
+        num_blocks = len(ids) // SAMPLED_TOKENS
+        tokens = ids[: num_blocks * SAMPLED_TOKENS].reshape(num_blocks, SAMPLED_TOKENS)
         # A sum over all blocks so far, each by its place: one product for a whole prompt.
         hashed = tokens.astype(np.uint64) @ self._factors + self._factors[0]
         hashed = (hashed ^ (hashed >> np.uint64(31))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -107,7 +107,7 @@ class PrefixSampler:
     def state(self) -> dict[str, Any]:
         """What GET /hicache/sample answers. Digests are hexadecimal."""
         return {
-            "block_tokens": BLOCK_TOKENS,
+            "block_tokens": SAMPLED_TOKENS,
             "rate": self.rate,
             "seconds": round(self._clock() - self._since, 3),
             "events": [

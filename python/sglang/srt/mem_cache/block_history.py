@@ -23,7 +23,7 @@ from sglang.srt.mem_cache.radix import common_len
 from sglang.srt.mem_cache.transfer import TIER_NAMES, Tier
 
 # Tokens per block, rounded up to whole pages.
-BLOCK_TOKENS = 64
+HISTORY_TOKENS = 64
 # Blocks that are remembered: some four million tokens.
 SIZE = 1 << 16
 # Tails that are remembered.
@@ -83,7 +83,7 @@ def _places(digest: int) -> tuple[int, int]:
 
 class BlockHistory:
     def __init__(self, page_size: int, size: int = SIZE) -> None:
-        self.block_tokens = -(-BLOCK_TOKENS // page_size) * page_size
+        self.block_tokens = -(-HISTORY_TOKENS // page_size) * page_size
         self._size = size
         self._page_size = page_size
         self._tails: OrderedDict[int, _Tail] = OrderedDict()

@@ -31,7 +31,7 @@ from sglang.srt.model_executor.forward_batch_info import (
     CausalLM,
     ForwardBatch,
     ForwardMode,
-    StreamedRequest,
+    StreamedRows,
 )
 from sglang.srt.model_executor.kernel_warm_up import warm_up_kernels
 from sglang.srt.model_executor.launch import NO_TOKEN, Launch, LaunchMode, StreamedPrefix
@@ -612,7 +612,7 @@ class ModelExecutor:
         self._page_table.write(*found[len(arrays) :])
         return found[: len(arrays)]
 
-    def _streamed(self, launch: Launch) -> list[StreamedRequest]:
+    def _streamed(self, launch: Launch) -> list[StreamedRows]:
         page, table = self.page_size, self._page_table
         assert not launch.streams or not self.pool.num_windowed_pages, "what streams has one pool for all layers"
         found, row_ends = [], np.cumsum(launch.lens).tolist()
@@ -629,9 +629,7 @@ class ModelExecutor:
                 for a, b, causal in runs
                 if a < b
             ]
-            found.append(
-                StreamedRequest(slice(row_ends[i] - length, row_ends[i]), prefix.start, prefix.end, segments)
-            )
+            found.append(StreamedRows(slice(row_ends[i] - length, row_ends[i]), prefix.start, prefix.end, segments))
         return found
 
     def _plan_of(self, launch: Launch) -> SamplingPlan:

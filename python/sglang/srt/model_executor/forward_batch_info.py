@@ -21,7 +21,7 @@ class ForwardMode(IntEnum):
 
 
 @dataclass(frozen=True)
-class StreamedRequest:
+class StreamedRows:
     """A request whose tokens [start, end) come through the layer stream cache."""
 
     # The request's rows of the batch.
@@ -78,7 +78,7 @@ class ForwardBatch:
     sampling: SamplingBatchInfo
     gates: list[Any] = field(default_factory=list)
     # Requests that are not on the device as a whole.
-    streamed: list[StreamedRequest] = field(default_factory=list)
+    streamed: list[StreamedRows] = field(default_factory=list)
     # Whether `hidden` is wanted: (num_samples, hidden_size), the state of each of sample_rows behind the last norm.
     # The model sets it.
     wants_hidden: bool = False

@@ -30,7 +30,7 @@ from sglang.srt.mem_cache.hybrid_pages import HybridPages
 from sglang.srt.mem_cache.kv_view import KVSegment, PagedSegments
 from sglang.srt.mem_cache.link import index_device
 from sglang.srt.mem_cache.memory_pool import DevicePool
-from sglang.srt.model_executor.forward_batch_info import CausalLM, ForwardBatch, ForwardMode, StreamedRequest
+from sglang.srt.model_executor.forward_batch_info import CausalLM, ForwardBatch, ForwardMode, StreamedRows
 from sglang.srt.model_executor.prefill_graphs import PrefillGraphs
 from sglang.srt.sampling.penalties import PenaltyTable
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -181,7 +181,7 @@ def _stream(
     """A request behind a long prefix that is not on the device."""
     # The executor's own table has int32, the layer stream cache's pages int64.
     own = KVSegment(_scratch_pages(pool, q_len, device).to(torch.int32), q_len, q_len > 1)
-    batch.streamed = [StreamedRequest(slice(0, q_len), 0, prefix_len, [own])]
+    batch.streamed = [StreamedRows(slice(0, q_len), 0, prefix_len, [own])]
     prefix = KVSegment(_scratch_pages(pool, prefix_len, device), prefix_len)
     state = model.embed(batch)
     for layer in range(model.num_layers):

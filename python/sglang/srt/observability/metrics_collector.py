@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from sglang.srt.observability.http_metrics import HttpMetrics
 from sglang.srt.observability.latency_sketch import LatencySketch
+from sglang.srt.offload.proxy.settings import BUFFERS, STAGES
 
 _SECONDS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 120, 240)
 _TOKEN_SECONDS = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4, 0.8, 2)
@@ -163,14 +164,12 @@ _COUNTERS = (
     ("num_preempted_requests", "Requests that gave way to a higher priority.", "preempted_reqs"),
 )
 # The remote tier's proxy, by stage or buffer of its pipeline: metric, help, label, part -> name in its state, unit.
-_STAGES = ("receive", "decompress", "dequantize", "deliver")
-_BUFFERS = ("compressed", "decompressed", "dequantized")
 _PROXY = (
-    ("remote_stage_bytes", "Bytes that a stage produced.", "stage", {s: f"{s}_bytes" for s in _STAGES}, 1.0),
-    ("remote_stage_seconds", "Seconds of a stage's threads at work.", "stage", {s: f"{s}_us" for s in _STAGES}, 1e-6),
-    ("remote_stage_queue", "Pieces that wait for a stage.", "stage", {s: f"{s}_queue" for s in _STAGES[1:]}, 1.0),
-    ("remote_buffer_slots", "Slots of a buffer.", "buffer", {b: f"{b}_slots" for b in _BUFFERS}, 1.0),
-    ("remote_buffer_slots_used", "Slots that hold a piece.", "buffer", {b: f"{b}_slots_used" for b in _BUFFERS}, 1.0),
+    ("remote_stage_bytes", "Bytes that a stage produced.", "stage", {s: f"{s}_bytes" for s in STAGES}, 1.0),
+    ("remote_stage_seconds", "Seconds of a stage's threads at work.", "stage", {s: f"{s}_us" for s in STAGES}, 1e-6),
+    ("remote_stage_queue", "Pieces that wait for a stage.", "stage", {s: f"{s}_queue" for s in STAGES[1:]}, 1.0),
+    ("remote_buffer_slots", "Slots of a buffer.", "buffer", {b: f"{b}_slots" for b in BUFFERS}, 1.0),
+    ("remote_buffer_slots_used", "Slots that hold a piece.", "buffer", {b: f"{b}_slots_used" for b in BUFFERS}, 1.0),
 )
 # mode, name among the state's counters: tokens by how the scheduler handled them
 _REALTIME = (

@@ -1,4 +1,4 @@
-"""`RemoteStore`: the remote tier (L4) as a `BlockStore`. The offload proxy does the work; this class supervises it.
+"""`RemoteStore`: the remote tier as a `BlockStore`. The offload proxy does the work; this class supervises it.
 
 Owns the session with the proxy. Without a session operations count 0 blocks at once. A thread begins a new one, with
 pauses from `RETRY_S` to `MAX_RETRY_S`. Reads that a lost session has not brought are asked of the next one, once, if

@@ -36,7 +36,6 @@ NAME = Kind("a string that is not empty", lambda value: isinstance(value, str) a
 BOOLEAN = Kind("true or false", lambda value: isinstance(value, bool))
 OBJECT = Kind("a JSON object", lambda value: isinstance(value, dict))
 WHOLE_NUMBER = Kind("a whole number", lambda value: type(value) is int)
-NUMBER = Kind("a number from 0 up to 1e9", lambda value: is_number(value) and 0 <= value < 1e9)
 POSITIVE_NUMBER = Kind("a number above 0 and below 1e9", lambda value: is_number(value) and 0 < value < 1e9)
 
 

@@ -35,7 +35,7 @@ from sglang.srt.layers.kv_scale import KVScale
 from sglang.srt.layers.latent_attention import LatentAttention
 from sglang.srt.layers.latent_projections import LatentProjections
 from sglang.srt.mem_cache.kv_view import KVView, PagedSegments
-from sglang.srt.model_executor.forward_batch_info import StreamedRequest
+from sglang.srt.model_executor.forward_batch_info import StreamedRows
 from support.no_waiting import DEVICE, NoWaiting
 from support.thread_group import thread_groups
 from support.tiny_runner import TinyRunner
@@ -242,7 +242,7 @@ def test_what_stays_absorbed(tmp_path):
     assert expands()
     assert not expands(runner.batch([(seqs[0], LONG_EXTEND - 1), (seqs[1], 9)]))
     assert not expands(TinyRunner.batch(runner, [(seqs[0], LONG_EXTEND)])), "segments one by one"
-    assert not expands(replace(batch, streamed=[StreamedRequest(slice(0, 1), 0, 0, [])]))
+    assert not expands(replace(batch, streamed=[StreamedRows(slice(0, 1), 0, 0, [])]))
     for masked in ({"softcap": 3.0}, {"window": 7}, {"sinks": torch.zeros(4)}):
         assert not expands(replace(batch, attn=replace(batch.attn, **masked)))
     backend.capturing = True

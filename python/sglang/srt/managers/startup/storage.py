@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 # What follows a prompt's last whole block is computed. ShadowServe's and CacheGen's chunks have 256, which a network
 # needs to be large; here a store keeps a block in pieces of up to 2 MiB.
-BLOCK_TOKENS = 64
+DEFAULT_BLOCK_TOKENS = 64
 # What is in a block, and in which order; another number makes all that was stored before unknown.
 _LAYOUT_VERSION = 1
 # An operation moves about so much: long enough to be efficient, short enough to be cut off in time.
@@ -65,7 +65,7 @@ COMMON_OPTIONS = (
         whole_number(1, _MAX_TOKENS),
         None,
         "tokens per block; a quarter of the host pool must hold one block",
-        f"{BLOCK_TOKENS}, rounded up to whole pages",
+        f"{DEFAULT_BLOCK_TOKENS}, rounded up to whole pages",
     ),
     Option(
         "prefetch_threshold",
@@ -141,16 +141,17 @@ class StorageOpener:
         own, config = _split(config)
         page_size = self.pool.page_size
         # The smallest whole number of pages that is at least a block.
-        block_tokens = own["block_tokens"] or -(-BLOCK_TOKENS // page_size) * page_size
+        block_tokens = own["block_tokens"] or -(-DEFAULT_BLOCK_TOKENS // page_size) * page_size
         if block_tokens % page_size:
             raise StoreError(
-                f"{CONFIG_FLAG}: block_tokens is {block_tokens}, no multiple of the page size {page_size}"
+                f"{CONFIG_FLAG}: block_tokens is {block_tokens}, no multiple of the page size {page_size}: "
+                "give another, or --page-size"
             )
         block_pages, num_pages = block_tokens // page_size, self.pool.num_pages
         if block_pages > num_pages // 4:
             raise StoreError(
                 f"a block of {block_tokens} tokens is more than a quarter of the host tier: raise --hicache-size, or "
-                f"lower block_tokens in {CONFIG_FLAG}"
+                f"lower block_tokens in {CONFIG_FLAG}, and --page-size, of which it is a multiple"
             )
         blocks_per_op = min(_MAX_BLOCKS_PER_OP, _BYTES_PER_OP // (block_pages * self.pool.page_bytes))
         setup = StorageSetup(

@@ -1,4 +1,4 @@
-"""`TieredStore`: a local store (L3) before a remote one (L4), as one `BlockStore`. Owns both.
+"""`TieredStore`: a local store before a remote one, as one `BlockStore`. Owns both.
 
 Blocks that the near store has are read there, the rest from the far one. Every block is written to both: each store
 by itself then serves a prompt as far as its blocks reach. Either may fail or be empty without the other. A far store

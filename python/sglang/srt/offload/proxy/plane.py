@@ -31,7 +31,7 @@ from sglang.srt.mem_cache.block_keys import KEY_BYTES
 from sglang.srt.mem_cache.block_store import StoreError
 from sglang.srt.offload.codec.base import Codec
 from sglang.srt.offload.codec.layout import BlockLayout
-from sglang.srt.offload.proxy.settings import PIECE_BYTES, STAGES, ProxySettings
+from sglang.srt.offload.proxy.settings import BUFFERS, PIECE_BYTES, STAGES, ProxySettings
 from sglang.srt.offload.store.failures import ErrorReply, StoreFailure, ValueTooLarge
 from sglang.srt.offload.store.object_store import ObjectStore
 from sglang.srt.offload.store.piece_connections import PieceConnections
@@ -53,14 +53,13 @@ _END = struct.Struct("<QIQQQ")
 _FAILURE = struct.Struct("<IIBI?")
 _PLACE = struct.Struct("<QII")
 _DAMAGED, _INCOMPLETE, _REFUSED = range(3)
-_BUFFERS = ("compressed", "decompressed", "dequantized")
 # A piece that does not shrink is stored as it is, behind its header.
 _SLOT_BYTES = PIECE_BYTES + 4096
 _CODERS = {"": 0, "zstd": 1, "deflate": 2}
 _DTYPES = {"bfloat16": 1, "float16": 2, "float32": 3}
 _COUNTERS = (
     *(f"{stage}_{what}" for what in ("bytes", "pieces", "us", "queue") for stage in STAGES),
-    *(f"{name}_{what}" for what in ("slots", "slots_used") for name in _BUFFERS),
+    *(f"{name}_{what}" for what in ("slots", "slots_used") for name in BUFFERS),
     "is_reading",
 )
 
@@ -115,7 +114,7 @@ class Plane:
     def __init__(self, settings: ProxySettings) -> None:
         """Raises StoreError if there is no C compiler, or no memory or threads for the settings."""
         settings.check_memory()
-        self.num_slots = min(getattr(settings, f"{name}_buffer_bytes") for name in _BUFFERS) // _SLOT_BYTES
+        self.num_slots = min(getattr(settings, f"{name}_buffer_bytes") for name in BUFFERS) // _SLOT_BYTES
         try:
             self._memory = SharedMemory.allocate(8 * len(_COUNTERS), "kvplane-counters")
         except OSError as error:
@@ -463,7 +462,7 @@ def _configuration(settings: ProxySettings) -> bytes:
     rates = settings.rates_gbps if settings.engine == "emulated" else {}
     numbers = [
         *(settings.threads(stage) for stage in STAGES),
-        *(getattr(settings, f"{name}_buffer_bytes") // _SLOT_BYTES for name in _BUFFERS),
+        *(getattr(settings, f"{name}_buffer_bytes") // _SLOT_BYTES for name in BUFFERS),
         settings.window,
         settings.direct,
         settings.pipelined,

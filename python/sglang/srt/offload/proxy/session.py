@@ -25,7 +25,7 @@ from sglang.srt.offload.proxy.plane import Plane, PlaneRefused, PlaneSession
 from sglang.srt.offload.proxy.settings import MAX_BLOCK_BYTES, PIECE_BYTES, ProxySettings
 from sglang.srt.offload.proxy.writer import Write, Writer
 from sglang.srt.offload.store.address import StoreAddress
-from sglang.srt.offload.store.object_store import BlockWriter, ObjectStore
+from sglang.srt.offload.store.object_store import ObjectStore, ObjectWriter
 from sglang.srt.offload.store.resp import RespConnection, StoreFailure, StoreLost
 from sglang.srt.utils.rare_log import RareLog
 
@@ -60,7 +60,7 @@ class Session:
         self._writer = writer
         self._settings = settings
         # Connections by thread.
-        self._writers: dict[int, BlockWriter] = {}
+        self._writers: dict[int, ObjectWriter] = {}
         self._outbox: queue.SimpleQueue[wire.ToEngine | None] = queue.SimpleQueue()
         # What moves no block, carried out one after another on a thread of its own, because a store that does not
         # answer must delay nothing else; and what concerns the whole store and may take long, on another.
@@ -110,7 +110,7 @@ class Session:
             self._ending.close()
             self.channel.close()
 
-    def block_writer(self, thread: int) -> BlockWriter:
+    def block_writer(self, thread: int) -> ObjectWriter:
         writer = self._writers.get(thread)
         if writer is None:
             writer = self._writers[thread] = self.store.writer()

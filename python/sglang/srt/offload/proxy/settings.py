@@ -14,6 +14,8 @@ from sglang.srt.utils.byte_sizes import shown_size
 from sglang.srt.utils.memory import available_memory
 
 STAGES = ("receive", "decompress", "dequantize", "deliver")
+# Of what a stage hands to the next one.
+BUFFERS = ("compressed", "decompressed", "dequantized")
 ENGINES = ("software", "emulated")
 DATA_PLANES = ("threads", "process")
 # Of one block, which a writing thread encodes as a whole.
@@ -30,7 +32,7 @@ _MAX_WINDOW = 64
 _MIN_GBPS = 0.01
 _MAX_GBPS = 1_000_000
 _MAX_POLL_US = 1_000_000
-_BUFFERS = ("compressed_buffer_bytes", "decompressed_buffer_bytes", "dequantized_buffer_bytes")
+_BUFFERS = tuple(f"{name}_buffer_bytes" for name in BUFFERS)
 
 
 @dataclass(frozen=True, kw_only=True)

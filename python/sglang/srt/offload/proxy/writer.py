@@ -21,7 +21,7 @@ from sglang.srt.offload.codec.base import Codec
 from sglang.srt.offload.codec.layout import BlockLayout
 from sglang.srt.offload.proxy.origin import Origin, OriginLostError
 from sglang.srt.offload.proxy.settings import PIECE_BYTES, ProxySettings, limit_of
-from sglang.srt.offload.store.object_store import BlockWriter, ObjectStore
+from sglang.srt.offload.store.object_store import ObjectStore, ObjectWriter
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class Sink(Protocol):
     codec: Codec
     store: ObjectStore
 
-    def block_writer(self, thread: int) -> BlockWriter:
+    def block_writer(self, thread: int) -> ObjectWriter:
         """The connection of one writing thread to the store."""
         ...
 

@@ -242,8 +242,8 @@ class ObjectStore:
     def reader(self) -> PieceReader:
         return PieceReader(self)
 
-    def writer(self) -> BlockWriter:
-        return BlockWriter(self)
+    def writer(self) -> ObjectWriter:
+        return ObjectWriter(self)
 
     def forget(self, key: bytes) -> None:
         """Drop the manifest of a block that does not verify, then its pieces, so that it can be stored again."""
@@ -513,7 +513,7 @@ class PieceReader:
             self._store.note_failure("reading a piece", error)
 
 
-class BlockWriter:
+class ObjectWriter:
     """Writes whole blocks. For one thread."""
 
     def __init__(self, store: ObjectStore) -> None:
