@@ -17,7 +17,7 @@ from sglang.srt.managers import admission
 from sglang.srt.managers.cost_model import LoadLimit
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
 from sglang.srt.managers.schedule_batch import BatchDecision
-from sglang.srt.managers.schedule_policy import balanced_order, pairs_of
+from sglang.srt.managers.schedule_policy import MOST_PASSED, balanced_order, pairs_of
 from sglang.srt.managers.scheduler import SCHEDULING_COUNTERS, Req, SchedulerConfig
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.node import MatchResult
@@ -623,6 +623,23 @@ def test_lpm_takes_the_longest_cached_prefix_first() -> None:
 
     assert run("fcfs") == [0, 50, 90]
     assert run("lpm") == [90, 50, 0]
+
+
+def test_lpm_lets_no_request_be_passed_for_ever() -> None:
+    """One without a cached prefix comes first, and younger ones that have one go on coming."""
+    base, most = fresh(90), 2 * MOST_PASSED
+    prompts = {"none": fresh(60, 9), **{f"{i}": base + fresh(60, 100 + i) for i in range(most)}}
+
+    def passed_by(policy: str) -> int:
+        rig = Rig(schedule_policy=policy, max_ahead=1, chunked_prefill_size=60, max_prefill_tokens=60)
+        rig.run([(0.0, request("base", base))])
+        arrivals = [(0.0, request("busy", fresh(100, 8)))]
+        times = rig.run(arrivals + [(0.01, request(rid, prompt)) for rid, prompt in prompts.items()])
+        first = times["none"].tokens[0]
+        return sum(times[rid].tokens[0] < first for rid in prompts)
+
+    assert passed_by("fcfs") == 0
+    assert MOST_PASSED <= passed_by("lpm") < MOST_PASSED + 3
 
 
 # -- all together ---------------------------------------------------------------------------------------------

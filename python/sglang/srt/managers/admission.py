@@ -6,6 +6,8 @@ keeps all behind it waiting if it cannot start.
 
 from __future__ import annotations
 
+import math
+from bisect import bisect
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import groupby, takewhile
@@ -24,6 +26,7 @@ from sglang.srt.managers.request_queues import RequestQueues
 from sglang.srt.managers.request_times import RequestTimes
 from sglang.srt.managers.schedule_batch import Preload, Req
 from sglang.srt.managers.schedule_policy import (
+    MOST_PASSED,
     QUEUE_POLICIES,
     AdmissionNeed,
     balanced_order,
@@ -108,13 +111,13 @@ class Admission:
             self.counters["bundle_hits"] += came_along
             outlook = self._planner.look_ahead(batch)
 
-    def count_overtaken(self, batch: ExtendBatch) -> None:
-        """Count the requests that could start and were passed by a younger one."""
-        youngest = max(r.order for r in batch.reqs)
-        overtaken = takewhile(lambda r: r.order < youngest, self._queues.waiting)
-        self.counters["deprioritised"] += sum(
-            self._storage.may_start(r.rid) and r not in self._planner.deferred for r in overtaken
-        )
+    def note_passed(self, started: list[Req]) -> None:
+        """Note the requests that could start and were passed by younger ones, which did in this launch."""
+        orders = sorted(r.order for r in started)
+        for req in takewhile(lambda r: r.order < orders[-1], self._queues.waiting if orders else ()):
+            if self._storage.may_start(req.rid) and req not in self._planner.deferred:
+                self.counters["deprioritised"] += 1
+                req.num_passed += len(orders) - bisect(orders, req.order)
 
     def _may_compute(self, req: Req) -> bool:
         """Whether a request may compute what it would load."""
@@ -152,7 +155,7 @@ class Admission:
             return
         rank = QUEUE_POLICIES[self._policies.schedule_policy]
         if rank is not first_come_first_served:
-            ready.sort(key=lambda r: rank(self._cache.candidate(r)))
+            ready.sort(key=lambda r: rank(self._cache.candidate(r)) if r.num_passed < MOST_PASSED else -math.inf)
         if self._priorities is not None:
             ready.sort(key=self._priority_rank)
         if not self._can_begin_with(ready[0], ready[1:]):

@@ -147,13 +147,14 @@ class LaunchChooser:
         req = self._queues.prefilling
         if req is not None:
             budget -= self._next_chunk(batch, req, budget)
+        num_continued = len(batch.reqs)
         # While a prompt lacks memory nothing is loaded ahead: it would take that back, and so on, step after step.
         if self._queues.prefilling is None or batch.reqs:
             self._admission.admit_waiting(batch, budget)
         if not batch.reqs:
             self._builder.discard(batch)
             return None
-        self._admission.count_overtaken(batch)
+        self._admission.note_passed(batch.reqs[num_continued:])
         return self._issue_prefill(batch)
 
     def _issue_prefill(self, batch: ExtendBatch) -> _Issued:

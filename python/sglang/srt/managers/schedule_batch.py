@@ -172,6 +172,7 @@ class Req:
         "num_emitted",
         "num_failures",
         "num_known",
+        "num_passed",
         "num_prompt",
         "num_recalls",
         "num_retractions",
@@ -239,6 +240,8 @@ class Req:
         self.num_retractions = 0
         # Of launches, weighted; see scheduler.py.
         self.num_failures = 0
+        # Younger requests that started while it could have.
+        self.num_passed = 0
         # How often lenders took back memory with KV that it read.
         self.num_recalls = 0
         # The most tokens that there was room for while it streamed.

@@ -110,6 +110,8 @@ def longest_prefix_match(candidate: Candidate) -> float:
     return -candidate.prefix
 
 
+# A request that so many younger ones have passed goes first, whatever the policy.
+MOST_PASSED = 64
 # How the queue is ordered: a key of each candidate, the least goes first, equals by age. `--help` shows the
 # docstrings.
 QUEUE_POLICIES: dict[str, Callable[[Candidate], float]] = {
