@@ -20,7 +20,7 @@ CLAIMS = [{"what": "a, or: b", "ours": 2.214}, {"what": "hits at 1.5", "ours": "
 # On each page, of tables that come from results.
 NUM_TABLES = {
     "docs/evidence.md": 5,
-    "docs/records/experiments.md": 6,
+    "docs/records/experiments.md": 8,
     "docs/records/measurements.md": 9,
     "docs/records/papers.md": 45,
 }
