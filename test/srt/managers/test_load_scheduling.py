@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from sglang.simulator.health import HEALTHY, LinkHealth
 from sglang.simulator.simulation import RequestTimes, SimulatedHardware, Simulation
@@ -19,6 +20,7 @@ from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_byte
 from sglang.srt.managers.schedule_batch import BatchDecision
 from sglang.srt.managers.schedule_policy import MOST_PASSED, balanced_order, pairs_of
 from sglang.srt.managers.scheduler import SCHEDULING_COUNTERS, Req, SchedulerConfig
+from sglang.srt.managers.scheduler_config import PriorityConfig
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.node import MatchResult
 from sglang.srt.mem_cache.transfer import H2D, Tier, TransferOp
@@ -640,6 +642,31 @@ def test_lpm_lets_no_request_be_passed_for_ever() -> None:
 
     assert passed_by("fcfs") == 0
     assert MOST_PASSED <= passed_by("lpm") < MOST_PASSED + 3
+
+
+def late_and_small(monkeypatch: pytest.MonkeyPatch, priority: int, **options: object) -> int:
+    """How many younger requests have their first token before one whose load is the shorter one, while all of them
+    together keep the link busy and something decodes all the time."""
+    monkeypatch.setattr(admission, "MOST_PASSED", 8)
+    most, every = 60, 0.15
+    rig = Rig(0.001, bubble_filling=True, num_device_pages=1500, num_host_pages=20000, context_len=5000, **options)
+    documents, short = [fresh(200, 100 + i) for i in range(most)], fresh(100, 5)
+    rig.remember(short, *documents)
+    arrivals = [(0.1 + every * i, request(f"{i}", each + fresh(5, 1000 + i))) for i, each in enumerate(documents)]
+    late = replace(request("late", short + fresh(5, 3)), priority=priority)
+    arrivals += [(2.0, late), *((8.0 * i, request(f"runner{i}", fresh(10, 50 + i), 880)) for i in range(2))]
+    times = rig.run(sorted(arrivals, key=lambda each: each[0]))
+    first = times["late"].tokens[0]
+    return sum(rig.began + 2.0 < times[f"{i}"].tokens[0] < first for i in range(most))
+
+
+def test_one_that_waits_for_the_link_is_passed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert late_and_small(monkeypatch, 0, schedule_policy="lpm") <= 8 + 6, "six were older"
+
+
+def test_the_first_that_is_deferred_gets_the_next_load_of_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch that begins lasts longer than what the link has to do, so that it counts as free again."""
+    assert late_and_small(monkeypatch, 5, priorities=PriorityConfig()) <= 2
 
 
 # -- all together ---------------------------------------------------------------------------------------------

@@ -81,6 +81,8 @@ class Admission:
         outlook = self._planner.look_ahead(batch)
         if self._is_full(budget) and outlook.link_is_busy:
             return
+        # The first that was deferred as the link is busy: the link's next load is its own.
+        due: Req | None = None
         for req, came_along in self.iter_admissible():
             if self._cache.candidate(req).awaits_load:
                 continue
@@ -89,7 +91,10 @@ class Admission:
                 break
             computes = self._may_compute(req) and self._planner.is_slow_load(req)
             if is_full or (not computes and self._should_defer(batch, req, budget, outlook)):
-                if not outlook.link_is_busy and not computes and self._wants_preload(req):
+                wants_preload = not computes and self._wants_preload(req)
+                if wants_preload and outlook.link_is_busy:
+                    due = due or req
+                elif wants_preload:
                     match = self._cache.match(req)
                     if not (self.may_start(req, match) and self._begin_preload(req, match)):
                         break
@@ -110,13 +115,22 @@ class Admission:
             budget -= used
             self.counters["bundle_hits"] += came_along
             outlook = self._planner.look_ahead(batch)
+            if due is not None and not outlook.link_is_busy:
+                match = self._cache.match(due)
+                if self._wants_preload(due) and self.may_start(due, match) and self._begin_preload(due, match):
+                    outlook = self._planner.look_ahead(batch)
+                due = None
 
     def note_passed(self, started: list[Req]) -> None:
-        """Note the requests that could start and were passed by younger ones, which did in this launch."""
-        orders = sorted(r.order for r in started)
+        """Note the requests that could start and were passed by younger ones, which did in this launch. One that is
+        deferred is put off for its load; it was passed if that has not begun."""
+        orders = sorted({r.order for r in started})
         for req in takewhile(lambda r: r.order < orders[-1], self._queues.waiting if orders else ()):
-            if self._storage.may_start(req.rid) and req not in self._planner.deferred:
-                self.counters["deprioritised"] += 1
+            if not self._storage.may_start(req.rid):
+                continue
+            is_deferred = req in self._planner.deferred
+            self.counters["deprioritised"] += not is_deferred
+            if not (is_deferred and self._is_loading(req)):
                 req.num_passed += len(orders) - bisect(orders, req.order)
 
     def _may_compute(self, req: Req) -> bool:

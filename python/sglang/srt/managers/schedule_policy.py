@@ -110,7 +110,7 @@ def longest_prefix_match(candidate: Candidate) -> float:
     return -candidate.prefix
 
 
-# A request that so many younger ones have passed goes first, whatever the policy.
+# Of its priority a request that so many younger ones have passed goes first, whatever the order is but by age.
 MOST_PASSED = 64
 # How the queue is ordered: a key of each candidate, the least goes first, equals by age. `--help` shows the
 # docstrings.
