@@ -649,7 +649,8 @@ def late_and_small(monkeypatch: pytest.MonkeyPatch, priority: int, **options: ob
     together keep the link busy and something decodes all the time."""
     monkeypatch.setattr(admission, "MOST_PASSED", 8)
     most, every = 60, 0.15
-    rig = Rig(0.001, bubble_filling=True, num_device_pages=1500, num_host_pages=20000, context_len=5000, **options)
+    sizes = {"num_device_pages": 1500, "num_host_pages": 20000, "context_len": 5000}
+    rig = Rig(0.001, check_every=50, bubble_filling=True, **sizes, **options)
     documents, short = [fresh(200, 100 + i) for i in range(most)], fresh(100, 5)
     rig.remember(short, *documents)
     arrivals = [(0.1 + every * i, request(f"{i}", each + fresh(5, 1000 + i))) for i, each in enumerate(documents)]

@@ -374,6 +374,14 @@ def test_a_smaller_limit_holds_once_both_are_open(start):
     assert again.full.exists(keys_of(*range(100, 140))) == 40 and again.of_windows.exists(keys_of(0)) == 0
 
 
+def test_room_may_be_asked_for_while_the_stores_are_closed(start):
+    """By the scheduler's thread, as the storage's detaches them."""
+    pair = start()
+    for store in pair.stores:
+        store.close()
+        assert isinstance(pair.full.has_room, bool)
+
+
 def test_room_is_that_of_both(start):
     pair = start(is_exclusive=True)
     numbers = itertools.count()

@@ -124,8 +124,9 @@ class SharedRoom:
     @property
     def has_room(self) -> bool:
         """Whether another segment is within the limit; True without a limit. Once a segment had to go for a new one
-        there is none, until others are lost."""
-        segment_bytes = max(member.segment_bytes for member in self._members)
+        there is none, until others are lost. Asked by another thread than the one that closes the stores, which may
+        be closed already."""
+        segment_bytes = max((member.segment_bytes for member in self._members), default=0)
         # Another process may have deleted all, so that much is free.
         num_free = 2 if self.is_full else 1
         return not self.limit_bytes or self.fits(num_free * segment_bytes)
@@ -133,7 +134,7 @@ class SharedRoom:
     @property
     def reserve_bytes(self) -> int:
         """Kept free for the blocks that are copied while their old segment, one at a time, is still there."""
-        return max(member.reserve_bytes for member in self._members)
+        return max((member.reserve_bytes for member in self._members), default=0)
 
     def fits(self, need_bytes: int) -> bool:
         return self.fits_copies(need_bytes + self.reserve_bytes)
