@@ -11,7 +11,8 @@ from sglang.srt.mem_cache import eviction_order, hiradix_tree
 from sglang.srt.mem_cache.eviction_order import EvictionOrder
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
 from sglang.srt.mem_cache.node import Dropped, Node
-from sglang.srt.mem_cache.placement import COVERED, LAST, class_of_copy
+from sglang.srt.mem_cache.placement import LAST, class_of_copy
+from sglang.srt.mem_cache.transfer import Tier
 
 TREE_MUTATIONS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {}
 
@@ -22,9 +23,15 @@ def tree_mutation(function: Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 @tree_mutation
-def policy_leaves_holes() -> Any:
-    """Peers and the host give up the only copy of a node that has others below it as soon as any other."""
-    return mock.patch.object(EvictionOrder, "_is_covered", lambda self, node, tier: False)
+def fronts_before_ends() -> Any:
+    """Peers and the host give up the front of a path before what is behind it."""
+    rank_on = EvictionOrder.rank_on
+
+    def patched(self: Any, node: Any, tier: int) -> Any:
+        *others, last = rank_on(self, node, tier)
+        return (*others, -last) if tier != Tier.DEVICE else (*others, last)
+
+    return mock.patch.object(EvictionOrder, "rank_on", patched)
 
 
 @tree_mutation
@@ -69,12 +76,11 @@ def fetched_hole_leaves_exact_what_is_below() -> Any:
 @tree_mutation
 def soft_pins_ignored() -> Any:
     """What waiting requests fetched goes as anything else."""
-    unpinned = lambda *args: class_of_copy(*args[:4])  # noqa: E731
+    unpinned = lambda *args: class_of_copy(*args[:3])  # noqa: E731
     return mock.patch.object(eviction_order, "class_of_copy", unpinned)
 
 
 @tree_mutation
 def spare_copies_kept() -> Any:
     """With `auto`, a full tier gives up by age, whatever other tiers have."""
-    by_age = lambda on_nearer, on_farther, is_next, is_covered, is_pinned: COVERED if is_covered else LAST  # noqa: E731
-    return mock.patch.object(eviction_order, "class_of_copy", by_age)
+    return mock.patch.object(eviction_order, "class_of_copy", lambda *args: LAST)

@@ -946,13 +946,13 @@ def path_names(tree: HiRadixTree, text: str) -> list[list[str] | None]:
     return [None if n.block_keys is None else names_of(n) for n in path]
 
 
-def fetch(tree: HiRadixTree, text: str, first: int, seq: int = 0, is_lossy: bool = False) -> Node:
+def fetch(tree: HiRadixTree, text: str, first: int, seq: int = 0, is_lossy: bool = False, now: int = 1) -> Node:
     """Fetch what lies behind the match, to the end of the text."""
     m = tree.match("", tokens(text), fetching=True)
     keys = NAMES.of_prompt("", tokens(text))[m.total_len // 4 :]
     n = (len(text) - m.total_len) // tree.page_size
     run = FilledRun(tokens(text[m.total_len :]), pages(first, n), Ticket(FETCH, seq), NO_LAUNCH)
-    node, _ = tree.begin_fetch(m, run, keys, 1, is_lossy)
+    node, _ = tree.begin_fetch(m, run, keys, now, is_lossy)
     tree.check_invariants()
     return node
 

@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.events import KVCacheEventRecorder
 from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
 from sglang.srt.mem_cache.node import Dropped, FilledRun, Node, Receipt
 from sglang.srt.mem_cache.page_hashes import PageHashes
-from sglang.srt.mem_cache.placement import class_of_copy
+from sglang.srt.mem_cache.placement import SPARE, class_of_copy
 from sglang.srt.mem_cache.transfer import (
     BACKUP_LINKS,
     FETCH,
@@ -32,7 +32,7 @@ from sglang.srt.mem_cache.transfer import (
     Ticket,
     Tier,
 )
-from sglang.srt.mem_cache.tree_checks import check_soft_pins
+from sglang.srt.mem_cache.tree_checks import check_ages, check_soft_pins
 from sglang.srt.utils.time_units import NO_LAUNCH
 from support.evictions import evict
 from support.kv_subscriber import KvSubscriber
@@ -68,12 +68,12 @@ class Page:
     def is_ready_on(self, tier: Tier) -> bool:
         return tier in self.frames and tier not in self.tickets
 
-    def class_on(self, tier: Tier, leaves_hole: bool) -> int:
+    def class_on(self, tier: Tier) -> int:
         """For the policy that lets the tiers add up."""
         on_device, on_peer = self.is_ready_on(DEVICE), tier == HOST and self.is_ready_on(PEER)
         is_next = self.is_next and not (on_peer and on_device)
         on_farther = tier == PEER and self.is_ready_on(HOST)
-        return class_of_copy(on_device or on_peer, on_farther, is_next, leaves_hole, self.is_pinned)
+        return class_of_copy(on_device or on_peer, on_farther, is_next, self.is_pinned)
 
 
 # What goes first, by the policy: the smallest.
@@ -144,24 +144,16 @@ class Driver:
         # What a load reads stays, and what a request reads from there.
         return DEVICE not in page.tickets and (DEVICE in page.frames or key not in locked)
 
-    def free_to_go(self, tier: Tier, kept: set[Key]) -> tuple[set[Key], set[Key]]:
-        """Pages that eviction of the tier reaches now, on the device those below which all are free to go; and of
-        other tiers those that leave no hole: another tier has them, too, or nothing below them stays."""
-        locked = self.locked()
-        free, harmless, leaving = set(), set(), set()
+    def free_to_go(self, tier: Tier, kept: set[Key]) -> set[Key]:
+        """Pages that eviction of the tier reaches now, on the device those below which all are free to go."""
+        locked, free = self.locked(), set[Key]()
         # The pages below come first.
         for key in sorted(self.model, key=lambda k: -len(k[1])):
-            page = self.model[key]
-            below = [k for k in self.below(key) if k != key and (tier != DEVICE or DEVICE in self.model[k].frames)]
-            is_free = self.is_evictable(key, tier, locked) and key not in kept
-            is_elsewhere = tier != DEVICE and len(page.frames) > 1
-            if is_free and (is_elsewhere or all(k in leaving for k in below)):
-                harmless.add(key)
-            if is_free and (tier != DEVICE or key in harmless):
-                free.add(key)
-            if (not page.frames or (key in harmless and not is_elsewhere)) and all(k in leaving for k in below):
-                leaving.add(key)
-        return free, harmless
+            if self.is_evictable(key, tier, locked) and key not in kept:
+                below = self.below(key) if tier == DEVICE else []
+                if all(k == key or k in free or DEVICE not in self.model[k].frames for k in below):
+                    free.add(key)
+        return free
 
     @staticmethod
     def source_of(page: Page) -> Tier | None:
@@ -428,6 +420,8 @@ class Driver:
                 last_access=self.now, priority=before.priority, is_lossy=is_lossy, is_next=before.is_next
             )
             page.frames[HOST], page.tickets[HOST], page.fences[HOST] = frame, ticket, -1
+        for prefix in self.prefixes((ns, kinds[:start])):
+            self.model[prefix].last_access = self.now
         for key in self.below((ns, kinds)) if is_lossy else ():
             self.model[key].is_lossy = True
         self.fetches[ticket] = start, len(keys)
@@ -483,38 +477,32 @@ class Driver:
         n = self.rng.randrange(1, 12)
         nodes = list(self.tree.walk())
         kept = self.rng.sample(nodes, min(len(nodes), 3)) if self.rng.random() < 0.3 else []
-        free, harmless = self.free_to_go(tier, {k for node in kept for k in self.pages_of(node)})
-        mine = {k for k, page in self.model.items() if tier != DEVICE or DEVICE in page.frames}
-        first = {
-            k
-            for k in free
-            if (tier != DEVICE and len(self.model[k].frames) > 1) or len(mine & set(self.below(k))) == 1
-        }
-        ranks = {k: self.rank_on(tier, page) for k, page in self.model.items()}
+        free = self.free_to_go(tier, {k for node in kept for k in self.pages_of(node)})
+        on_device = {k for k, page in self.model.items() if DEVICE in page.frames}
+        first = {k for k in free if tier != DEVICE or len(on_device & set(self.below(k))) == 1}
+        starts = {key: node.start for node in nodes for key in self.pages_of(node)}
+        ranks = {k: self.rank_on(tier, page, starts[k]) for k, page in self.model.items()}
         by_age = {k: self.rank(page) for k, page in self.model.items()}
         holes = self.num_holes()
-        pages = {k: page.copy() for k, page in self.model.items()}
         gone = self.take(evict(self.tree, tier, n, {node.id for node in kept}), tier)
         assert gone <= free, "it took what had to stay"
         rest = BLOCK_PAGES - 1
         assert min(n, len(free)) <= len(gone) <= n + rest, "it took more or less than it should"
-        if tier != DEVICE:
-            for g in gone:
-                ranks[g] = self.rank_on(tier, pages[g], g in self.model and not self.model[g].frames)
         assert all(ranks[g] <= ranks[k] for g in gone for k in first - gone), "a page was left that comes before"
-        others = {key for key in harmless if not pages[key].is_pinned}
-        assert tier == DEVICE or self.num_holes() <= holes or others <= gone, "it left a hole where others could go"
         self.seen["hole by eviction"] += tier != DEVICE and self.num_holes() > holes
         self.seen["evict"] += bool(gone)
         self.seen["evict from a peer, not by age"] += tier == PEER and any(
             by_age[g] > by_age[k] for g in gone for k in first - gone
         )
 
-    def rank_on(self, tier: Tier, page: Page, leaves_hole: bool = False):
-        if self.adds_up and tier != DEVICE:
-            return page.class_on(tier, leaves_hole)
-        is_pinned = tier != DEVICE and page.is_pinned
-        return tier == PEER and DEVICE not in page.frames, is_pinned, leaves_hole, self.rank(page)
+    def rank_on(self, tier: Tier, page: Page, start: int) -> tuple:
+        """start: of the page's node."""
+        if tier == DEVICE:
+            return (self.rank(page),)
+        if self.adds_up:
+            copy = page.class_on(tier)
+            return (copy,) if copy == SPARE else (copy, self.rank(page), -start)
+        return tier == PEER and DEVICE not in page.frames, page.is_pinned, self.rank(page), -start
 
     def expect_eviction(self) -> None:
         """As the controller does before it copies what the device gives up soon."""
@@ -593,6 +581,7 @@ class Driver:
     def check(self) -> None:
         tree = self.tree
         tree.check_invariants()
+        check_ages(tree)
         self.note_pins()
         check_soft_pins(tree, [node for node, _ in self.pins])
         nodes = [(node, self.pages_of(node)) for node in tree.walk()]

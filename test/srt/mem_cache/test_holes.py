@@ -187,8 +187,7 @@ def test_holes_above_each_other_go_together():
     assert tree.num_nodes == 0 and not tree.roots
 
 
-def test_what_is_below_a_node_keeps_it_as_long_as_others_can_go():
-    """A node on one tier alone goes last while nodes are below it, on whatever tier."""
+def test_a_front_goes_by_its_age_though_another_tier_has_what_is_behind_it():
     tree = HiRadixTree(1)
     top, low = path(tree, "aa", "bb")
     load_all(tree, [top], HOST, 50, seq=0)
@@ -198,10 +197,21 @@ def test_what_is_below_a_node_keeps_it_as_long_as_others_can_go():
     load_all(tree, [other], HOST, 60, seq=1)
     tree.drop([other], DEVICE)
     tree.unlock(tree.lock(match(tree, "xx"), 9), 9, -1)
-    assert cached(evict(tree, HOST, 2)) == [([60, 61], -1)], "though it was used last"
-    assert cached(evict(tree, HOST, 2)) == [([50, 51], -1)] and is_hole(top)
+    assert cached(evict(tree, HOST, 2)) == [([50, 51], -1)] and is_hole(top), "the other was used later"
+    assert cached(evict(tree, HOST, 2)) == [([60, 61], -1)]
     assert cached(evict(tree, PEER, 2)) == [([20, 21], -1)] and tree.num_nodes == 0
     tree.check_invariants()
+
+
+def test_what_storage_brings_makes_what_is_before_it_as_young():
+    """Else the front would go first, and nothing would reach what came."""
+    tree = named_tree()
+    (top,) = path(tree, "aaaa")
+    load_all(tree, [top], HOST, 50, seq=0)
+    tree.drop([top], DEVICE)
+    insert(tree, "xxxx", 10, now=5)
+    low = fetch(tree, "aaaabbbb", 60, now=7)
+    assert (top.last_access, low.last_access) == (7, 7)
 
 
 def test_neighbouring_holes_are_merged_and_cut_like_nodes():
@@ -375,9 +385,9 @@ def test_victims_of_the_host_need_not_be_leaves_where_another_tier_has_them():
     assert tree.victims(HOST, 9, {low.id}) == [top], "though it would leave a hole"
 
 
-def test_what_a_victim_covered_goes_before_what_was_used_later():
+def test_of_a_path_the_end_goes_first():
     tree = HiRadixTree(1)
-    top = insert(tree, "aa", 0, now=1).node
+    top = insert(tree, "aa", 0, now=5).node
     low = insert(tree, "bb", 2, below=top, now=5).node
     young = insert(tree, "xx", 4, now=9).node
     load_all(tree, [top, low, young], HOST, 50, seq=0)
@@ -385,19 +395,7 @@ def test_what_a_victim_covered_goes_before_what_was_used_later():
     assert tree.victims(HOST, 6) == [low, top, young]
 
 
-def test_a_victim_that_stays_in_the_tree_as_a_hole_still_covers_what_is_above():
-    tree = HiRadixTree(1)
-    top = insert(tree, "aa", 0, now=9).node
-    middle = insert(tree, "bb", 2, below=top, now=1).node
-    low = insert(tree, "cc", 4, below=middle, now=9).node
-    other = insert(tree, "xx", 6, now=5).node
-    below = insert(tree, "yy", 8, below=other, now=9).node
-    load_all(tree, [top, middle, low, other, below], HOST, 50, seq=0)
-    evict(tree, DEVICE, 10)
-    assert tree.victims(HOST, 9, {low.id, below.id}) == [middle, other, top]
-
-
-def test_a_hole_on_the_way_does_not_cover_what_is_above_it():
+def test_a_hole_leaves_the_tree_with_the_last_node_below_it():
     tree = HiRadixTree(1)
     top, hole, low = hole_between(tree)
     before = state(tree)
@@ -405,16 +403,6 @@ def test_a_hole_on_the_way_does_not_cover_what_is_above_it():
     assert state(tree) == before and hole.parent is top
     assert [frames for frames, _ in cached(evict(tree, HOST, 9))] == [[54, 55], [50, 51]]
     assert tree.num_nodes == 0
-
-
-def test_a_hole_with_more_below_it_covers_what_is_above_it():
-    tree = HiRadixTree(1)
-    top, _, low = hole_between(tree)
-    other = insert(tree, "aabbxx", 20).node
-    move(tree, [other], DEVICE, PEER, 30)
-    tree.drop([top], DEVICE)
-    assert tree.victims(HOST, 9) == [low, top], "the covered one last"
-    assert tree.victims(PEER, 9) == [other]
 
 
 def test_victims_of_peers_and_host_leave_out_what_is_loaded():

@@ -6,8 +6,8 @@ import pytest
 
 from sglang.srt.mem_cache.placement import (
     CONVENIENT,
-    COVERED,
     LAST,
+    PINNED,
     SPARE,
     Room,
     choose_tier,
@@ -29,7 +29,7 @@ def room(num_free: int = 0, num_allowed: int = 10, next_class: int | None = None
 
 
 def test_the_less_a_copy_is_worth_the_sooner_it_goes():
-    assert SPARE < CONVENIENT < LAST
+    assert SPARE < CONVENIENT < LAST < PINNED
 
 
 @pytest.mark.parametrize(
@@ -46,8 +46,8 @@ def test_the_less_a_copy_is_worth_the_sooner_it_goes():
     ],
 )
 def test_class_of_copy(on_nearer: bool, on_farther: bool, is_next: bool, expected: int):
-    assert class_of_copy(on_nearer, on_farther, is_next, is_covered=False) == expected
-    assert class_of_copy(on_nearer=False, on_farther=False, is_next=is_next, is_covered=True) == COVERED
+    assert class_of_copy(on_nearer, on_farther, is_next) == expected
+    assert class_of_copy(on_nearer, on_farther, is_next, is_pinned=True) == PINNED
 
 
 # -- how much is written ahead -----------------------------------------------------------------------------------

@@ -59,6 +59,7 @@ from sglang.srt.mem_cache.transfer import (
     Tier,
     TransferOp,
 )
+from sglang.srt.mem_cache.tree_checks import check_ages
 from sglang.srt.mem_cache.windowed_pool import WindowedPool
 from sglang.srt.model_executor.launch import PageRun
 from sglang.srt.utils.time_units import NO_LAUNCH, LaunchClock, LaunchSeq, Seconds
@@ -764,6 +765,7 @@ class KVCache:
     def check_invariants(self, waiting: Iterable[Req], active: list[Req], also_held: np.ndarray) -> None:
         """also_held: HELD device frames that belong to no hold."""
         self.tree.check_invariants()
+        check_ages(self.tree)
         self.ledger.check_invariants()
         self.storage.check_invariants()
         self.sessions.check_invariants()

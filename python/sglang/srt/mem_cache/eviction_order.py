@@ -1,7 +1,7 @@
 """`EvictionOrder`: what each tier gives up next; `EvictionHeap`: the candidates of one tier as a lazy heap.
 
-Takes no node off a tier, see hiradix_tree.py. What is below a node keeps it on its last tier, as long as others can
-go.
+Takes no node off a tier, see hiradix_tree.py. The device gives up ends of paths. Peers and the host give up any node,
+by its rank: what was used was used up to its front, so that of one path the end goes first.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Container, Iterable
 from functools import partial
 
 from sglang.srt.mem_cache.eviction import RETIRED_PRIORITY, Rank
-from sglang.srt.mem_cache.node import Node, is_hole, is_lacking, is_ready, is_whole, last_access_on
+from sglang.srt.mem_cache.node import Node, is_lacking, is_ready, is_whole, last_access_on
 from sglang.srt.mem_cache.placement import SPARE, class_of_copy
 from sglang.srt.mem_cache.transfer import FRAME_TIERS, Tier
 from sglang.srt.utils.time_units import LaunchSeq
@@ -118,23 +118,20 @@ class EvictionOrder:
         heap = self._heaps[tier]
         found: dict[int, Node] = {}
         popped: dict[int, Node] = {}
-        # Nodes that nothing covers any more when the victims are gone.
-        uncovered: list[tuple[Rank, int, Node]] = []
-        # By the id of a node: children in the way.
-        in_the_way: dict[int, int] = {}
+        # Of the device: nodes without children there once the victims are gone, and by id how many children are left.
+        new_ends: list[tuple[Rank, int, Node]] = []
+        num_children: dict[int, int] = {}
         while num_pages > 0:
             while (top := heap.peek()) is not None and (top[1] in popped or top[1] in kept):
                 popped[top[1]] = top[2]
                 heap.pop()
-            if uncovered and (top is None or uncovered[0][:2] < top[:2]):
-                node = heapq.heappop(uncovered)[2]
+            if new_ends and (top is None or new_ends[0][:2] < top[:2]):
+                node = heapq.heappop(new_ends)[2]
             elif top is not None:
                 popped[top[1]] = node = top[2]
                 heap.pop()
             else:
                 break
-            if node.id in found:
-                continue  # as the last that was below it
             if splits and (kept_tokens := self.whole_blocks(node, len(node.key) - num_pages * self._page_size)) > 0:
                 self._split(node, kept_tokens)
             num_pages -= len(node.key) // self._page_size
@@ -142,20 +139,11 @@ class EvictionOrder:
             if num_pages <= 0:
                 break
             above = node.parent
-            assert above is not None
-            if tier == _DEVICE:
-                in_the_way[above.id] = left = in_the_way.get(above.id, above.num_device_children) - 1
-            else:
-                if in_the_way.get(node.id, len(node.children)) > 0 or self._is_elsewhere(node, tier):
-                    continue  # it stays in the tree
-                while above is not None:
-                    in_the_way[above.id] = left = in_the_way.get(above.id, len(above.children)) - 1
-                    if left or not is_hole(above):
-                        break
-                    above = above.parent  # the hole leaves the tree with the last node below it
-            if above is None or left or above.id in kept or above.id in found or not self._is_free_to_go(above, tier):
+            if tier != _DEVICE or above is None:
                 continue
-            heapq.heappush(uncovered, (self.rank_on(above, tier, is_covered=False), above.id, above))
+            num_children[above.id] = left = num_children.get(above.id, above.num_device_children) - 1
+            if not left and above.id not in kept and self._is_free_to_go(above, tier):
+                heapq.heappush(new_ends, (self.rank_on(above, tier), above.id, above))
         heap.put_back(popped.values() if stay else [node for node in popped.values() if node.id not in found])
         return list(found.values())
 
@@ -184,35 +172,24 @@ class EvictionOrder:
             )
         )
 
-    @staticmethod
-    def _is_elsewhere(node: Node, tier: int) -> bool:
-        """Whether another tier has the node, or is about to."""
-        return any([node.frames[t] is not None for t in FRAME_TIERS if t != tier])
-
-    def rank_on(self, node: Node, tier: int, is_covered: bool | None = None) -> Rank:
-        """What goes first of a tier: the smallest. Of equals the deepest. is_covered: see `class_of_copy`; None: as
-        it is."""
+    def rank_on(self, node: Node, tier: int) -> Rank:
+        """What goes first of a tier: the smallest. Of equals the deepest."""
         is_alive = int(node.priority != RETIRED_PRIORITY)
         by_policy = (*self.policy(node, last_access_on(node, tier)), -node.start)
         if tier == _DEVICE:
             return is_alive, *by_policy
-        if is_covered is None:
-            is_covered = self._is_covered(node, tier)
         if self.adds_up:
-            copy = self.class_of(node, tier, is_covered)
+            copy = self.class_of(node, tier)
             # Of what the device has, that which it keeps longest, as far as that was known when it was entered.
             return (is_alive, copy, -last_access_on(node, _DEVICE)) if copy == SPARE else (is_alive, copy, *by_policy)
         is_pinned = int(is_awaited(node))
         if tier != _PEER:
-            return is_alive, is_pinned, int(is_covered), *by_policy
+            return is_alive, is_pinned, *by_policy
         # Peers hold what the device has no room for. The host holds all, where pages are written once.
         is_farther = int(is_lacking(node))
-        return is_farther * is_alive, is_alive, is_pinned, int(is_covered), *by_policy
+        return is_farther * is_alive, is_alive, is_pinned, *by_policy
 
-    def _is_covered(self, node: Node, tier: int) -> bool:
-        return bool(node.children) and not self._is_elsewhere(node, tier)
-
-    def class_of(self, node: Node, tier: int, is_covered: bool | None = None) -> int:
+    def class_of(self, node: Node, tier: int) -> int:
         """See `class_of_copy`."""
         ready = [frames is not None and ticket is None for frames, ticket in zip(node.frames, node.tickets)]
         ready[_DEVICE] = ready[_DEVICE] and not node.is_partial
@@ -221,12 +198,9 @@ class EvictionOrder:
         is_first = self.load_order[0] == tier
         on_other = ready[other] and not is_first
         is_next = node.is_next and not (on_other and ready[_DEVICE])
-        if is_covered is None:
-            is_covered = self._is_covered(node, tier)
-        is_pinned = is_awaited(node)
         # Peers behind the host are much slower: what they have, the host is not to give up for it.
         on_farther = is_first and tier == _PEER and ready[_HOST]
-        return class_of_copy(ready[_DEVICE] or on_other, on_farther, is_next, is_covered, is_pinned)
+        return class_of_copy(ready[_DEVICE] or on_other, on_farther, is_next, is_awaited(node))
 
     def ready_tier(self, node: Node, whole: bool = False) -> Tier | None:
         """The first tier of the load order that has a node ready. whole: with all layers."""

@@ -467,7 +467,10 @@ class HiRadixTree:
         assert len(node.key) == len(run.tokens) and node.frames[tier] is None
         self._set_frames(node, tier, run.frames, run.ticket, run.fence)
         node.was_copied = True
-        node.last_access = launch
+        step: Node | None = node
+        while step is not None and step.last_access < launch:
+            step.last_access = launch
+            step = step.parent
         self._by_ticket[run.ticket] = [node]
         return node
 
@@ -617,8 +620,7 @@ class HiRadixTree:
     def take_to_store(self, nodes: Iterable[Node]) -> list[Node]:
         """Of nodes that the host gives up soon, those that nothing else has and that were not taken since their last
         use."""
-        # What is below a node goes with it, or has gone before.
-        last = [n for n in nodes if self.order.class_of(n, Tier.HOST, is_covered=False) == LAST]
+        last = [n for n in nodes if self.order.class_of(n, Tier.HOST) == LAST]
         taken = [node for node in last if not node.is_stored_ahead]
         for node in taken:
             node.is_stored_ahead = True

@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.transfer import Tier
 
 WRITE_POLICIES = ("auto", "write_through", "write_through_selective", "write_back")
 # Classes of copies on a tier below the device; a full tier gives up the least first.
-SPARE, CONVENIENT, LAST, COVERED, PINNED = range(5)
+SPARE, CONVENIENT, LAST, PINNED = range(4)
 # Pages that copies to a tier may have in flight, as a share of the device's pages. They hold on to device memory, and
 # a tier that hangs must not hold on to much of it.
 MAX_COPYING_RATIO = 1 / 8
@@ -29,19 +29,16 @@ FIRST_COPYING_RATIO = 1 / 64
 _AHEAD = 1.25
 
 
-def class_of_copy(on_nearer: bool, on_farther: bool, is_next: bool, is_covered: bool, is_pinned: bool = False) -> int:
+def class_of_copy(on_nearer: bool, on_farther: bool, is_next: bool, is_pinned: bool = False) -> int:
     """on_nearer, on_farther: other tiers that have the node ready, of the farther ones only those that are not much
-    slower. is_next: the nearer one gives it up soon. is_covered: no other tier has it, and some have what is below
-    it. is_pinned: a waiting request is about to load it.
+    slower. is_next: the nearer one gives it up soon. is_pinned: a waiting request is about to load it.
 
     SPARE: a nearer tier has it and keeps it. CONVENIENT: without this copy it would come from a farther tier. LAST:
-    without it the node would have to be computed, or read from storage. COVERED: so would all below it; it goes when
-    nothing else can, and leaves a hole. PINNED: after all others.
+    without it the node, and what is behind it, would have to be computed, or read from storage. PINNED: after all
+    others.
     """
     if is_pinned:
         return PINNED
-    if is_covered:
-        return COVERED
     if on_nearer and not is_next:
         return SPARE
     return CONVENIENT if on_farther and not on_nearer else LAST

@@ -53,6 +53,15 @@ def check_locks(tree: HiRadixTree, receipts: Iterable[Receipt]) -> None:
         assert node.lock == locks, f"{node}: locked {node.lock} times, {locks} known"
 
 
+def check_ages(tree: HiRadixTree) -> None:
+    """A use of a node is a use of all before it, which therefore goes last. A locked path gets its age when the lock
+    ends."""
+    for node in tree.walk():
+        parent = node.parent
+        if parent is not None and parent.parent is not None and not parent.lock:
+            assert node.last_access <= parent.last_access, f"{node} was used after its prefix"
+
+
 def check_soft_pins(tree: HiRadixTree, ends: Iterable[Node]) -> None:
     """ends: of all paths that are soft-pinned."""
     own = Counter(id(node) for node in ends)
