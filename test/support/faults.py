@@ -178,8 +178,8 @@ class FaultyExecutor(ModelExecutor):
 
     def _perhaps_fail(self, run: _Run, layer: int) -> None:
         last = layer == self.model.num_layers - 1
-        if last and run.error is None and not run.void and self._random.random() < self._fail_rate:
-            run.error = RuntimeError("injected")
+        if last and not run.has_failed and not run.void and self._random.random() < self._fail_rate:
+            run.has_failed = True
 
     def poll(self) -> list[StepResult]:
         return self._late.pass_on(super().poll())

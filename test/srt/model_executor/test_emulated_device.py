@@ -4,7 +4,9 @@ loads and backups under way, retractions, failures and streamed prefixes; and th
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from itertools import pairwise
 
 import numpy as np
@@ -284,6 +286,30 @@ def test_decodes_whose_capture_fails_go_on_without_a_graph(config, monkeypatch, 
     engine = LocalEngine(config, 700)
     for answers in found:
         assert [each.tokens for each in answers] == [each.tokens for each in engine.generate(prompts(9), params(8))]
+    engine.close()
+
+
+def test_a_failed_launch_keeps_none_of_its_tensors(config, monkeypatch):
+    """A launch that runs out of memory is tried again, which must not find that the first try still has it."""
+    monkeypatch.setattr(executor_module.logger, "exception", lambda *args: None)  # pytest keeps what is logged
+    engine = LocalEngine(config, 700)
+    made: list[weakref.ref] = []
+    forward_layer = engine.core.executor.model.forward_layer
+
+    def runs_out(layer, state, batch, pool):
+        activation = forward_layer(layer, state, batch, pool)
+        if layer == 1 and len(made) < 2:
+            made.append(weakref.ref(activation))
+            raise torch.OutOfMemoryError("no memory")
+        return activation
+
+    monkeypatch.setattr(engine.core.executor.model, "forward_layer", runs_out)
+    gc.disable()
+    try:
+        assert len(engine.generate(prompts(1), params(4))[0].tokens) == 4
+        assert len(made) == 2 and [ref() for ref in made] == [None, None]
+    finally:
+        gc.enable()
     engine.close()
 
 

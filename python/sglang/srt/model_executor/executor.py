@@ -101,7 +101,8 @@ class _Run:
     # What the requests with a grammar may draw, see `GrammarRows.mask`.
     mask: torch.Tensor | None = None
     void: bool = False
-    error: Exception | None = None
+    # Not the error: its traceback would keep what the launch had in device memory.
+    has_failed: bool = False
     # Marks of the stream.
     began: Any = None
     ended: Any = None
@@ -171,7 +172,7 @@ class LaunchFence:
 
     @property
     def failed(self) -> bool:
-        return self._run.void or self._run.error is not None
+        return self._run.void or self._run.has_failed
 
 
 @dataclass(frozen=True)
@@ -428,8 +429,8 @@ class ModelExecutor:
             try:
                 for each in waited_for:
                     each.check()
-            except LoadFailedError as error:
-                run.error = run.error or error
+            except LoadFailedError:
+                run.has_failed = True
 
     def _layer(self, run: _Run, layer: int) -> None:
         self._end_wait(run, run.gates)
@@ -474,16 +475,16 @@ class ModelExecutor:
 
         self._guard(run, logits)
         self._guard(run, lambda _: self._ask_grammars(run))
-        if run.error is None and not run.void:
+        if not run.has_failed and not run.void:
             self._guard(run, sample)
-        if run.error is not None:
+        if run.has_failed:
             self._void = True
         run.ended = self.stream.mark()
 
     def _finish(self, run: _Run) -> None:
         """On the host, once the device is done."""
         tokens, findings = b"", None
-        if run.error is None and not run.void and run.state is not None:
+        if not run.has_failed and not run.void and run.state is not None:
             sampled: _Sampled = run.state
             if sampled.is_finite is not None and not bool(sampled.is_finite):
                 raise NonFiniteLogitsError(f"launch {run.launch.seq}: a logit is not finite")
@@ -495,19 +496,20 @@ class ModelExecutor:
             StepResult(
                 run.launch.seq,
                 tokens,
-                run.error is not None,
+                run.has_failed,
                 findings,
                 seconds(run.began, run.ended) - stall_s,
                 stall_s,
                 stream_s,
             )
         )
-        run.batch = run.state = None
+        # The run stays, as a fence.
+        run.batch = run.state = run.mask = None
         run.waits, run.filled = [], []
         self.notify()
 
     def _skips(self, run: _Run) -> bool:
-        return (run.void or run.error is not None) and not self.lockstep
+        return (run.void or run.has_failed) and not self.lockstep
 
     def _guard(self, run: _Run, work: Callable[[ForwardBatch], Any]) -> None:
         """Run one stage of a launch on its batch; see `_try`."""
@@ -528,11 +530,11 @@ class ModelExecutor:
         try:
             with torch.inference_mode():
                 run.state = work()
-        except Exception as error:
+        except Exception:
             if self.lockstep:
                 raise
             logger.exception("launch %d failed", run.launch.seq)
-            run.error = error
+            run.has_failed = True
 
     def _numbers(self, launch: Launch) -> BatchNumbers:
         table, page = self._page_table, self.page_size
