@@ -22,7 +22,7 @@ from sglang.srt.configs.quantization import Packing, WeightQuantization
 from sglang.srt.distributed.parallel_state import SINGLE_RANK
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.weights import QuantizedTarget
-from sglang.srt.model_loader.loader import ModelLoadError, load_model, with_weight_format
+from sglang.srt.model_loader.loader import ModelLoadError, drawn_dtype, load_model, with_weight_format
 from sglang.srt.model_loader.mxfp4_weights import Mxfp4Matrix, Mxfp4Tensor
 from sglang.srt.model_loader.quantized_weights import WeightFormats, pick_weight_formats
 from sglang.srt.model_loader.stacked_experts import StackedExpert, alternating
@@ -162,6 +162,8 @@ def test_what_is_beside_it_is_bfloat16_where_the_config_names_no_type(checkpoint
 def test_made_up_weights_of_experts_that_keep_their_bits(checkpoints):
     config = replace(ModelConfig.from_pretrained(str(checkpoints[0])), expert_format=KEPT)
     model = load_model(config, "dummy", TorchNativeAttnBackend(), seed=3)
+    targets = model.weight_targets().values()
+    assert all(drawn_dtype(target, torch.device("cuda")).is_floating_point for target in targets)
     model.finish_loading()
     out = model.layers[0].mlp(torch.randn(5, 64))
     assert bool(out.isfinite().all()) and out.std() > 0.01

@@ -6,13 +6,10 @@ what the server makes anyway: the embedded model's files, the folder of storage 
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import socket
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 from sglang.srt.configs.model_files import (
     check_config,
@@ -22,16 +19,12 @@ from sglang.srt.configs.model_files import (
     resolve_model_path,
     resolve_tokenizer_path,
 )
-from sglang.srt.mem_cache.block_store import StoreError
-from sglang.srt.mem_cache.storage.registry import storage_backend
+from sglang.srt.managers.startup.page_checks import check_page_size
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.byte_sizes import shown_size
 from sglang.srt.utils.chat_template import check_chat_template
 from sglang.srt.utils.child_process import StartupError
 from sglang.srt.utils.peer_endpoint import PeerError, check_endpoint, check_unused, of_rank
-
-# Of a host pool whose size is not known yet: nothing is refused for it.
-_ANY_NUMBER = 1 << 60
 
 
 def check_before_start(args: ServerArgs) -> Path:
@@ -44,13 +37,11 @@ def check_before_start(args: ServerArgs) -> Path:
     check_tokenizer_files(tokenizer_dir(args, model_dir))
     if args.chat_template is not None:
         check_chat_template(args.chat_template, tokenizer_dir(args, model_dir))
+    check_page_size(args, args.page_size or 1, raw.get("max_position_embeddings"))
     try:
-        _check_storage(args)
         _check_peers(args)
-    except (StoreError, PeerError) as error:
+    except PeerError as error:
         raise StartupError(str(error)) from error
-    if args.layer_stream and args.max_total_tokens is not None:
-        _check_layer_stream(args, args.max_total_tokens, raw.get("max_position_embeddings"))
     if args.layer_stream_disk_path is not None:
         _check_swap_folder(args.layer_stream_disk_path, args.layer_stream_disk_size * 1e9)
     if args.record_steps is not None:
@@ -73,29 +64,6 @@ def check_before_start(args: ServerArgs) -> Path:
 def tokenizer_dir(args: ServerArgs, model_dir: Path) -> Path:
     """Raises StartupError, as `check_before_start`."""
     return resolve_tokenizer_path(args.tokenizer_path) if args.tokenizer_path else model_dir
-
-
-def _check_storage(args: ServerArgs) -> None:
-    backend = args.hicache_storage_backend
-    if backend is None:
-        return
-    from sglang.srt.managers.startup.storage import StorageOpener, split_config  # with what the scheduler needs
-    from sglang.srt.mem_cache.page_layout import PageLayout
-
-    layout = PageLayout.kv(args.page_size or 1, 1, 1, 1, "uint8")
-    pool: Any = SimpleNamespace(
-        page_layout=layout, page_size=layout.page_size, page_bytes=layout.page_bytes, num_pages=_ANY_NUMBER
-    )
-    # With the backend "file" it makes the folder, and reads its secret.
-    setup = StorageOpener(str, args.model_name, pool, 0, args.tp_size).setup(
-        backend,
-        args.hicache_storage_backend_extra_config,
-        args.hicache_storage_prefetch_policy,
-        args.hicache_write_policy,
-    )
-    config = json.loads(setup.setup)["config"]
-    for name, own in split_config(backend, config).items():
-        storage_backend(name).check(own)
 
 
 def _check_peers(args: ServerArgs) -> None:
@@ -122,23 +90,6 @@ def _check_port(endpoint: str) -> None:
             raise StartupError(
                 f"--peer-endpoint {endpoint}: a lender cannot listen there ({error.strerror}); choose another port"
             ) from error
-
-
-def _check_layer_stream(args: ServerArgs, num_tokens: int, own_context: int | None) -> None:
-    """Before the buffers take their part of the device, which depends on the memory that is free."""
-    from sglang.srt.managers.layer_streaming import check_room_for_chunks
-    from sglang.srt.managers.schedule_policy import pages_for
-
-    chunk = args.chunked_prefill_size
-    if chunk == -1:
-        # Prompts are computed whole. Transformers knows the context that config.json leaves out.
-        chunk = args.context_length or own_context or 1
-    page = args.page_size or 1
-    chunk = min(max(chunk, page), max(args.max_prefill_tokens, page))
-    try:
-        check_room_for_chunks(pages_for(chunk, page), num_tokens // page)
-    except ValueError as error:
-        raise StartupError(str(error)) from error
 
 
 def _check_swap_folder(folder: str, size_bytes: float) -> None:

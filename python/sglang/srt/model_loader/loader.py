@@ -28,7 +28,7 @@ from sglang.srt.configs.model_files import (
 )
 from sglang.srt.distributed.parallel_state import SINGLE_RANK, TensorParallelGroup
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.weights import WeightTarget
+from sglang.srt.layers.weights import QuantizedTarget, WeightTarget
 from sglang.srt.model_loader.gguf_weights import GGUFWeights
 from sglang.srt.model_loader.non_finite import refuse_non_finite
 from sglang.srt.model_loader.quantized_weights import (
@@ -319,7 +319,13 @@ def _fill_at_random(targets: dict[str, WeightTarget], seed: int, norm: float = 1
             target.tensor.fill_(norm)
         else:
             std = 1.0 if "embed_tokens" in name or len(target.shape) < 2 else target.shape[-1] ** -0.5
-            # float32 on the CPU for every dtype of the model: the same numbers, rounded.
-            dtype = torch.float32 if device.type == "cpu" else target.tensor.dtype
+            dtype = drawn_dtype(target, device)
             drawn = torch.randn(target.shape, generator=generator, dtype=dtype, device=device)
             target.fill(drawn.mul_(std))
+
+
+def drawn_dtype(target: WeightTarget, device: torch.device) -> torch.dtype:
+    """float32 on the CPU for every dtype of the model: the same numbers, rounded. Quantised weights are made of it
+    everywhere, as a target's own dtype is that of its scales."""
+    is_float32 = device.type == "cpu" or isinstance(target, QuantizedTarget)
+    return torch.float32 if is_float32 else target.tensor.dtype

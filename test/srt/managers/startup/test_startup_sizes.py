@@ -16,7 +16,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import SINGLE_RANK, TensorParallelGroup
 from sglang.srt.layers.attention.latent_expansion import PIECE_BYTES
 from sglang.srt.managers.startup import sizes
-from sglang.srt.managers.startup.device import page_layout, page_size_of
+from sglang.srt.managers.startup.device import page_layout, pick_page_size
 from sglang.srt.managers.startup.sizes import build_config, device_pages, graph_batch_size_for, kernel_links
 from sglang.srt.mem_cache.memory_pool_host import _RESERVE_BYTES
 from sglang.srt.mem_cache.transfer import H2D, P2D
@@ -49,32 +49,37 @@ def test_a_gpu_with_small_pages_says_how_large_they_should_be(
     assert kernel_links(args, model, SINGLE_RANK, CPU) == ()
 
 
+@pytest.mark.parametrize(
+    ("device", "hierarchy", "flag", "kv_heads", "size"),
+    [
+        (GPU, True, None, 8, 64),
+        # Pages of few heads are small.
+        (GPU, True, None, 2, 128),
+        (GPU, True, None, 1, 256),
+        (GPU, True, 1, 8, 1),
+        (GPU, True, 16, 8, 16),
+        (GPU, False, None, 8, 1),
+        (CPU, True, None, 8, 1),
+        (CPU, False, 16, 8, 16),
+    ],
+)
 def test_pages_of_a_gpu_with_a_host_are_what_its_copy_engines_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, device: torch.device, hierarchy: bool, flag: int | None, kv_heads: int, size: int
 ) -> None:
     """Where the flag does not say otherwise."""
-    monkeypatch.setattr(sizes, "kv_cache_bytes", lambda args, device, num_ranks: 1 << 20)
+    model = tiny_llama(tmp_path, num_attention_heads=8, num_key_value_heads=kv_heads, head_dim=128)
+    args = ServerArgs(model_path="embedded", enable_hierarchical_cache=hierarchy, page_size=flag)
+    assert pick_page_size(args, replace(model, dtype=torch.float16), 1, device) == size
+
+
+def test_a_device_has_two_pages_at_least(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_llama(tmp_path)
-    for device, hierarchy, flag, size in (
-        (GPU, True, None, 64),
-        (GPU, True, 1, 1),
-        (GPU, True, 16, 16),
-        (GPU, False, None, 1),
-        (CPU, True, None, 1),
-        (CPU, False, 16, 16),
-    ):
-        args = ServerArgs(
-            model_path="embedded", enable_hierarchical_cache=hierarchy, page_size=flag, max_total_tokens=1024
-        )
-        assert page_size_of(args, device) == size
-        num_pages, page_bytes = device_pages(args, model, SINGLE_RANK, device)
-        assert (num_pages, page_bytes) == (1024 // size, page_layout(model, size, 1).page_bytes)
-        config = build_config(args, model, SINGLE_RANK, device)
-        assert (config.page_size, config.num_device_pages) == (size, num_pages)
-        assert config.chunked_prefill_size >= size
-    with pytest.raises(StartupError, match="1 pages of 64 tokens, at least 2 are needed"):
-        args = ServerArgs(model_path="embedded", enable_hierarchical_cache=True, max_total_tokens=100)
-        device_pages(args, model, SINGLE_RANK, GPU)
+    page_bytes = page_layout(model, 64, 1).page_bytes
+    monkeypatch.setattr(sizes, "kv_cache_bytes", lambda *args: 7 * page_bytes)
+    args = ServerArgs(model_path="embedded", page_size=64)
+    assert device_pages(args, model, SINGLE_RANK, GPU, weight_bytes=5 * page_bytes) == (2, page_bytes)
+    with pytest.raises(StartupError, match=r"left for 1 pages of 64 tokens.*raise --mem-fraction-static"):
+        device_pages(args, model, SINGLE_RANK, GPU, weight_bytes=6 * page_bytes)
 
 
 @pytest.mark.parametrize(("flag", "value"), [("hicache_size", 1e-6), ("hicache_ratio", 1e-4)])
@@ -137,7 +142,7 @@ def test_keys_and_values_of_latents_have_room_on_a_gpu(tmp_path: Path, monkeypat
         enough = 4 * each.context_length // 16 if device == CPU else num_pages
         assert num_pages == min(left // page_bytes, enough)
     free = PIECE_BYTES // 2
-    with pytest.raises(StartupError, match="the KV cache has 0 pages"):
+    with pytest.raises(StartupError, match="left for 0 pages"):
         device_pages(args, latents, SINGLE_RANK, GPU)
 
 

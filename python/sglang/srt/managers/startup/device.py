@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from sgl_kernel.kvcacheio import why_not
+from sgl_kernel.kvcacheio import page_size_for_dma, why_not
 from sglang.srt.configs.kv_cache_dtype import pick_kv_cache_dtype, read_kv_scales
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.attention.attention_registry import pick_attention_backend
@@ -21,9 +21,9 @@ from sglang.srt.utils.memory import available_memory
 # Of what is free, where the system has to live in the same memory; of all memory, where it does not.
 CPU_MEM_FRACTION = 0.6
 GPU_MEM_FRACTION = 0.88
-# Where pages go to the host and back: copy engines load these at nearly the link's speed, and beside prefills, which
-# kernels wait for (docs/records/measurements.md).
-GPU_PAGE_SIZE = 64
+# Of pages that go to the host and back, at least and at most: copy engines load such at nearly the link's speed, and
+# beside prefills, which kernels wait for (docs/records/measurements.md). Prompts share whole pages.
+_GPU_PAGE_SIZE, _MOST_GPU_PAGE_SIZE = 64, 256
 
 logger = logging.getLogger(__name__)
 
@@ -66,19 +66,22 @@ def check_device(args: ServerArgs, device: torch.device) -> str:
         raise StartupError(f"--attention-backend: {error}") from error
 
 
-def page_size_of(args: ServerArgs, device: torch.device) -> int:
-    """Tokens per page: --page-size, or what the device's copies are fast with."""
-    if args.page_size is not None:
-        return args.page_size
-    return GPU_PAGE_SIZE if device.type == "cuda" and args.enable_hierarchical_cache else 1
-
-
 def page_layout(model: ModelConfig, page_size: int, num_ranks: int) -> PageLayout:
     """What a page of one rank's KV cache holds. page_size: in tokens."""
     if model.latent is not None:
         return PageLayout.latents(page_size, model.num_layers, model.head_dim, model.kv_dtype)
     heads = model.kv_heads_per_rank(num_ranks)
     return PageLayout.kv(page_size, model.num_layers, heads, model.head_dim, model.kv_dtype)
+
+
+def pick_page_size(args: ServerArgs, model: ModelConfig, num_ranks: int, device: torch.device) -> int:
+    """Tokens per page: --page-size, or what the device's copies are fast with."""
+    if args.page_size is not None:
+        return args.page_size
+    if device.type != "cuda" or not args.enable_hierarchical_cache:
+        return 1
+    for_dma = page_size_for_dma(max(page_layout(model, 1, num_ranks).run_bytes))
+    return min(max(_GPU_PAGE_SIZE, for_dma), _MOST_GPU_PAGE_SIZE)
 
 
 def pick_dtype(args: ServerArgs, stored: torch.dtype, device: torch.device) -> torch.dtype:

@@ -27,8 +27,9 @@ from sglang.srt.managers.crash_record import CrashRecord
 from sglang.srt.managers.engine_core import EngineCore, Recorder, StepRecorder
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_config import SchedulerConfig
-from sglang.srt.managers.startup.device import check_device, page_layout, pick_dtype, with_kv_cache
-from sglang.srt.managers.startup.peers import borrow_memory, in_whole_slabs, lend_memory
+from sglang.srt.managers.startup.device import check_device, page_layout, pick_dtype, pick_page_size, with_kv_cache
+from sglang.srt.managers.startup.page_checks import check_page_size
+from sglang.srt.managers.startup.peers import borrow_memory, in_whole_slabs, lend_memory, slab_bytes_for
 from sglang.srt.managers.startup.rank_setup import RankSetup
 from sglang.srt.managers.startup.sizes import (
     build_config,
@@ -127,6 +128,7 @@ class EngineBuilder:
             ) from error
         rank.progress.stage("reading the model's config")
         attention = self._read_model_config()
+        args = self.args
         model = load_model(
             self.model,
             args.load_format,
@@ -180,9 +182,15 @@ class EngineBuilder:
         self.model = with_kv_cache(args, replace(model, dtype=dtype), backend, device)
         self.model.check_tensor_parallel(group.size)
         self.model = with_weight_format(self.model, args.load_format, group.size, device, args.quantization)
-        check_weights_fit(self.model, group, device)
+        page = pick_page_size(args, self.model, group.size, device)
+        if page != (args.page_size or 1):
+            check_page_size(args, page, self.model.context_length)
+        self.args = args = replace(args, page_size=page)
+        if args.peer_role == "master":
+            slab_bytes_for(args, page_layout(self.model, page, group.size).page_bytes)
+        weight_bytes = check_weights_fit(self.model, group, device)
         # Again once the weights are there; what does not even fit now need not wait for them.
-        device_pages(args, self.model, group, device)
+        device_pages(args, self.model, group, device, weight_bytes)
         return make_attention_backend(backend, device)
 
     def _open_device_pool(self, computes_masked: bool, windowed: Sequence[bool]) -> int:

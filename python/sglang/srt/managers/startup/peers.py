@@ -38,7 +38,7 @@ def borrow_memory(args: ServerArgs, layout: PageLayout, rank: RankSetup) -> Borr
     """The memory that a borrower's rank borrows from the same rank of each lender, of the kind that its device has.
     Raises StartupError."""
     assert args.peer_endpoint is not None
-    slab_bytes = args.peer_slab_size << 20
+    slab_bytes = slab_bytes_for(args, layout.page_bytes)
     num_slabs = max(1, int(args.peer_size * 1e9 / rank.group.size) // slab_bytes)
     endpoints = [of_rank(each, rank.group.rank) for each in args.peer_endpoint.split(",")]
     # Alike on all ranks, whose parent is the server: what lenders decide by it, they decide alike.
@@ -69,7 +69,7 @@ def borrow_memory(args: ServerArgs, layout: PageLayout, rank: RankSetup) -> Borr
 def lendable_pages(args: ServerArgs, page_bytes: int, size_bytes: int, device: torch.device) -> int:
     """How many pages a lender's pool on a GPU gets of size_bytes of memory: those of whole slabs, beside the scratch
     page. Raises StartupError."""
-    slab_bytes = _slab_bytes(args, page_bytes)
+    slab_bytes = slab_bytes_for(args, page_bytes)
     try:
         return pages_of_slabs(size_bytes, slab_bytes, page_bytes, granularity_of(device))
     except SlabError as error:
@@ -93,7 +93,7 @@ def lend_memory(
     has a scratch page too. windowed: of each layer, whether it has a window. Raises StartupError."""
     assert args.peer_endpoint is not None
     in_slabs = regions_of(layout, 0, windowed, config.num_windowed_pages)[0][1]
-    slab_bytes = _slab_bytes(args, in_slabs.page_bytes)
+    slab_bytes = slab_bytes_for(args, in_slabs.page_bytes)
     slab_pages = slab_bytes // in_slabs.page_bytes
     num_slabs = -(-config.num_device_pages // slab_pages)
     endpoint = of_rank(args.peer_endpoint, rank.group.rank)
@@ -131,7 +131,7 @@ def lend_memory(
     return memory
 
 
-def _slab_bytes(args: ServerArgs, page_bytes: int) -> int:
+def slab_bytes_for(args: ServerArgs, page_bytes: int) -> int:
     """Of --peer-slab-size. Raises StartupError where a slab has no room for a page."""
     slab_bytes = args.peer_slab_size << 20
     if slab_bytes < page_bytes:

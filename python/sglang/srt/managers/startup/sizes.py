@@ -23,7 +23,7 @@ from sglang.srt.managers.scheduler_config import (
     PriorityConfig,
     SchedulerConfig,
 )
-from sglang.srt.managers.startup.device import free_memory, kv_cache_bytes, page_layout, page_size_of
+from sglang.srt.managers.startup.device import free_memory, kv_cache_bytes, page_layout
 from sglang.srt.managers.startup.peers import lendable_pages
 from sglang.srt.mem_cache.border_slabs import border_between
 from sglang.srt.mem_cache.hybrid_pages import regions_of
@@ -51,16 +51,21 @@ _MOST_WINDOWED_HOST = 0.5
 
 
 def device_pages(
-    args: ServerArgs, model: ModelConfig, group: TensorParallelGroup, device: torch.device = CPU
+    args: ServerArgs,
+    model: ModelConfig,
+    group: TensorParallelGroup,
+    device: torch.device = CPU,
+    weight_bytes: int = 0,
 ) -> tuple[int, int]:
-    """How many pages the device gets of the memory that is free now, and their size. Raises StartupError where that
-    is too little."""
-    page = page_size_of(args, device)
+    """How many pages the device gets of the memory that is free now, and their size. weight_bytes: what a rank's
+    weights are still going to take of a GPU's. Raises StartupError where that is too little."""
+    page = args.page_size or 1
     page_bytes = page_layout(model, page, group.size).page_bytes
     size_bytes = kv_cache_bytes(args, device, group.size)
-    if device.type == "cuda" and model.latent is not None:
-        # Beside what any model takes while it computes.
-        size_bytes = max(0, size_bytes - PIECE_BYTES)
+    if device.type == "cuda":
+        # Latents' pieces are beside what any model takes while it computes.
+        pieces = PIECE_BYTES if model.latent is not None else 0
+        size_bytes = max(0, size_bytes - weight_bytes - pieces)
     fitting = size_bytes // page_bytes
     if args.peer_role == "worker" and device.type == "cuda":
         fitting = lendable_pages(args, page_bytes, size_bytes, device)
@@ -76,9 +81,10 @@ def device_pages(
     else:
         num_pages = fitting
     if num_pages < 2:
+        others = ", --quantization fp8 or a larger --tp-size" if device.type == "cuda" else ""
         raise StartupError(
-            f"the KV cache has {num_pages} pages of {page} tokens, at least 2 are needed: raise "
-            "--max-total-tokens or lower --page-size"
+            f"memory is left for {num_pages} pages of {page} tokens of the KV cache, and at least 2 are needed: "
+            f"raise --mem-fraction-static, lower --page-size, or choose a smaller model{others}"
         )
     return num_pages, page_bytes
 
@@ -90,7 +96,7 @@ def _enough_pages(model: ModelConfig, page: int) -> int:
 
 def most_device_pages(args: ServerArgs, model: ModelConfig, device: torch.device) -> int | None:
     """The most pages that the device is to have, however little each needs."""
-    page = page_size_of(args, device)
+    page = args.page_size or 1
     if args.max_total_tokens is not None:
         return args.max_total_tokens // page
     return _enough_pages(model, page) if device.type == "cpu" else None
@@ -108,7 +114,7 @@ def build_config(
 ) -> SchedulerConfig:
     """Sizes the pools, alike on all ranks. Raises StartupError where not even one short request would fit."""
     num_pages, page_bytes = device_pages(args, model, group, device)
-    page, num_host_pages = page_size_of(args, device), 0
+    page, num_host_pages = args.page_size or 1, 0
     if args.enable_hierarchical_cache:
         # The CPU's "device" is in the same memory.
         is_pinned = device.type != "cpu"
@@ -180,7 +186,7 @@ def kernel_links(
     """See `SchedulerConfig`. The log tells if kernels load the host's pages, and copy engines would larger ones."""
     if device.type != "cuda":
         return ()
-    page = page_size_of(args, device)
+    page = args.page_size or 1
     run_bytes = max(page_layout(model, page, group.size).run_bytes)
     found = kernel_links_of(args.hicache_io_backend, run_bytes, device)
     larger = page_size_for_dma(run_bytes // page)
@@ -353,7 +359,7 @@ def layer_stream_sizes_for(
 ) -> tuple[LayerStreamConfig, int]:
     """The buffers of the layer stream cache, and the pages that they leave of the device's num_pages."""
     in_whole_layers, _ = layer_stream_sizes(num_pages * num_layers, [num_host_pages], num_layers, args.layer_stream)
-    buffer_pages, page = in_whole_layers, page_size_of(args, device)
+    buffer_pages, page = in_whole_layers, args.page_size or 1
     tokens = args.layer_stream_tokens
     if tokens is None:
         # On a GPU the host's work for each piece is longer than the piece's own (docs/records/measurements.md).
@@ -370,9 +376,9 @@ def layer_stream_sizes_for(
     return LayerStreamConfig(args.layer_stream, buffer_pages, args.layer_stream_max_tpot), left
 
 
-def check_weights_fit(model: ModelConfig, group: TensorParallelGroup, device: torch.device = CPU) -> None:
-    """Log what this rank's weights need, before they are read. Raises StartupError if that is more than is free: the
-    system would kill a process much later, without a reason."""
+def check_weights_fit(model: ModelConfig, group: TensorParallelGroup, device: torch.device = CPU) -> int:
+    """Bytes that this rank's weights need, logged before they are read. Raises StartupError if that is more than is
+    free: the system would kill a process much later, without a reason."""
     with torch.device("meta"):
         weights = get_model_class(model)(model, TorchNativeAttnBackend(), group)
     size = sum(each.numel() * each.element_size() for each in weights.parameters())
@@ -385,3 +391,4 @@ def check_weights_fit(model: ModelConfig, group: TensorParallelGroup, device: to
             "choose a smaller model or --dtype"
         )
     logger.info("weights: %s of %s of free memory", shown_size(size), shown_size(free))
+    return size
