@@ -121,7 +121,7 @@ def test_it_compiles_for_sm_90(dtype: str, head_dim: int, page_size: int, table:
     for reqs in [{"reqs_ptr": None, "row_starts_ptr": None}] + [{}] * (head_dim == 64):
         given = {**of_decode, **reqs}
         warps = tiles.decode_warps(16, block_d, TORCH_TYPES[dtype])
-        decode = compiled(decode_kernel, dtype, given, warps, tiles.num_stages, pages, kv=kv)
+        decode = compiled(decode_kernel, dtype, given, warps, tiles.decode_stages, pages, kv=kv)
         ptx, kv_bytes = decode.asm["ptx"], 2 * tiles.decode_keys * block_d * TORCH_TYPES[kv].itemsize
         assert decode.metadata.shared > 2 * kv_bytes
         if dtype != "fp32":
@@ -241,7 +241,7 @@ def test_tiles_fit_into_shared_memory(capability: int, dtype: str, head_dim: int
     of_decode = {**shape, "BLOCK_H": tiles.decode_rows, "BLOCK_N": tiles.decode_keys, "LEAST": 256, "AT_ONCE": 128}
     of_decode |= {"reqs_ptr": None, "row_starts_ptr": None}
     warps = tiles.decode_warps(tiles.decode_rows, head_dim, TORCH_TYPES[dtype])
-    compiled(decode_kernel, dtype, of_decode, warps, tiles.num_stages, "i32", capability=capability)
+    compiled(decode_kernel, dtype, of_decode, warps, tiles.decode_stages, "i32", capability=capability)
 
 
 @needs_triton

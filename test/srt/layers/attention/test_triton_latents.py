@@ -163,7 +163,7 @@ def test_few_requests_fill_a_gpu():
         (16, "bf16", 64, 0),
         pytest.param(16, "bf16", 1, 0, marks=pytest.mark.slow),
         pytest.param(16, "fp8e4nv", 64, 192, marks=pytest.mark.slow),
-        pytest.param(32, "bf16", 64, 0, marks=pytest.mark.slow),
+        pytest.param(32, "bf16", 64, 96, marks=pytest.mark.slow),
         pytest.param(128, "bf16", 64, 1024, marks=pytest.mark.slow),
         pytest.param(128, "bf16", 1, 1024, marks=pytest.mark.slow),
         pytest.param(128, "fp8e4nv", 64, 1024, marks=pytest.mark.slow),
@@ -176,7 +176,7 @@ def test_decodes_compile_for_sm_90(heads: int, kv: str, page_size: int, most_spi
     rows = min(tiles.decode_rows, heads)
     given = {"BLOCK_H": rows, "BLOCK_N": tiles.decode_keys, "LEAST": tiles.least_decode_split, "AT_ONCE": 128}
     given |= {"reqs_ptr": None, "row_starts_ptr": None}
-    check_compiled(compiled(decode_kernel, heads, kv, page_size, given, tiles), rows, kv, most_spilled)
+    check_compiled(compiled(decode_kernel, heads, kv, page_size, given, tiles), rows, most_spilled)
 
 
 @needs_triton
@@ -190,9 +190,7 @@ def test_extends_compile_for_sm_90(heads: int, kv: str, page_size: int, most_spi
 
     tiles = tiles_of(heads, kv)
     given = {"BLOCK_M": tiles.extend.queries, "BLOCK_N": tiles.extend.keys}
-    check_compiled(
-        compiled(extend_kernel, heads, kv, page_size, given, tiles), tiles.extend.queries, kv, most_spilled
-    )
+    check_compiled(compiled(extend_kernel, heads, kv, page_size, given, tiles), tiles.extend.queries, most_spilled)
 
 
 @needs_triton
@@ -251,7 +249,8 @@ def compiled(
     constants = {"HEAD_DIM": value_dim, "ROTARY_DIM": rotary_dim, "BLOCK_D": value_dim, "GROUP": heads}
     constants |= {"PAGE_SIZE": page_size, "BY_SLOT": False, "IN_TOKENS": True, "TILE_IN_PAGE": False}
     constants |= {"v_ptr": None, **given}
-    return compile_for(kernel, constants, dtype, tiles.warps, tiles.num_stages, kv, capability)
+    stages = tiles.decode_stages if "BLOCK_H" in given else tiles.num_stages
+    return compile_for(kernel, constants, dtype, tiles.warps, stages, kv, capability)
 
 
 def compile_for(
@@ -283,12 +282,13 @@ def compile_for(
     )
 
 
-def check_compiled(result: Any, rows: int, kv: str, most_spilled: int) -> None:
+def check_compiled(result: Any, rows: int, most_spilled: int) -> None:
     """64 rows are multiplied by Hopper's instructions. Keys are copied while others are multiplied: they are in
     shared memory twice."""
     assert ("wgmma.mma_async" if rows == 64 else "mma.sync") in result.asm["ptx"]
     assert "cp.async.cg.shared.global" in result.asm["ptx"]
-    assert result.metadata.shared > 2 * 64 * sum(DEEPSEEK) * TORCH_TYPES[kv].itemsize
+    buffers = re.findall(r"local_alloc : .*memdesc<(\d)x64x512x", result.asm["ttgir"])
+    assert buffers and int(max(buffers)) >= 2, "keys are copied into one place"
     spilled = spilled_bytes(result)
     assert spilled <= most_spilled, f"{spilled} bytes a thread"
 

@@ -435,7 +435,7 @@ class TritonAttnBackend:
                 LEAST=tiles.least_decode_split,
                 AT_ONCE=_LENS_AT_ONCE,
                 num_warps=tiles.decode_warps(rows, block_d, q.dtype),
-                num_stages=tiles.num_stages,
+                num_stages=tiles.decode_stages,
             )
             if num_more:
                 launch(

@@ -92,14 +92,11 @@ def _as_multiplied(q, KV: tl.constexpr, ROTARY_DIM: tl.constexpr):
 
 @triton.jit
 def _rotary_of(q_ptr, places, mask, KV: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr):
-    """The last ROTARY_DIM values of queries that begin at places; None for none."""
-    if ROTARY_DIM:
-        r = HEAD_DIM + tl.arange(0, ROTARY_DIM)
-        return _as_multiplied(
-            tl.load(q_ptr + places[:, None] + r[None, :], mask=mask[:, None], other=0.0), KV, ROTARY_DIM
-        )
-    else:
-        return None
+    """The last ROTARY_DIM values of queries that begin at places. There are some."""
+    r = HEAD_DIM + tl.arange(0, ROTARY_DIM)
+    return _as_multiplied(
+        tl.load(q_ptr + places[:, None] + r[None, :], mask=mask[:, None], other=0.0), KV, ROTARY_DIM
+    )
 
 
 @triton.jit
@@ -371,7 +368,10 @@ def extend_kernel(
     q = _as_multiplied(
         tl.load(q_ptr + q_places[:, None] + d[None, :], mask=mask, other=0.0), k_ptr.dtype.element_ty, ROTARY_DIM
     )
-    q_rotary = _rotary_of(q_ptr, q_places, r_mask, k_ptr.dtype.element_ty, HEAD_DIM, ROTARY_DIM)
+    # A kernel of Triton 3.6 returns no None.
+    q_rotary = None
+    if ROTARY_DIM:
+        q_rotary = _rotary_of(q_ptr, q_places, r_mask, k_ptr.dtype.element_ty, HEAD_DIM, ROTARY_DIM)
     keys = (
         table,
         k_ptr + kv_head * k_head_stride,
@@ -512,7 +512,10 @@ def decode_kernel(
     q = tl.load(q_ptr + row * q_row_stride + heads[:, None] * q_head_stride + d[None, :], mask=mask, other=0.0)
     q = _as_multiplied(q, k_ptr.dtype.element_ty, ROTARY_DIM)
     q_places = row * q_row_stride + heads * q_head_stride
-    q_rotary = _rotary_of(q_ptr, q_places, h_mask, k_ptr.dtype.element_ty, HEAD_DIM, ROTARY_DIM)
+    # A kernel of Triton 3.6 returns no None.
+    q_rotary = None
+    if ROTARY_DIM:
+        q_rotary = _rotary_of(q_ptr, q_places, h_mask, k_ptr.dtype.element_ty, HEAD_DIM, ROTARY_DIM)
     keys = (
         table,
         k_ptr + kv_head * k_head_stride,

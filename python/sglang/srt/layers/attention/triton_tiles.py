@@ -67,7 +67,7 @@ class MergeTile:
 @dataclass(frozen=True)
 class Tiles:
     """What programs work on at once. short: for extends whose blocks of `extend` would fill half of a GPU at most;
-    None for no other. num_stages: Triton's."""
+    None for no other. num_stages, decode_stages: Triton's, of extends and decodes."""
 
     extend: ExtendTile = ExtendTile()
     short: ExtendTile | None = None
@@ -76,6 +76,7 @@ class Tiles:
     decode_rows: int = 64
     # The fewest at which Triton holds K and V twice, so that the next keys come while these are multiplied.
     num_stages: int = 5
+    decode_stages: int = 5
     # Of decodes; None for as many as rows have values for.
     warps: int | None = None
     # The fewest keys of a decode that are given a program of their own: a power of two, and whole tiles.
@@ -117,8 +118,9 @@ class Tiles:
             ExtendTile(rows, keys, keys, least_split=256),
             decode_keys=keys,
             decode_rows=rows,
-            # The fewest at which Triton holds keys twice.
+            # The fewest at which Triton holds keys twice; with more, 64 rows of 16 bits do not fit.
             num_stages=5 if kv_dtype.itemsize == 1 else 3,
+            decode_stages=5 if kv_dtype.itemsize == 1 or (is_large and group < rows) else 3,
             warps=8,
             # Parts of 64 rows take longer to write and to merge.
             least_decode_split=128 if min(group, rows) > 32 else 64,
