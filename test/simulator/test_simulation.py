@@ -80,6 +80,21 @@ def test_a_load_overlaps_the_computation_layer_by_layer(bandwidth: float) -> Non
     assert sim.executor.stall_s == pytest.approx(slower - compute)
 
 
+def test_a_launch_ends_with_the_layer_at_which_its_load_has_failed() -> None:
+    """The last of four layers, before which the load has failed. 50 tokens are on the device, and 50 come from the
+    host while 21 are computed."""
+    prompt = list(range(100))
+    arrivals = [
+        (0.0, request("a", prompt, 1)),
+        (5.0, request("b", list(range(1000, 1150)), 1)),
+        (10.0, request("c", prompt + list(range(500, 521)), 1)),
+    ]
+    sim = simulation(fails=1.0, load_or_recompute=False)
+    times = sim.run(arrivals)
+    assert times["c"].cached_tokens_details["device"] == 50 == sim.core.scheduler.counters["load_back_tokens"]
+    assert sim.executor.busy_s == pytest.approx(TOKEN_S * (100 + 150 + 0.75 * 21 + 71))
+
+
 @pytest.mark.slow
 def test_failed_loads_are_computed_and_everything_ends() -> None:
     sim = simulation(1e7, fails=0.5, num_device_pages=150)

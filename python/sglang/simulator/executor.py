@@ -92,8 +92,7 @@ class SimulatedExecutor:
             elif not gates:
                 time += cost
             else:
-                for layer in range(self._costs.num_layers):
-                    time = max([time, *(gate.ready_at(layer) for gate in gates)]) + cost / self._costs.num_layers
+                time, cost = self._compute_behind(gates, time, cost)
             self._note_stream(start, time, pieces)
             self.busy_s += cost
             stall = time - start - cost
@@ -109,6 +108,17 @@ class SimulatedExecutor:
         self._void = self._void or failed
         self._free_at = self._ends[launch.seq] = time
         self._pending.append(StepResult(launch.seq, tokens, failed, None, cost, stall, stream_s))
+
+    def _compute_behind(self, gates: list[Any], time: float, cost: float) -> tuple[float, float]:
+        """Do all layers of a launch, up to one at which a load is known to have failed. Returns when the last one
+        ends, and the seconds that they took."""
+        num_layers = self._costs.num_layers
+        for layer in range(num_layers):
+            time = max([time, *(gate.ready_at(layer) for gate in gates)])
+            if any(gate.has_failed(time) for gate in gates):
+                return time, cost * layer / num_layers
+            time += cost / num_layers
+        return time, cost
 
     def _begin_stream(self, launch: Launch, start: float) -> list[PieceCost]:
         """Seconds that each piece costs which the launch reads in each layer."""

@@ -45,6 +45,10 @@ class SimulatedGate:
         timing = self._timing
         return timing.start + (timing.end - timing.start) * (layer + 1) / self._num_layers
 
+    def has_failed(self, now: float) -> bool:
+        """Whether the load is known to have failed then."""
+        return not self._timing.ok and self._timing.end <= now
+
     def wait(self, layer: int, stream: Any) -> None:
         """Time passes in the executor's account; nothing blocks."""
 

@@ -71,3 +71,16 @@ def test_links_are_judged_one_by_one() -> None:
     link = Link()
     link.links.note_ended("d2p", False)
     assert link.end(False, False, False) and link.links.links == {"d2h"}
+
+
+def test_a_link_is_unsound_for_a_while_after_a_failure() -> None:
+    link = Link()
+    link.end(True, False, True)
+    assert link.links.unsound == {"d2h"} and not link.links.links
+    link.is_failing_after(29)
+    assert link.links.unsound == {"d2h"}
+    link.end(False, True)
+    link.is_failing_after(29)
+    assert link.links.unsound == {"d2h"}
+    link.is_failing_after(2)
+    assert not link.links.unsound

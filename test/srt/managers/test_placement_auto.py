@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.node import Node
 from sglang.srt.mem_cache.placement import CONVENIENT, FIRST_COPYING_RATIO, LAST, MAX_COPYING_RATIO, SPARE
 from sglang.srt.mem_cache.slab_ledger import SlabLedger
-from sglang.srt.mem_cache.transfer import D2H, D2P, LINKS, P2H, Ticket, Tier
+from sglang.srt.mem_cache.transfer import BACKUP_LINKS, D2H, D2P, LINKS, P2H, Ticket, Tier
 from sglang.srt.utils.time_units import Seconds
 from support.controller_rig import Rig, ops_of
 from support.storage_rig import DEVICE, HOST, PEER, tokens
@@ -294,6 +294,21 @@ def test_a_peer_gives_up_what_the_host_has_before_what_it_alone_has():
     assert classes == [CONVENIENT, LAST, SPARE]
     assert rig.tree.victims(PEER, 9) == [spare, on_both, alone]
     assert rig.tree.order.class_of(on_both, HOST) == SPARE, "a peer is nearer"
+
+
+@pytest.mark.parametrize("failed, other", [(PEER, HOST), (HOST, PEER)])
+def test_a_tier_that_failed_lately_gets_what_no_other_takes(failed: Tier, other: Tier):
+    rig = AutoRig(host=4, peer=4)
+    rig.controller.links.failing.note_ended(BACKUP_LINKS[failed], is_ok=False)
+    rig.controller.links.failing.update(Seconds(0.0))
+    old, young = rig.insert("abcd", now=1), rig.insert("efgh", now=2)
+    rig.give_up(4)
+    assert rig.begun() == [(BACKUP_LINKS[other], 4)] and rig.where(old) == "DPH"[other]
+    rig.end_all()
+    # What the other tier has was used later.
+    rig.use("abcd", 3)
+    rig.give_up(4)
+    assert rig.begun() == [(BACKUP_LINKS[failed], 4)] and rig.where(young) == "DPH"[failed]
 
 
 @pytest.mark.parametrize("idle, other", [(PEER, HOST), (HOST, PEER)])

@@ -462,7 +462,7 @@ def test_the_canary_compares_what_is_whole_beside_partial_pages(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("mix", "seed", "events"),
     [
-        (("peer",), 6, WINDOW_EVENTS),
+        (("peer",), 37, WINDOW_EVENTS),
         (("peer", "disk"), 10, WINDOW_EVENTS[:2]),
         (("disk", "lent"), 8, WINDOW_EVENTS[:2]),
     ],

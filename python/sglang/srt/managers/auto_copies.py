@@ -157,20 +157,22 @@ class AutoCopies:
             return None
         is_worth = self._links.is_worth_trying
         worth = {tier: nodes for tier, nodes in planned.items() if is_worth(tier, node.start, node.end)}
-        # A tier that is only tried, as its speed is not known, gets no only copy if there is another that takes it.
-        unknown = {
+        # A tier that is only tried, as its speed is not known, or that failed lately, gets no only copy if there is
+        # another that takes it.
+        doubtful = {
             tier: nodes
             for tier, nodes in worth.items()
-            if not (self._links.is_measured(tier) and self._links.is_worth_copying(tier, node.start, node.end))
+            if not self._links.is_sound(tier)
+            or not (self._links.is_measured(tier) and self._links.is_worth_copying(tier, node.start, node.end))
         }
-        if len(unknown) < len(worth):
-            worth = {tier: nodes for tier, nodes in worth.items() if tier not in unknown}
+        if len(doubtful) < len(worth):
+            worth = {tier: nodes for tier, nodes in worth.items() if tier not in doubtful}
         is_alone = is_only_on_device(node)
         if is_alone and worth:
             num_pages, rank = len(node.key) // self._tree.page_size, self._tree.order.rank(node)
             chosen = choose_tier(num_pages, rank, self._rooms(worth))
-            if chosen is None and unknown:
-                worth, chosen = unknown, choose_tier(num_pages, rank, self._rooms(unknown))
+            if chosen is None and doubtful:
+                worth, chosen = doubtful, choose_tier(num_pages, rank, self._rooms(doubtful))
             if (
                 is_ahead
                 and chosen is not None

@@ -1,4 +1,4 @@
-"""`BackupLinks`: what is known of the links that copy from the device, and how much may begin by each.
+"""`BackupLinks`: what is known of the links that copy from the device and back, and how much may begin by each.
 
 Owns which of them hang or fail, and nothing else: what they move is in the ledger. Derives the rest from the ledger
 and from what the scheduler expects of costs.
@@ -55,6 +55,10 @@ class BackupLinks:
 
     def is_measured(self, tier: Tier) -> bool:
         return self._ledger.num_done(BACKUP_LINKS[tier]) > 0
+
+    def is_sound(self, tier: Tier) -> bool:
+        """Whether no copy to or from a tier has failed lately."""
+        return not self.failing.unsound & {BACKUP_LINKS[tier], LOAD_LINKS[tier]}
 
     def works(self, tier: Tier) -> bool:
         """Whether copies to a tier end in time, and well, as far as is known."""

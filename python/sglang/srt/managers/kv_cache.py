@@ -550,6 +550,10 @@ class KVCache:
         if late:
             self.controller.give_up_late_copies()
 
+    def is_sound(self, tier: Tier) -> bool:
+        """See `BackupLinks`."""
+        return self.controller.links.is_sound(tier)
+
     @property
     def broken_links(self) -> frozenset[str]:
         """Links from the device by which nothing at all is copied now, as copies failed."""
