@@ -282,8 +282,6 @@ class ModelExecutor:
             assert self._layer_stream is not None
             self._layer_stream.stream.wait(stream.record())
         if run.is_graph:
-            # A graph cannot wait inside. It waits for the last layer, which is loaded last.
-            self._wait(run, self.model.num_layers - 1)
             stream.enqueue(partial(self._replay, run))
         else:
             for layer in range(self.model.num_layers):
@@ -333,6 +331,7 @@ class ModelExecutor:
             self._graphs is not None
             and launch.mode == LaunchMode.DECODE
             and len(launch.slots) <= self._graphs.max_batch_size
+            and not launch.gates  # it cannot wait inside
             and not launch.streams
             and not launch.prompt_logprobs
             and bool(launch.samples.all())
@@ -437,8 +436,6 @@ class ModelExecutor:
         self._guard(run, lambda batch: self.model.forward_layer(layer, run.state, batch, self.pool))
 
     def _replay(self, run: _Run) -> None:
-        self._end_wait(run, run.gates)
-
         def replay() -> torch.Tensor:
             assert self._graphs is not None
             launch = run.launch
