@@ -239,7 +239,7 @@ class ServerArgs:
         SCHEDULING,
         None,
         "tokens per page of the KV cache",
-        unset="1; on a GPU with --hicache 64, or more for few KV heads: copy engines load such pages beside prefills",
+        unset="1; on a GPU with --hicache 64 to 256, for copy engines",
     )
     max_total_tokens: int | None = arg(
         SCHEDULING,
