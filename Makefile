@@ -24,6 +24,7 @@ PARALLEL ?= --numprocesses auto --maxprocesses 8 --dist worksteal
 # Compiled modules are kept, even if the environment forbids it: a run starts some hundred processes, and each would
 # compile the sources again.
 KEEP_COMPILED := PYTHONDONTWRITEBYTECODE=
+OLDEST_TRITON := build/triton-3.6.0
 # 1: a test that is skipped for another reason than the lack of a GPU fails the run. Installs what the tests of the GPU's
 # kernels need on a machine without one, and a Valkey server.
 STRICT ?=
@@ -44,7 +45,7 @@ HOST ?= 127.0.0.1
 PORT ?= 30000
 MODEL ?= smollm2
 
-.PHONY: setup setup-strict demo demo-peers demo-tiers serve check test test-all test-clients test-gpu memcheck-gpu wheels bench-gpu gpu-site fuzz chaos bench bench-load bench-peers harm docs release clean
+.PHONY: setup setup-strict demo demo-peers demo-tiers serve check test test-all test-oldest-triton test-clients test-gpu memcheck-gpu wheels bench-gpu gpu-site fuzz chaos bench bench-load bench-peers harm docs release clean
 
 setup: $(STAMP)
 
@@ -83,6 +84,13 @@ test-all: setup $(if $(STRICT),setup-strict)
 	$(SUPPORT_PY) -m support.mutations --first-tries stale
 	$(KEEP_COMPILED) STRICT=$(STRICT) $(PY) -m pytest $(PARALLEL) -m 'not gpu and not clients' --durations 30
 	$(KEEP_COMPILED) STRICT=$(STRICT) SGLANG_TEST_DEVICE=emulated $(PY) -m pytest $(PARALLEL) -m 'not slow' $(DEVICE_SUITES)
+	$(if $(STRICT),$(MAKE) test-oldest-triton)
+
+# Kernels by the Triton beside the oldest torch that is served. Installs 190 MB.
+test-oldest-triton: setup-strict
+	$(PY) -m pip install --quiet --no-deps --upgrade --target $(OLDEST_TRITON) triton==3.6.0
+	PYTHONPATH=$(OLDEST_TRITON):$$PYTHONPATH $(PY) -m pytest $(PARALLEL) -m 'not gpu and not clients' -k compile \
+		test/sgl_kernel test/srt/layers
 
 setup-strict: setup
 	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[dev,strict]'

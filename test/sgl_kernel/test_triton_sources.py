@@ -1,5 +1,5 @@
 """What the Triton of the oldest torch that is served does not compile, and the one of these tests does: 3.6, beside
-torch 2.11."""
+torch 2.11. `make test-oldest-triton` compiles all kernels with it."""
 
 from __future__ import annotations
 
