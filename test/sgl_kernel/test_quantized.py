@@ -22,6 +22,7 @@ FORMATS = [
     MatrixFormat(torch.int8),
     MatrixFormat(torch.int8, 32),
     MatrixFormat(FOUR_BITS, 64),
+    MatrixFormat(FOUR_BITS, 128),
     MatrixFormat(E2M1, 32),
 ]
 # What e2m1's numbers mean.
@@ -162,7 +163,9 @@ def products() -> None:
     from sgl_kernel.quantized import triton_kernels
 
     for format in FORMATS:
-        for num_rows, outputs, inputs in ((1, 40, 256), (17, 100, 128), (70, 64, 384)):
+        for num_rows, outputs, inputs in ((1, 40, 256), (17, 100, 128), (70, 64, 384), (9, 40, 320)):
+            if inputs % (format.group or 1):
+                continue
             matrix, means = matrix_of(format, outputs, inputs)
             wide = random(5, num_rows, inputs + 16).half()
             x, bias = wide[:, :inputs], random(6, outputs).half()

@@ -116,16 +116,20 @@ def dequantized(matrix: QuantizedMatrix, dtype: torch.dtype) -> torch.Tensor:
 def stored_constants(weights: QuantizedMatrix | torch.Tensor, inputs: int, most: int, many: bool = False) -> dict:
     """How `product` reads weights. most: inputs of a step at most. many: there are so many rows that each value is
     scaled once and not each row's sum, which also is how `QuantizedMatrix` defines the result."""
+    in_steps = {"STEP": most, "GROUP": most, "MAY_END": inputs % most > 0}
     if isinstance(weights, torch.Tensor):
-        return {"STEP": most, "FORMAT": "plain", "SCALES": "none", "MAY_END": inputs % most > 0}
+        return in_steps | {"FORMAT": "plain", "SCALES": "none"}
     name = {torch.uint8: "int4", torch.float4_e2m1fn_x2: "e2m1"}.get(weights.format.dtype, "eight_bits")
     if name == "e2m1":
-        return {"STEP": most, "FORMAT": name, "SCALES": "none", "MAY_END": inputs % most > 0}
+        return in_steps | {"FORMAT": name, "SCALES": "none"}
+    group = weights.group
+    if group < most and most % group == 0:
+        # Several in a step: shorter steps would have too little of the matrix on its way.
+        return in_steps | {"FORMAT": name, "SCALES": "of_parts", "GROUP": group}
     # The largest power of two that divides a group.
-    step = min(most, weights.group & -weights.group)
-    is_one = weights.group == inputs and name == "eight_bits"
-    scales = "last" if is_one else "first" if many else "of_sums"
-    return {"STEP": step, "FORMAT": name, "SCALES": scales, "MAY_END": False}
+    step = min(most, group & -group)
+    scales = "last" if group == inputs and name == "eight_bits" else "first" if many else "of_sums"
+    return {"STEP": step, "GROUP": step, "FORMAT": name, "SCALES": scales, "MAY_END": False}
 
 
 @triton.jit
@@ -190,14 +194,15 @@ def product(
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     STEP: tl.constexpr,
+    GROUP: tl.constexpr,
     FORMAT: tl.constexpr,
     SCALES: tl.constexpr,
     MAY_END: tl.constexpr,
 ):
     """(OUTPUTS, ROWS) float32: the matrix's part times the rows' transpose, so that a scale belongs to few of a
     thread's sums, and that few rows fill the tensor cores' tiles. x_rows: pointers to rows, a column. outputs: rows
-    of the matrix, 64 bits. group: a multiple of STEP, or all inputs, but for e2m1. FORMAT, SCALES: see
-    `stored_constants`. MAY_END: the last step has fewer inputs."""
+    of the matrix, 64 bits. group: a multiple of STEP, or all inputs, but for e2m1; or GROUP, of which a step has several.
+    FORMAT, SCALES: see `stored_constants`. MAY_END: the last step has fewer inputs."""
     total = tl.zeros((OUTPUTS, ROWS), dtype=tl.float32)
     groups = outputs * (inputs // group)
     places, mask = outputs[:, None], some_outputs[:, None]
@@ -212,7 +217,16 @@ def product(
             x_mask = x_mask & (columns < inputs)
         x = tl.load(x_rows + columns, mask=x_mask, other=0.0)
         values = _values(values_ptr, scales_ptr, places, begin, inputs, mask, STEP, OUTPUTS, FORMAT, MAY_END)
-        if FORMAT == "int4":
+        if SCALES == "of_parts":
+            parts = begin // GROUP + tl.arange(0, STEP // GROUP)[None, :]
+            of_parts = mask & (parts < inputs // GROUP)
+            in_parts = tl.reshape(values, (OUTPUTS, STEP // GROUP, GROUP))
+            if FORMAT == "int4":
+                zeros = tl.load(zeros_ptr + groups[:, None] + parts, mask=of_parts, other=0)
+                in_parts -= zeros.to(tl.float32)[:, :, None]
+            in_parts *= tl.load(scales_ptr + groups[:, None] + parts, mask=of_parts, other=0.0)[:, :, None]
+            values = tl.reshape(in_parts, (OUTPUTS, STEP))
+        elif FORMAT == "int4":
             zeros = tl.load(zeros_ptr + groups + begin // group, mask=some_outputs, other=0)
             values -= zeros.to(tl.float32)[:, None]
         if SCALES == "first":
@@ -248,6 +262,7 @@ def _linear_kernel(
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     STEP: tl.constexpr,
+    GROUP: tl.constexpr,
     FORMAT: tl.constexpr,
     SCALES: tl.constexpr,
     MAY_END: tl.constexpr,
@@ -270,6 +285,7 @@ def _linear_kernel(
         ROWS,
         OUTPUTS,
         STEP,
+        GROUP,
         FORMAT,
         SCALES,
         MAY_END,
