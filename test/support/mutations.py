@@ -1234,7 +1234,7 @@ _BRANCHES: dict[str, Any] = {
 }
 _WINDOWED: dict[int, dict[str, Any]] = {
     1: {"num_device_pages": 114, "whole_rate": 0.3, "launch_s": 3e-4},
-    43: {
+    50: {
         "num_device_pages": 164,
         "whole_rate": 0.5,
         "launch_s": 1e-3,
