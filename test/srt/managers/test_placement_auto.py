@@ -327,7 +327,26 @@ def test_the_front_of_a_prompt_goes_by_its_age_where_its_end_is_on_a_tier_that_g
     rig.check()
 
 
-def test_what_is_saved_from_a_slow_peer_takes_the_place_of_what_is_older():
+@pytest.mark.parametrize("slow, other", [(PEER, HOST), (HOST, PEER)])
+def test_what_a_slow_tier_has_goes_with_what_the_other_gives_up_after_it(slow: Tier, other: Tier):
+    """Nothing new displaces it."""
+    rig = AutoRig(host=8, peer=8)
+    texts = (("ab", 1, other), ("cd", 2, slow), ("ef", 3, other), ("gh", 4, slow))
+    first, old, between, young = nodes = [rig.insert(text, now=now) for text, now, _ in texts]
+    for node, (_, _, tier) in zip(nodes, texts):
+        rig.copy(node, tier)
+        rig.controller.drop(node, DEVICE)
+    rig.is_worth = lambda tier: True
+    rig.controller.links.is_worth_copying = lambda tier, start, end: rig.is_worth(tier)
+    rig.controller.evict(other, 2)
+    assert [rig.where(n) for n in (first, old, young)] == ["", *["DPH"[slow]] * 2], "nothing is slow yet"
+    rig.is_worth = lambda tier: tier != slow
+    rig.controller.evict(other, 2)
+    assert (rig.where(between), rig.where(old), rig.where(young)) == ("", "", "DPH"[slow]), "it was used later"
+    rig.check()
+
+
+def test_what_is_being_saved_from_a_slow_peer_does_not_age():
     """The older one goes where the host has free pages. The host makes room for the other one by giving up what was
     used between them."""
     rig = AutoRig(host=4, peer=4)

@@ -42,6 +42,7 @@ from sglang.srt.mem_cache.node import (
     ready_frames,
 )
 from sglang.srt.mem_cache.placement import (
+    LAST,
     WRITE_POLICIES,
     choose_tier,
     pages_to_write_ahead,
@@ -50,6 +51,7 @@ from sglang.srt.mem_cache.transfer import BACKUP_LINKS, D2S, LOAD_LINKS, P2H, Ti
 from sglang.srt.utils.time_units import NO_LAUNCH, LaunchSeq
 
 # The tiers below the device that pages are copied to.
+_OTHER = {Tier.PEER: Tier.HOST, Tier.HOST: Tier.PEER}
 _FROM_DEVICE = frozenset(BACKUP_LINKS.values())
 # With write_through_selective, pages that so many requests have used go to the host.
 SELECTIVE_HITS = 2
@@ -294,7 +296,8 @@ class HiCacheController:
             goes = choose_tier(num_pages, self.tree.order.rank(node), {Tier.HOST: room}) is not None
             if not (goes or (self.feeds_storage and self._gives_up_stored(num_moving + num_pages, stay))):
                 continue
-            if self.make_room(Tier.HOST, num_moving + num_pages, stay, spares_pinned=True):
+            # Peers are giving up what is oldest anyway.
+            if self.make_room(Tier.HOST, num_moving + num_pages, stay, spares_pinned=True, ages=False):
                 moving.append(node)
                 num_moving += num_pages
         if moving:
@@ -441,9 +444,12 @@ class HiCacheController:
 
     # -- room ---------------------------------------------------------------------------------------------------
 
-    def make_room(self, tier: Tier, num_pages: int, kept: Sequence[Node], spares_pinned: bool = False) -> bool:
+    def make_room(
+        self, tier: Tier, num_pages: int, kept: Sequence[Node], spares_pinned: bool = False, ages: bool = True
+    ) -> bool:
         """Evict until so many pages of a tier below the device are free; the nodes `kept` stay, and everything if
-        that would not be enough. spares_pinned: what has soft pins stays, too. Whether they are free."""
+        that would not be enough. spares_pinned: what has soft pins stays, too. ages: whether a slow tier gives up
+        what is as old, see `_aged_with`. Whether they are free."""
         table = self.tables[tier]
         table.reap(self.clock.done)
         missing = num_pages - table.num_free
@@ -454,7 +460,7 @@ class HiCacheController:
             victims = self.tree.victims(tier, missing, stay, stay=False)
             if tier == Tier.HOST and (border := self.windowed_host.border) is not None:
                 border.note_given_up(victims)
-            self._give_up(victims, tier, kept)
+            self._give_up(victims, tier, kept, ages)
         return table.num_free >= num_pages
 
     @property
@@ -570,13 +576,29 @@ class HiCacheController:
                 return nodes[:i]
         return nodes
 
-    def _give_up(self, victims: list[Node], tier: Tier, kept: Sequence[Node] = ()) -> None:
+    def _give_up(self, victims: list[Node], tier: Tier, kept: Sequence[Node] = (), ages: bool = True) -> None:
         begins = [node.start for node in victims]
         if tier == Tier.PEER and self._moves_unstored:
             self.move_to_host(self._unstored(victims), [*victims, *kept])
         elif tier == Tier.PEER and self.has_host and self.write_policy != "auto":
             self.move_to_host(victims, kept)
-        self._take_off(parts_of(victims, begins), tier)
+        victims = parts_of(victims, begins)
+        aged = self._aged_with(victims, tier, kept) if ages else []
+        self._take_off(victims, tier)
+        if aged:
+            self._take_off([node for node in aged if node.frames[_OTHER[tier]] is not None], _OTHER[tier])
+
+    def _aged_with(self, victims: list[Node], tier: Tier, kept: Sequence[Node]) -> list[Node]:
+        """What the other tier below the device gives up along with the victims of this one, if it has become so slow
+        that nothing is copied to it any more. As nothing new displaces what it has, it would keep for ever what was
+        used before the victims, and requests would wait for it."""
+        other = _OTHER.get(tier)
+        if other not in self.tables or self.write_policy != "auto" or self.links.is_fast(other) or not victims:
+            return []
+        newest = max(map(self.tree.order.rank, victims))
+        stay = {node.id for node in (*victims, *kept)}
+        aged = self.tree.victims(other, self.pages_of(victims), stay)
+        return [n for n in aged if self.tree.order.class_of(n, other) < LAST or self.tree.order.rank(n) < newest]
 
     def _take_off(self, nodes: list[Node], tier: Tier) -> None:
         table = self.tables[tier]

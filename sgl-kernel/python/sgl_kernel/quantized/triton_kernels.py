@@ -201,8 +201,8 @@ def product(
 ):
     """(OUTPUTS, ROWS) float32: the matrix's part times the rows' transpose, so that a scale belongs to few of a
     thread's sums, and that few rows fill the tensor cores' tiles. x_rows: pointers to rows, a column. outputs: rows
-    of the matrix, 64 bits. group: a multiple of STEP, or all inputs, but for e2m1; or GROUP, of which a step has several.
-    FORMAT, SCALES: see `stored_constants`. MAY_END: the last step has fewer inputs."""
+    of the matrix, 64 bits. group: a multiple of STEP, or all inputs, but for e2m1; or GROUP, several of which are a
+    step. FORMAT, SCALES: see `stored_constants`. MAY_END: the last step has fewer inputs."""
     total = tl.zeros((OUTPUTS, ROWS), dtype=tl.float32)
     groups = outputs * (inputs // group)
     places, mask = outputs[:, None], some_outputs[:, None]
