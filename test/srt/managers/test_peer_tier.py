@@ -133,3 +133,23 @@ def test_a_tier_that_failed_lately_comes_after_the_other(
     driver.now += 31
     driver.step()
     assert driver.scheduler.cache.tree.order.load_order == (Tier.PEER, Tier.HOST)
+
+
+@pytest.mark.parametrize(("first", "doubted"), [(Tier.HOST, P2D), (Tier.PEER, H2D)])
+def test_what_comes_before_a_link_in_doubt_is_loaded(first: Tier, doubted: str) -> None:
+    """A document's first half lies on one tier, and its other one on the other."""
+    rig = Rig(load_or_recompute=True)
+    text = document(5, 400)
+    rig.run(request("first", text))
+    rig.evict(Tier.DEVICE)
+    cache = rig.scheduler.cache
+    end = max(cache.tree.walk(), key=lambda node: len(node.key))
+    front = cache.tree.split(end, 200)
+    cache.controller.drop(front, Tier.PEER if first == Tier.HOST else Tier.HOST)
+    cache.controller.drop(end, first)
+    rig.scheduler.planner.expected.note_failed_load(doubted)
+    again = rig.run(request("again", np.append(text, 7)))["again"]
+    names = {Tier.HOST: "host", Tier.PEER: "peer"}
+    assert {name: again.cached_tokens_details[name] for name in names.values()} == {
+        name: 200 if tier == first else 0 for tier, name in names.items()
+    }

@@ -140,8 +140,7 @@ class Admission:
     def _match(self, req: Req) -> MatchResult:
         """What a request that starts takes from the cache."""
         match = self._cache.match(req)
-        computes = self._may_compute(req) and self._planner.computes_instead(req)
-        return self._cache.on_device(match) if computes else match
+        return self._planner.part_to_take(req, match) if self._may_compute(req) else match
 
     def _is_full(self, budget: int) -> bool:
         """Whether a launch with so many tokens left can take no other request."""

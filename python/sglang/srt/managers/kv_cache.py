@@ -14,7 +14,7 @@ only by their tokens, their hold and their namespace; never decides which of the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import numpy as np
@@ -226,6 +226,16 @@ class KVCache:
     def on_device(self, match: MatchResult) -> MatchResult:
         """See `WindowReach`."""
         return self.tree.windows.on_device(match)
+
+    def before(self, match: MatchResult, tiers: Collection[Tier]) -> MatchResult:
+        """The part of a match before the first node that would be loaded from a tier of the list. With windows, what
+        the device has."""
+        if self.tree.windows.num_tokens:
+            return self.on_device(match)
+        for place, node in enumerate(match.path):
+            if node.frames[Tier.DEVICE] is None and self.tree.source_of(node) in tiers:
+                return match.above(place)
+        return match
 
     def tokens_from_peers(self, path: list[Node]) -> int:
         """Tokens of a locked path that are streamed from peers."""

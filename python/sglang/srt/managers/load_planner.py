@@ -21,6 +21,7 @@ from sglang.srt.managers.launch_batches import ExtendBatch, LaunchRecord
 from sglang.srt.managers.request_queues import RequestQueues
 from sglang.srt.managers.schedule_batch import Req, StepInputs
 from sglang.srt.managers.schedule_policy import (
+    Candidate,
     LoadTimes,
     PrefillWork,
     best_recompute_len,
@@ -316,12 +317,17 @@ class LoadPlanner:
             return costs.fetch_seconds(1, op.size_bytes) or 0.0
         return (op.action == StorageAction.SET and costs.store_seconds(op.size_bytes)) or 0.0
 
-    def computes_instead(self, req: Req) -> bool:
-        """Whether a waiting request computes all that it would load: what is longer than a launch and sooner
-        computed, or far sooner. Of other loads a launch computes a part meanwhile, see `recompute_prefix_len`."""
+    def part_to_take(self, req: Req, match: MatchResult) -> MatchResult:
+        """What a waiting request that starts takes of its match. It computes all that it would load where that is
+        longer than a launch and sooner computed, or far sooner, but for what comes before the first slow link. Of
+        other loads a launch computes a part meanwhile, see `recompute_prefix_len`."""
         known = self._cache.candidate(req)
         is_long = known.load + known.from_peers > self.config.chunk_budget
-        return self.is_slow_load(req, times=1.0 if is_long else _FAR_SOONER)
+        if not self.is_slow_load(req, times=1.0 if is_long else _FAR_SOONER):
+            return match
+        loads = {Tier.HOST: known.load, Tier.PEER: known.from_peers}
+        slow = [tier for tier, n in loads.items() if n and self._is_slow(LOAD_LINKS[tier], n, known)]
+        return self._cache.before(match, slow) if len(slow) == 1 else self._cache.on_device(match)
 
     def is_slow_load(self, req: Req, times: float = 1.0) -> bool:
         """Whether to compute all that a waiting request would load, so many times, takes no longer than the load, or
@@ -341,6 +347,13 @@ class LoadPlanner:
             return True
         load_s = self.expected.load_seconds(known.load) + self.expected.load_seconds(known.from_peers, P2D)
         return compute_s is not None and times * compute_s <= load_s
+
+    def _is_slow(self, link: str, num_tokens: int, known: Candidate) -> bool:
+        """Whether a link is in doubt, or takes longer for its part of a match than computing as much."""
+        start = known.prefix - known.load - known.from_peers
+        compute_s = self.expected.costs.recompute_seconds(start, start + num_tokens) or 0.0
+        is_doubtful = self.expected.loads[link].is_doubtful(self.expected.now, _BEARABLE * compute_s)
+        return is_doubtful or compute_s <= self.expected.load_seconds(num_tokens, link)
 
     def recompute_prefix_len(self, batch: ExtendBatch, match: MatchResult, chunk: int, budget: int) -> int:
         """How many of the first tokens that a request would load its launch computes instead; see
