@@ -95,7 +95,7 @@ class SimulatedExecutor:
                 time, cost = self._compute_behind(gates, time, cost)
             self._note_stream(start, time, pieces)
             self.busy_s += cost
-            stall = time - start - cost
+            stall = max(0.0, time - start - cost)
             self.stall_s += stall
             for gate in gates:
                 try:
@@ -162,6 +162,8 @@ class SimulatedExecutor:
         stream_s = 0.0
         for layer in range(self._costs.num_layers):
             time = max([time, *(gate.ready_at(layer) for gate in gates)])
+            if any(gate.has_failed(time) for gate in gates):
+                break
             time, copied_s = self._stream.layer(pieces, time)
             stream_s += copied_s
             time += rest

@@ -43,6 +43,8 @@ class SimulatedGate:
     def ready_at(self, layer: int) -> float:
         """Seconds of virtual time at which the layer has arrived."""
         timing = self._timing
+        if layer == self._num_layers - 1:
+            return timing.end  # not a rounding before
         return timing.start + (timing.end - timing.start) * (layer + 1) / self._num_layers
 
     def has_failed(self, now: float) -> bool:

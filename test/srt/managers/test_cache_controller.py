@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.transfer import (
     Tier,
     TransferOp,
 )
+from sglang.srt.utils.time_units import Seconds
 from support.controller_rig import Rig, load, ops_of
 from support.storage_rig import DEVICE, HOST, PEER, tokens
 
@@ -784,4 +785,21 @@ def test_what_is_streamed_while_it_is_loaded_keeps_its_source(is_streamed: bool)
     withdrawal.note_end()
     withdrawal.update(SlabReport(b"\0"), losing=lambda ids: None)
     assert node.frames[PEER] is None and node.frames[DEVICE] is not None
+    rig.check()
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_a_copy_that_was_cancelled_says_nothing_of_its_link(drops: bool):
+    """As where its launch failed."""
+    rig = Rig(8, 8)
+    node = rig.insert("ab")
+    ticket = rig.controller.begin_backup(node)
+    assert ticket is not None
+    if drops:
+        rig.controller.drop(node, HOST)
+    was_cancelled = rig.ledger.is_cancelled(ticket)
+    assert was_cancelled == drops
+    rig.at(10).abort(ticket, was_cancelled)
+    rig.controller.links.failing.update(Seconds(0.0))
+    assert rig.controller.links.is_sound(HOST) == drops
     rig.check()

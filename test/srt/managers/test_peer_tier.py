@@ -113,28 +113,6 @@ def test_peers_that_are_much_slower_come_after_the_host(peer_s: float, order: tu
     assert driver.scheduler.cache.tree.order.load_order == order
 
 
-@pytest.mark.parametrize(
-    ("failed", "order"),
-    [
-        (P2D, (Tier.HOST, Tier.PEER)),
-        (D2P, (Tier.HOST, Tier.PEER)),
-        (D2H, (Tier.PEER, Tier.HOST)),
-        (H2D, (Tier.PEER, Tier.HOST)),
-    ],
-)
-@pytest.mark.parametrize("compares", [True, False])
-def test_a_tier_that_failed_lately_comes_after_the_other(
-    failed: str, order: tuple[Tier, ...], compares: bool
-) -> None:
-    driver = Driver(num_host_pages=64, num_peer_pages=64, load_or_recompute=compares)
-    driver.scheduler.cache.controller.links.failing.note_ended(failed, is_ok=False)
-    driver.step()
-    assert driver.scheduler.cache.tree.order.load_order == order
-    driver.now += 31
-    driver.step()
-    assert driver.scheduler.cache.tree.order.load_order == (Tier.PEER, Tier.HOST)
-
-
 @pytest.mark.parametrize(("first", "doubted"), [(Tier.HOST, P2D), (Tier.PEER, H2D)])
 def test_what_comes_before_a_link_in_doubt_is_loaded(first: Tier, doubted: str) -> None:
     """A document's first half lies on one tier, and its other one on the other."""

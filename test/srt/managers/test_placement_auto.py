@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.node import Node
 from sglang.srt.mem_cache.placement import CONVENIENT, FIRST_COPYING_RATIO, LAST, MAX_COPYING_RATIO, SPARE
 from sglang.srt.mem_cache.slab_ledger import SlabLedger
-from sglang.srt.mem_cache.transfer import BACKUP_LINKS, D2H, D2P, LINKS, P2H, Ticket, Tier
+from sglang.srt.mem_cache.transfer import BACKUP_LINKS, D2H, D2P, LINKS, LOAD_LINKS, P2H, Ticket, Tier
 from sglang.srt.utils.time_units import Seconds
 from support.controller_rig import Rig, ops_of
 from support.storage_rig import DEVICE, HOST, PEER, tokens
@@ -297,18 +297,23 @@ def test_a_peer_gives_up_what_the_host_has_before_what_it_alone_has():
 
 
 @pytest.mark.parametrize("failed, other", [(PEER, HOST), (HOST, PEER)])
-def test_a_tier_that_failed_lately_gets_what_no_other_takes(failed: Tier, other: Tier):
+def test_a_tier_that_failed_lately_gets_what_no_other_takes_without_a_loss(failed: Tier, other: Tier):
     rig = AutoRig(host=4, peer=4)
-    rig.controller.links.failing.note_ended(BACKUP_LINKS[failed], is_ok=False)
+    rig.controller.links.failing.note_ended(LOAD_LINKS[failed], is_ok=False)
     rig.controller.links.failing.update(Seconds(0.0))
-    old, young = rig.insert("abcd", now=1), rig.insert("efgh", now=2)
+    first, second = rig.insert("abcd", now=1), rig.insert("efgh", now=2)
     rig.give_up(4)
-    assert rig.begun() == [(BACKUP_LINKS[other], 4)] and rig.where(old) == "DPH"[other]
+    assert rig.begun() == [(BACKUP_LINKS[other], 4)] and rig.where(first) == "DPH"[other]
     rig.end_all()
-    # What the other tier has was used later.
-    rig.use("abcd", 3)
     rig.give_up(4)
-    assert rig.begun() == [(BACKUP_LINKS[failed], 4)] and rig.where(young) == "DPH"[failed]
+    assert rig.begun() == [(BACKUP_LINKS[failed], 4)] and rig.where(second) == "DPH"[failed]
+    # It does not get what is on the device and on the other tier.
+    third = rig.insert("ijkl", now=3)
+    rig.end_all()
+    rig.controller.drop(first, other)
+    rig.copy(third, other)
+    rig.at(10).auto.write_ahead(rig.device.num_free + 4)
+    assert rig.begun() == [] and rig.where(second) == "DPH"[failed]
 
 
 @pytest.mark.parametrize("idle, other", [(PEER, HOST), (HOST, PEER)])

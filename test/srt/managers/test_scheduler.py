@@ -12,7 +12,6 @@ from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.transfer import D2H, EXEC, FRAME_TIERS, H2D, Ticket, Tier
 from sglang.srt.model_executor.launch import LaunchMode
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.utils.time_units import Seconds
 
 CONFIG = SchedulerConfig(
     write_policy="write_through",
@@ -41,7 +40,6 @@ class Driver:
         self.scheduler = Scheduler(config(**changes))
         self.done = {EXEC: 0, H2D: 0, D2H: 0}
         self.num_steps = 0
-        self.now = 0.0
 
     def step(
         self,
@@ -62,7 +60,7 @@ class Driver:
         decision = self.scheduler.step(
             StepInputs(
                 step=self.num_steps,
-                now=Seconds(self.now),
+                now=0.0,
                 new=new,
                 aborts=aborts,
                 done=dict(self.done),

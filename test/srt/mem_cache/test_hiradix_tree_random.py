@@ -286,7 +286,8 @@ class Driver:
         frames, duplicates, created, end = [], [], [], start
         for prefix, frame in zip(self.prefixes(key)[start:], offered.tolist()):
             above = self.model.get((ns, prefix[1][:-1]))
-            page = self.model.setdefault(prefix, Page(hits=1))
+            # No more than what is before it.
+            page = self.model.setdefault(prefix, Page(hits=1 if above is None else min(1, above.hits)))
             if not page.frames:
                 page.is_lossy = above is not None and above.is_lossy
                 self.seen["lossy computed"] += page.is_lossy
@@ -417,7 +418,11 @@ class Driver:
         for prefix, frame in zip(self.prefixes((ns, kinds))[start:], frames.tolist()):
             before = self.model.get(prefix, Page())
             page = self.model[prefix] = Page(
-                last_access=self.now, priority=before.priority, is_lossy=is_lossy, is_next=before.is_next
+                last_access=self.now,
+                hits=before.hits,
+                priority=before.priority,
+                is_lossy=is_lossy,
+                is_next=before.is_next,
             )
             page.frames[HOST], page.tickets[HOST], page.fences[HOST] = frame, ticket, -1
         for prefix in self.prefixes((ns, kinds[:start])):
@@ -502,7 +507,9 @@ class Driver:
         if self.adds_up:
             copy = page.class_on(tier)
             return (copy,) if copy == SPARE else (copy, self.rank(page), -start)
-        return tier == PEER and DEVICE not in page.frames, page.is_pinned, self.rank(page), -start
+        if tier == HOST:
+            return page.is_pinned, not page.is_ready_on(PEER), self.rank(page), -start
+        return DEVICE not in page.frames, page.is_pinned, self.rank(page), -start
 
     def expect_eviction(self) -> None:
         """As the controller does before it copies what the device gives up soon."""

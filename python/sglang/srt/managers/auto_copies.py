@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sglang.srt.mem_cache.eviction import RETIRED_PRIORITY
+from sglang.srt.mem_cache.eviction import RETIRED_PRIORITY, Rank
 from sglang.srt.mem_cache.node import Node, is_only_on_device, mark_next, survivor_of
 from sglang.srt.mem_cache.placement import LAST, Room, choose_tier
 from sglang.srt.mem_cache.transfer import LOAD_LINKS, Tier
@@ -157,22 +157,20 @@ class AutoCopies:
             return None
         is_worth = self._links.is_worth_trying
         worth = {tier: nodes for tier, nodes in planned.items() if is_worth(tier, node.start, node.end)}
-        # A tier that is only tried, as its speed is not known, or that failed lately, gets no only copy if there is
-        # another that takes it.
-        doubtful = {
+        # A tier that is only tried, as its speed is not known, gets no only copy if there is another that takes it.
+        unknown = {
             tier: nodes
             for tier, nodes in worth.items()
-            if not self._links.is_sound(tier)
-            or not (self._links.is_measured(tier) and self._links.is_worth_copying(tier, node.start, node.end))
+            if not (self._links.is_measured(tier) and self._links.is_worth_copying(tier, node.start, node.end))
         }
-        if len(doubtful) < len(worth):
-            worth = {tier: nodes for tier, nodes in worth.items() if tier not in doubtful}
+        if len(unknown) < len(worth):
+            worth = {tier: nodes for tier, nodes in worth.items() if tier not in unknown}
         is_alone = is_only_on_device(node)
         if is_alone and worth:
             num_pages, rank = len(node.key) // self._tree.page_size, self._tree.order.rank(node)
-            chosen = choose_tier(num_pages, rank, self._rooms(worth))
-            if chosen is None and doubtful:
-                worth, chosen = doubtful, choose_tier(num_pages, rank, self._rooms(doubtful))
+            chosen = self._choose(num_pages, rank, self._rooms(worth))
+            if chosen is None and unknown:
+                worth, chosen = unknown, choose_tier(num_pages, rank, self._rooms(unknown))
             if (
                 is_ahead
                 and chosen is not None
@@ -192,6 +190,12 @@ class AutoCopies:
         # A little is copied also where it is not worth it, which shows when a tier has become faster.
         lacking = (t for t in planned if t not in worth and node.frames[t] is None and self._is_probe(t, planned[t]))
         return next(lacking, None)
+
+    def _choose(self, num_pages: int, rank: Rank, rooms: dict[Tier, Room]) -> Tier | None:
+        """As `choose_tier`, but a tier that failed lately gets nothing that another one takes without a loss."""
+        sound = {tier: room for tier, room in rooms.items() if self._links.is_sound(tier)}
+        chosen = choose_tier(num_pages, rank, sound, gives_up_last=False) if len(sound) < len(rooms) else None
+        return choose_tier(num_pages, rank, rooms) if chosen is None else chosen
 
     def _has_room_soon(self, tier: Tier, num_pages: int) -> bool:
         """Whether a tier would give up the only copy of something for so many pages, though loads from it are under

@@ -431,12 +431,13 @@ class HiCacheController:
             self.tables[tier].transition(frames, FrameState.FILLING, FrameState.CACHED)
         return nodes
 
-    def abort(self, ticket: Ticket) -> None:
-        """The operation failed on some rank. A failed load also loses its source, else it is retried for ever; the
-        scheduler has ended the holds of all requests that read these nodes."""
+    def abort(self, ticket: Ticket, was_cancelled: bool = False) -> None:
+        """The operation failed on some rank, perhaps as it was cancelled. A failed load also loses its source, else
+        it is retried for ever; the scheduler has ended the holds of all requests that read these nodes."""
         op = self.ledger.end(ticket)
         assert isinstance(op, TransferOp)
-        self.links.failing.note_ended(ticket.link, is_ok=False)
+        if not was_cancelled:
+            self.links.failing.note_ended(ticket.link, is_ok=False)
         for node in list(self.tree.nodes_of(ticket)):
             for tier in (op.dst, op.src) if op.dst == Tier.DEVICE else (op.dst,):
                 self.drop(node, tier)

@@ -560,10 +560,6 @@ class KVCache:
         if late:
             self.controller.give_up_late_copies()
 
-    def is_sound(self, tier: Tier) -> bool:
-        """See `BackupLinks`."""
-        return self.controller.links.is_sound(tier)
-
     @property
     def broken_links(self) -> frozenset[str]:
         """Links from the device by which nothing at all is copied now, as copies failed."""
@@ -592,9 +588,11 @@ class KVCache:
                 self.controller.commit(ticket)
                 committed(ticket)
             else:
+                # Also where its launch failed.
+                was_cancelled = self.ledger.is_cancelled(ticket)
                 losing(ticket)
                 with self.lost_hits.history.because("failed"):
-                    self.controller.abort(ticket)
+                    self.controller.abort(ticket, was_cancelled)
             if self.borrowed is not None and link == P2P:
                 assert isinstance(op, TransferOp)
                 self.borrowed.end_move(op, is_ok)

@@ -125,25 +125,21 @@ class LoadPlanner:
 
     def note_sick_links(self) -> None:
         """After operations have been taken in: have nothing wait for links that hang, or use those that fail."""
+        if self.policies.load_or_recompute and self.config.num_peer_pages:
+            self._set_load_order()
         self.watch_copies()
         self._cache.note_sick_links(self._late.links, self._late.overdue, self.expected.now)
-        if self.config.num_peer_pages and self._cache.host is not None:
-            self._cache.set_load_order((Tier.PEER, Tier.HOST) if self._peers_come_first() else (Tier.HOST, Tier.PEER))
 
     def watch_copies(self) -> None:
         """At the end of a step, too: `wake_at` includes the copies that the step began."""
         self._late.update(self.expected.now, self._cache.oldest_copies(), self._cache.clock.done)
 
-    def _peers_come_first(self) -> bool:
-        """In the order of loads, unless copies to or from them have failed lately, or the host is known to be much
-        faster, or peers are not known."""
-        are_sound = self._cache.is_sound(Tier.PEER)
-        if are_sound != self._cache.is_sound(Tier.HOST):
-            return are_sound
+    def _set_load_order(self) -> None:
+        """Peers come first unless the host is known to be much faster, or peers are not known."""
         peer_s, host_s = (self.expected.costs.usual_load_seconds(LOAD_LINKS[tier]) for tier in (Tier.PEER, Tier.HOST))
-        if host_s is None or not self.policies.load_or_recompute:
-            return True
-        return peer_s is not None and peer_s <= _MUCH_SLOWER * host_s
+        if host_s is not None:
+            is_slow = peer_s is None or peer_s > _MUCH_SLOWER * host_s
+            self._cache.set_load_order((Tier.HOST, Tier.PEER) if is_slow else (Tier.PEER, Tier.HOST))
 
     @property
     def wake_at(self) -> float | None:

@@ -80,6 +80,8 @@ class TransferLedger:
         self.lends_device = False
         # Of those in flight, the ones whose source is not pinned any more.
         self._released: set[Ticket] = set()
+        # And those that are cancelled.
+        self._cancelled: set[Ticket] = set()
         self._num_done = dict.fromkeys(LINKS, 0)
         self._pages_in_flight = dict.fromkeys(LINKS, 0)
 
@@ -182,6 +184,7 @@ class TransferLedger:
         self._num_done[ticket.link] += 1
         is_released = ticket in self._released
         self._released.discard(ticket)
+        self._cancelled.discard(ticket)
         if isinstance(op, TransferOp):
             self._pages_in_flight[ticket.link] -= len(op.src_frames)
             if not is_released:
@@ -215,6 +218,12 @@ class TransferLedger:
     def cancel(self, ticket: Ticket) -> None:
         """A hint to the link that the operation is not wanted any more."""
         self._new_cancels.append(ticket)
+        if ticket in self.in_flight:
+            self._cancelled.add(ticket)
+
+    def is_cancelled(self, ticket: Ticket) -> bool:
+        """Of an operation in flight."""
+        return ticket in self._cancelled
 
     def free(self, dropped: Dropped, tier: Tier, last_launch: LaunchSeq = NO_LAUNCH) -> None:
         """Give up frames that left the tree, and cancel the operations that fill nothing any more. last_launch: the
@@ -229,7 +238,9 @@ class TransferLedger:
             # Frames of other tiers are read by loads alone, which pin them.
             table.free_after(frames, FrameState.FILLING, last_launch if tier == Tier.DEVICE else NO_LAUNCH)
         tickets = dict.fromkeys(ticket for _, ticket in dropped.filling)
-        self._new_cancels += [ticket for ticket in tickets if not self.tree.nodes_of(ticket)]
+        for ticket in tickets:
+            if not self.tree.nodes_of(ticket):
+                self.cancel(ticket)
 
     def take_ops(self) -> tuple[tuple[TransferOp | StorageOp, ...], tuple[Ticket, ...]]:
         """Operations begun and tickets cancelled since the last call."""

@@ -349,7 +349,7 @@ class HiRadixTree:
                 child = self._new_node(tokens[pos:], node)
                 self._set_frames(child, Tier.DEVICE, frames[pos // page :], None, fence)
                 child.last_access = launch
-                child.hits = 1
+                child.hits = _first_hits(node)
                 child.priority = priority
                 self._offer(child, Tier.DEVICE)
                 taken.append(frames[pos // page :])
@@ -462,7 +462,7 @@ class HiRadixTree:
         node = self.child_on(below, run.tokens)
         if node is None:
             node = self._new_node(run.tokens, below)
-            node.hits = 1
+            node.hits = _first_hits(below)
             node.priority = run.priority
         assert len(node.key) == len(run.tokens) and node.frames[tier] is None
         self._set_frames(node, tier, run.frames, run.ticket, run.fence)
@@ -527,8 +527,9 @@ class HiRadixTree:
         """How exact, and how much used, is what storage brings."""
         if node.frames[_PEER] is not None or node.frames[_DEVICE] is not None:
             return  # as before
-        # No request has computed it.
-        node.hits = 0
+        # No request has computed it. A hole was used as often as what is behind it.
+        if not node.children:
+            node.hits = 0
         if parent.parent is not None:
             node.priority = min(node.priority, parent.priority)
         node.is_lossy = parent.is_lossy or is_lossy
@@ -892,3 +893,8 @@ class HiRadixTree:
 
     def _is_settled(self, node: Node, done: int) -> bool:
         return all(t is None for t in node.tickets) and all(f < done for f in node.fences)
+
+
+def _first_hits(parent: Node) -> int:
+    """Of a new node behind one that no request has counted, none."""
+    return 1 if parent.parent is None else min(1, parent.hits)

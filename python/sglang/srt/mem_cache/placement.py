@@ -78,10 +78,11 @@ class Room(NamedTuple):
     next_rank: Rank = ()
 
 
-def choose_tier(num_pages: int, rank: Rank, rooms: Mapping[Tier, Room]) -> Tier | None:
+def choose_tier(num_pages: int, rank: Rank, rooms: Mapping[Tier, Room], gives_up_last: bool = True) -> Tier | None:
     """Where a node goes that the device gives up: to the nearest tier with free room, else where the least is given
     up for it. None if everything there is worth more, or the links are busy. num_pages: of the node. rank: of it, by
-    the eviction policy. A node larger than what is allowed is copied in part."""
+    the eviction policy. gives_up_last: also what no other tier has. A node larger than what is allowed is copied in
+    part."""
     open_ = {tier: room for tier, room in rooms.items() if room.num_allowed > 0}
     for tier, room in open_.items():
         if room.num_free >= min(num_pages, room.num_allowed):
@@ -90,6 +91,6 @@ def choose_tier(num_pages: int, rank: Rank, rooms: Mapping[Tier, Room]) -> Tier 
         (room.next_class, room.next_rank, tier)
         for tier, room in open_.items()
         if room.next_class is not None
-        and (room.next_class < LAST or (room.next_class == LAST and room.next_rank <= rank))
+        and (room.next_class < LAST or (gives_up_last and room.next_class == LAST and room.next_rank <= rank))
     ]
     return min(full)[2] if full else None

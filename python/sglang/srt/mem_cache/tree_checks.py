@@ -54,12 +54,14 @@ def check_locks(tree: HiRadixTree, receipts: Iterable[Receipt]) -> None:
 
 
 def check_ages(tree: HiRadixTree) -> None:
-    """A use of a node is a use of all before it, which therefore goes last. A locked path gets its age when the lock
-    ends."""
+    """A use of a node is a use of all before it, which therefore goes last by any policy. A locked path gets its age
+    when the lock ends."""
     for node in tree.walk():
         parent = node.parent
-        if parent is not None and parent.parent is not None and not parent.lock:
-            assert node.last_access <= parent.last_access, f"{node} was used after its prefix"
+        if parent is None or parent.parent is None:
+            continue
+        assert node.hits <= parent.hits, f"{node} was used more often than its prefix"
+        assert parent.lock or node.last_access <= parent.last_access, f"{node} was used after its prefix"
 
 
 def check_soft_pins(tree: HiRadixTree, ends: Iterable[Node]) -> None:
