@@ -218,7 +218,7 @@ def voided_launch_counts() -> Any:
 def failed_load_committed() -> Any:
     """A load that failed counts as done."""
 
-    def patched(self: Any, ticket: Any) -> None:
+    def patched(self: Any, ticket: Any, was_cancelled: bool) -> None:
         self.commit(ticket)
 
     return mock.patch.object(HiCacheController, "abort", patched)
@@ -790,11 +790,11 @@ def peer_keeps_what_failed() -> Any:
     """A backup to the peer that failed counts as done."""
     abort = HiCacheController.abort
 
-    def patched(self: Any, ticket: Any) -> None:
+    def patched(self: Any, ticket: Any, was_cancelled: bool) -> None:
         if ticket.link == D2P:
             self.commit(ticket)
         else:
-            abort(self, ticket)
+            abort(self, ticket, was_cancelled)
 
     return mock.patch.object(HiCacheController, "abort", patched)
 
