@@ -485,31 +485,32 @@ class Driver:
         free = self.free_to_go(tier, {k for node in kept for k in self.pages_of(node)})
         on_device = {k for k, page in self.model.items() if DEVICE in page.frames}
         first = {k for k in free if tier != DEVICE or len(on_device & set(self.below(k))) == 1}
-        starts = {key: node.start for node in nodes for key in self.pages_of(node)}
-        ranks = {k: self.rank_on(tier, page, starts[k]) for k, page in self.model.items()}
+        ranks = {k: self.rank_on(tier, page) for k, page in self.model.items()}
         by_age = {k: self.rank(page) for k, page in self.model.items()}
         holes = self.num_holes()
         gone = self.take(evict(self.tree, tier, n, {node.id for node in kept}), tier)
         assert gone <= free, "it took what had to stay"
         rest = BLOCK_PAGES - 1
         assert min(n, len(free)) <= len(gone) <= n + rest, "it took more or less than it should"
-        assert all(ranks[g] <= ranks[k] for g in gone for k in first - gone), "a page was left that comes before"
+        left = first - gone
+        assert all(ranks[g] <= ranks[k] for g in gone for k in left), "a page was left that comes before"
+        behind = [(g, k) for g in gone for k in left if g[0] == k[0] and k[1][: len(g[1])] == g[1]]
+        assert all(ranks[g] < ranks[k] or ranks[g] == (SPARE,) for g, k in behind), "an end was left for its front"
         self.seen["hole by eviction"] += tier != DEVICE and self.num_holes() > holes
         self.seen["evict"] += bool(gone)
         self.seen["evict from a peer, not by age"] += tier == PEER and any(
-            by_age[g] > by_age[k] for g in gone for k in first - gone
+            by_age[g] > by_age[k] for g in gone for k in left
         )
 
-    def rank_on(self, tier: Tier, page: Page, start: int) -> tuple:
-        """start: of the page's node."""
+    def rank_on(self, tier: Tier, page: Page) -> tuple:
         if tier == DEVICE:
             return (self.rank(page),)
         if self.adds_up:
             copy = page.class_on(tier)
-            return (copy,) if copy == SPARE else (copy, self.rank(page), -start)
+            return (copy,) if copy == SPARE else (copy, self.rank(page))
         if tier == HOST:
-            return page.is_pinned, not page.is_ready_on(PEER), self.rank(page), -start
-        return DEVICE not in page.frames, page.is_pinned, self.rank(page), -start
+            return page.is_pinned, not page.is_ready_on(PEER), self.rank(page)
+        return DEVICE not in page.frames, page.is_pinned, self.rank(page)
 
     def expect_eviction(self) -> None:
         """As the controller does before it copies what the device gives up soon."""
