@@ -184,7 +184,7 @@ class EvictionOrder:
             return (is_alive, copy, -last_access_on(node, _DEVICE)) if copy == SPARE else (is_alive, copy, *by_policy)
         is_pinned = int(is_awaited(node))
         if tier != _PEER:
-            # What peers have, too, is not lost. Of the rest ages differ: the host has much that the device has.
+            # What peers have, too, goes first: by age alone the host, which repeats the device, would forget sooner.
             return is_alive, is_pinned, int(not is_ready(node, Tier.PEER)), *by_policy
         # Peers hold what the device has no room for. The host holds all, where pages are written once.
         is_farther = int(is_lacking(node))
