@@ -10,7 +10,7 @@ from pathlib import Path
 import sgl_kernel
 import sglang
 
-FOLDERS = [Path(package.__file__).parent for package in (sglang, sgl_kernel)]
+FOLDERS = [Path(folder) for package in (sglang, sgl_kernel) for folder in package.__path__]
 
 
 def kernels() -> Iterator[tuple[str, ast.FunctionDef]]:
