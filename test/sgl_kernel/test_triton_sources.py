@@ -7,10 +7,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import sgl_kernel
-import sglang
-
-FOLDERS = [Path(folder) for package in (sglang, sgl_kernel) for folder in package.__path__]
+ROOT = Path(__file__).parents[2]
+FOLDERS = [ROOT / "python", ROOT / "sgl-kernel" / "python"]
 
 
 def kernels() -> Iterator[tuple[str, ast.FunctionDef]]:
