@@ -113,6 +113,18 @@ def test_peers_that_are_much_slower_come_after_the_host(peer_s: float, order: tu
     assert driver.scheduler.cache.tree.order.load_order == order
 
 
+def test_the_order_of_loads_stays_while_a_peer_is_neither_much_slower_nor_nearly_as_fast() -> None:
+    driver = Driver(num_host_pages=64, num_peer_pages=64)
+    costs = driver.scheduler.planner.expected.costs
+    peer_s = {}
+    costs.usual_load_seconds = lambda link: peer_s["now"] if link == P2D else 1.0  # type: ignore[method-assign]
+    orders = []
+    for peer_s["now"] in (1.4, 1.6, 1.4, 1.2, 1.4):
+        driver.step()
+        orders.append(driver.scheduler.cache.tree.order.load_order[0])
+    assert orders == [Tier.PEER, Tier.HOST, Tier.HOST, Tier.PEER, Tier.PEER]
+
+
 @pytest.mark.parametrize(("first", "doubted"), [(Tier.HOST, P2D), (Tier.PEER, H2D)])
 def test_what_comes_before_a_link_in_doubt_is_loaded(first: Tier, doubted: str) -> None:
     """A document's first half lies on one tier, and its other one on the other."""

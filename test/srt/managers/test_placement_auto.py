@@ -296,6 +296,25 @@ def test_a_peer_gives_up_what_the_host_has_before_what_it_alone_has():
     assert rig.tree.order.class_of(on_both, HOST) == SPARE, "a peer is nearer"
 
 
+@pytest.mark.parametrize("order", [(PEER, HOST), (HOST, PEER)])
+@pytest.mark.parametrize("adds_up", [True, False])
+@pytest.mark.parametrize("unread, other", [(PEER, HOST), (HOST, PEER)])
+def test_what_a_tier_has_that_is_not_read_stays_on_the_other(
+    unread: Tier, other: Tier, adds_up: bool, order: tuple[Tier, ...]
+):
+    rig = AutoRig(host=8, peer=8)
+    rig.tree.set_placement(adds_up)
+    rig.tree.set_load_order(order)
+    old, new = rig.insert("ab", now=1), rig.insert("cd", now=2)
+    for node, tier in ((old, other), (new, PEER), (new, HOST)):
+        rig.copy(node, tier)
+    for node in (old, new):
+        rig.controller.drop(node, DEVICE)
+    rig.tree.set_load_order(order, frozenset({unread}))
+    rig.check()
+    assert rig.tree.victims(other, 4) == [old, new], "the younger one stays longer"
+
+
 @pytest.mark.parametrize("failed, other", [(PEER, HOST), (HOST, PEER)])
 def test_a_tier_that_failed_lately_gets_what_no_other_takes_without_a_loss(failed: Tier, other: Tier):
     rig = AutoRig(host=4, peer=4)

@@ -50,8 +50,10 @@ from sglang.srt.mem_cache.transfer import (
 )
 from sglang.srt.utils.time_units import Seconds
 
-# Peers so many times slower than the host are loaded from only where the host lacks a page.
+# Peers so many times slower than the host are loaded from only where the host lacks a page, until they are less than
+# _A_LITTLE_SLOWER: a change of the order looks at every node.
 _MUCH_SLOWER = 1.5
+_A_LITTLE_SLOWER = 1.25
 # That a tier does not pay is believed for so long after the last copy to it: what may have been slow for a moment is
 # not copied to any more, and would never be measured again.
 BELIEVED_S = 10.0
@@ -98,6 +100,7 @@ class LoadPlanner:
         self._awaited: dict[Ticket, None] = {}
         self._needs_no_load: bool | None = None
         self._late = LateCopies(self.expected.costs.load_seconds)
+        self._peers_are_slow = False
         # When a copy of a link was last measured, as in `StepInputs.now`.
         self._measured_at: dict[str, Seconds] = {}
         self.obey_policies()
@@ -138,8 +141,9 @@ class LoadPlanner:
         """Peers come first unless the host is known to be much faster, or peers are not known."""
         peer_s, host_s = (self.expected.costs.usual_load_seconds(LOAD_LINKS[tier]) for tier in (Tier.PEER, Tier.HOST))
         if host_s is not None:
-            is_slow = peer_s is None or peer_s > _MUCH_SLOWER * host_s
-            self._cache.set_load_order((Tier.HOST, Tier.PEER) if is_slow else (Tier.PEER, Tier.HOST))
+            at_most = _A_LITTLE_SLOWER if self._peers_are_slow else _MUCH_SLOWER
+            self._peers_are_slow = peer_s is None or peer_s > at_most * host_s
+            self._cache.set_load_order((Tier.HOST, Tier.PEER) if self._peers_are_slow else (Tier.PEER, Tier.HOST))
 
     @property
     def wake_at(self) -> float | None:

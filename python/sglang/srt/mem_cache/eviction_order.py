@@ -84,8 +84,9 @@ class EvictionOrder:
     ) -> None:
         # Whether peers and host first give up copies of what nearer tiers have, see placement.py.
         self.adds_up = False
-        # Where nodes are loaded from, the fastest tier first.
+        # Where nodes are loaded from, the fastest tier first; and tiers that nothing is loaded from now.
         self.load_order: tuple[Tier, ...] = (Tier.PEER, Tier.HOST)
+        self.unread: frozenset[Tier] = frozenset()
         # Nodes are cut between these: pages, or the blocks of storage, which takes no part of one.
         self.cut_tokens = page_size
         self.policy = policy
@@ -185,7 +186,8 @@ class EvictionOrder:
         is_pinned = int(is_awaited(node))
         if tier != _PEER:
             # What peers have, too, goes first: by age alone the host, which repeats the device, would forget sooner.
-            return is_alive, is_pinned, int(not is_ready(node, Tier.PEER)), *by_policy
+            on_peer = Tier.PEER not in self.unread and is_ready(node, Tier.PEER)
+            return is_alive, is_pinned, int(not on_peer), *by_policy
         # Peers hold what the device has no room for. The host holds all, where pages are written once.
         is_farther = int(is_lacking(node))
         return is_farther * is_alive, is_alive, is_pinned, *by_policy
@@ -196,6 +198,7 @@ class EvictionOrder:
         ready[_DEVICE] = ready[_DEVICE] and not node.is_partial
         ready[_HOST] = ready[_HOST] and not node.is_host_partial
         other = _PEER if tier == _HOST else _HOST
+        ready[other] = ready[other] and other not in self.unread
         is_first = self.load_order[0] == tier
         on_other = ready[other] and not is_first
         is_next = node.is_next and not (on_other and ready[_DEVICE])

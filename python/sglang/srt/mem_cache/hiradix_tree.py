@@ -86,8 +86,6 @@ class HiRadixTree:
         self.eviction_policy = eviction_policy
         # Which nodes have to be whole.
         self.windows = WindowReach(window_reach, page_size, self.order, self.split)
-        # Tiers that a match does not count on.
-        self._unread: frozenset[Tier] = frozenset()
         self._changed: Callable[[Node], None] = lambda node: None
         # Called with each node that leaves its last tier, while it is still in the tree.
         self.lost: Callable[[Node, Tier], None] = lambda node, tier: None
@@ -145,14 +143,14 @@ class HiRadixTree:
     def source_of(self, node: Node) -> Tier | None:
         """The first tier of the load order that is read and has a node; None while all it has is on its way."""
         for tier in self.order.load_order:
-            if node.frames[tier] is not None and node.tickets[tier] is None and tier not in self._unread:
+            if node.frames[tier] is not None and node.tickets[tier] is None and tier not in self.order.unread:
                 return tier
         return None
 
     def whole_source_of(self, node: Node) -> Tier | None:
         """The same of those that have all its layers."""
         for tier in self.order.load_order:
-            if is_whole(node, tier) and tier not in self._unread:
+            if is_whole(node, tier) and tier not in self.order.unread:
                 return tier
         return None
 
@@ -162,11 +160,11 @@ class HiRadixTree:
 
     def is_coming(self, node: Node) -> bool:
         """Whether a tier that is read will have a node that is under way to it."""
-        return any(node.tickets[tier] is not None for tier in self.order.load_order if tier not in self._unread)
+        return any(node.tickets[tier] is not None for tier in self.order.load_order if tier not in self.order.unread)
 
     def _comes_whole(self, node: Node) -> bool:
         """Whether such a tier has all its layers, or will."""
-        read = [tier for tier in self.order.load_order if tier not in self._unread]
+        read = [tier for tier in self.order.load_order if tier not in self.order.unread]
         return any([node.frames[tier] is not None and not is_partial_on(node, tier) for tier in read])
 
     def next_unmatched(self, match: MatchResult, tokens: np.ndarray) -> Node | None:
@@ -590,11 +588,14 @@ class HiRadixTree:
 
     def set_load_order(self, order: tuple[Tier, ...], unread: frozenset[Tier] = frozenset()) -> None:
         """order: see `EvictionOrder`. unread: no match counts on what only these tiers have."""
-        if (order, unread) == (self.order.load_order, self._unread):
+        if (order, unread) == (self.order.load_order, self.order.unread):
             return
-        self.order.load_order, self._unread = order, unread
+        same_are_read = unread == self.order.unread
+        self.order.load_order, self.order.unread = order, unread
         for node in self.walk():
-            if any(node.frames[tier] is not None for tier in order):
+            # What one tier has comes from there in any order.
+            num_sources = sum([node.frames[tier] is not None for tier in order])
+            if num_sources > int(same_are_read):
                 self._changed(node)
                 self._offer_everywhere(node)
 
