@@ -52,6 +52,7 @@ from sglang.srt.observability.metrics_collector import MetricsCollector
 from sglang.srt.observability.trace import NO_TRACE, Tracer, open_tracer
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.setting_sources import environment_without_keys
+from sglang.srt.utils import unix_sockets
 from sglang.srt.utils.chat_template import read_chat_template
 from sglang.srt.utils.child_process import STOP_SIGNAL, ChildArgs, StartupError, open_pull, open_push
 from sglang.srt.utils.errors import RequestError
@@ -73,8 +74,6 @@ _STOP_TIMEOUT_S = 10.0
 _STOP_INTERVAL_S = 0.02
 # A start that takes longer logs a line about its current stage this often.
 _PROGRESS_INTERVAL_S = 10.0
-# sun_path holds 108 bytes.
-_MAX_SOCKET_PATH = 100
 # In a server's directory: of a remote store for one kind of layers.
 _LONGEST_SOCKET_NAME = "/sglang-xxxxxxxx/rank99/0/store/redis.sock"
 
@@ -403,7 +402,7 @@ def private_directory() -> tuple[str, int]:
     """A directory that only its owner may enter, so that no other user can write to the sockets in it, and the
     descriptor of the lock in it. While the descriptor is open, the directory is in use."""
     parent = tempfile.gettempdir()
-    if len(parent) + len(_LONGEST_SOCKET_NAME) > _MAX_SOCKET_PATH:
+    if not unix_sockets.fits(parent + _LONGEST_SOCKET_NAME):
         parent = "/tmp"
     _remove_deserted(parent)
     while True:

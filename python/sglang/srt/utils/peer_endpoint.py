@@ -10,7 +10,7 @@ import os
 import socket
 import stat
 
-_MAX_SOCKET_PATH = 107
+from sglang.srt.utils import unix_sockets
 
 
 class PeerError(Exception):
@@ -64,8 +64,10 @@ def _is_loopback(host: str) -> bool:
 
 def _check_path(endpoint: str, path: str) -> None:
     directory = os.path.dirname(path)
-    if not os.path.isabs(path) or len(os.fsencode(path)) > _MAX_SOCKET_PATH:
-        raise PeerError(f"--peer-endpoint {endpoint}: give an absolute path of at most {_MAX_SOCKET_PATH} bytes")
+    if not os.path.isabs(path) or not unix_sockets.fits(path):
+        raise PeerError(
+            f"--peer-endpoint {endpoint}: give an absolute path of at most {unix_sockets.MAX_PATH_BYTES} bytes"
+        )
     try:
         found = os.stat(directory)
     except OSError as error:

@@ -17,13 +17,12 @@ from pathlib import Path
 
 from sglang.srt.mem_cache.block_store import StoreError
 from sglang.srt.offload.store.address import StoreAddress
+from sglang.srt.utils import unix_sockets
 from sglang.srt.utils.parent_death import ends_with_parent
 
 _START_S = 10.0
 _STOP_S = 2.0
 _LOG_LINES = 5
-# The longest path of a Unix socket (sun_path), with its zero.
-_MAX_SOCKET_PATH = 107
 
 
 class EmbeddedStore:
@@ -49,7 +48,7 @@ class EmbeddedStore:
         binary = server_binary()
         _make_private(folder)
         path = socket_path(folder)
-        if len(os.fsencode(path)) > _MAX_SOCKET_PATH:
+        if not unix_sockets.fits(path):
             raise StoreError(f"{path} is too long for a Unix socket: name a folder with a shorter path")
         if _listens(path):
             raise StoreError(f"another server uses {path}: name another folder")
