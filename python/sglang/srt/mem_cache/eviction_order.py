@@ -103,9 +103,9 @@ class EvictionOrder:
         if self.is_evictable(node, tier):
             self._heaps[tier].offer(node, num_nodes)
 
-    def listed(self, tier: int) -> set[int]:
-        """Ids of the nodes that are entered for a tier; for checks."""
-        return set(self._heaps[tier].ranks())
+    def entered(self, tier: int) -> dict[int, Rank]:
+        """By their ids, the least rank with which nodes are entered for a tier; for checks."""
+        return {node_id: min(ranks) for node_id, ranks in self._heaps[tier].ranks().items()}
 
     def victims(
         self, tier: Tier, num_pages: int, kept: Container[int] = (), stay: bool = True, splits: bool = True

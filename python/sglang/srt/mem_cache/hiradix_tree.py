@@ -374,6 +374,7 @@ class HiRadixTree:
                     replaced.cached.append((mine, max(child.fences[_DEVICE], child.last_use)))
                     self.pages.left(child, _DEVICE)
                 self._set_frames(child, Tier.DEVICE, offered, None, fence)
+                child.last_access = launch
                 # If it was locked as the source of a load, it need not stay on the host any more.
                 for tier in FRAME_TIERS:
                     self._offer(child, tier)
@@ -793,6 +794,8 @@ class HiRadixTree:
                 self._by_ticket[ticket].append(upper)
         self._offer(upper, _PEER)
         self._offer(upper, _HOST)
+        # It begins later now.
+        self._offer_everywhere(node)
         return upper
 
     def _set_frames(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.node import Node, Receipt, is_hole
 from sglang.srt.mem_cache.page_counts import PageCounts
+from sglang.srt.mem_cache.placement import SPARE
 from sglang.srt.mem_cache.transfer import FRAME_TIERS, Ticket, Tier
 
 if TYPE_CHECKING:
@@ -40,9 +41,7 @@ def check_tree(tree: HiRadixTree) -> None:
     registered = {t: {n.id for n in nodes} for t, nodes in tree._by_ticket.items()}
     assert filling == registered, "tickets on nodes differ from the register"
     for tier in FRAME_TIERS:
-        listed = tree.order.listed(tier)
-        for node in tree.walk():
-            assert node.id in listed or not tree.order.is_evictable(node, tier), f"{node} can never be evicted"
+        _check_order(tree, tier)
 
 
 def check_locks(tree: HiRadixTree, receipts: Iterable[Receipt]) -> None:
@@ -70,6 +69,20 @@ def check_soft_pins(tree: HiRadixTree, ends: Iterable[Node]) -> None:
     for node in tree.walk():
         pins = own[id(node)] + sum(c.soft_pins for c in node.children.values())
         assert node.soft_pins == pins, f"{node}: {node.soft_pins} soft pins, {pins} known"
+
+
+def _check_order(tree: HiRadixTree, tier: Tier) -> None:
+    """Nothing is evicted later than its rank permits. Of a spare copy the class is kept up to date alone, see
+    `EvictionOrder.rank_on`."""
+    entered = tree.order.entered(tier)
+    for node in tree.walk():
+        if not tree.order.is_evictable(node, tier):
+            continue
+        assert node.id in entered, f"{node} can never be evicted"
+        rank = tree.order.rank_on(node, tier)
+        is_spare = tier != Tier.DEVICE and tree.order.adds_up and rank[1] == SPARE
+        length = 2 if is_spare else len(rank)
+        assert entered[node.id][:length] <= rank[:length], f"{node} leaves {tier.name} too late"
 
 
 def _check_place(tree: HiRadixTree, node: Node) -> None:
