@@ -314,10 +314,12 @@ class Rig:
         # Below the special tokens of both models.
         return [rng.integers(10, min(self.model.config.vocab_size, 100_000) - 100, n) for n in lengths]
 
-    def serve(self, prompts: list[np.ndarray], output: int, until: float = float("inf")) -> Served:
+    def serve(
+        self, prompts: list[np.ndarray], output: int, until: float = float("inf"), temperature: float = 0.0
+    ) -> Served:
         """until: of time.monotonic(). After that time the engine cannot be used any more."""
         served = Served(num_requests=len(prompts))
-        sampling = SamplingParams(max_new_tokens=output, temperature=0.0, ignore_eos=True, sampling_seed=0)
+        sampling = SamplingParams(max_new_tokens=output, temperature=temperature, ignore_eos=True, sampling_seed=0)
         start = time.perf_counter()
 
         def look(decision: BatchDecision) -> None:
@@ -446,27 +448,34 @@ class Bench:
                 continue  # once will do: it is the host's time
             room = batch * (context + output) * 5 // 4 + 64
             options = {"graph_batch_size": batch if graphs else 0, "chunked_prefill_size": self.sizes.chunk}
+            # What drawing costs shows at one size.
+            temperatures = (
+                (0.0, 1.0) if (batch, context, graphs) == (*self.sizes.decodes[0], has_graphs[0]) else (0.0,)
+            )
             with rig_of(self.model, 1, room, **options) as rig:
                 rig.warm_up()
-                rig.results.clear()
-                served = rig.serve(rig.prompts(np.random.default_rng(2), *[context] * batch), output)
-                rig.engine.settle()
-                full = [seq for seq, size in served.decodes if size == batch]
-                wall = (rig.over_at[full[-1]] - rig.over_at[full[0]]) / (len(full) - 1)
-                busy = [rig.results[seq].seconds for seq in full[1:]]
-            kv_bytes = batch * (context + output / 2) * self.model.token_bytes
-            floor = (self.model.weight_bytes(batch) + kv_bytes) / self.bytes_per_s
-            yield {
-                "batch": batch,
-                "context": context,
-                "graphs": "yes" if graphs else "no",
-                "step ms": 1e3 * wall,
-                "launch ms": 1e3 * percentiles(busy, 50)[0],
-                "not launching, %": 100 * (1 - sum(busy) / len(busy) / wall),
-                "floor ms": 1e3 * floor,
-                "floor / step": floor / wall,
-                "tokens/s": batch / wall,
-            }
+                for temperature in temperatures:
+                    rig.results.clear()
+                    prompts = rig.prompts(np.random.default_rng(2), *[context] * batch)
+                    served = rig.serve(prompts, output, temperature=temperature)
+                    rig.engine.settle()
+                    full = [seq for seq, size in served.decodes if size == batch]
+                    wall = (rig.over_at[full[-1]] - rig.over_at[full[0]]) / (len(full) - 1)
+                    busy = [rig.results[seq].seconds for seq in full[1:]]
+                    kv_bytes = batch * (context + output / 2) * self.model.token_bytes
+                    floor = (self.model.weight_bytes(batch) + kv_bytes) / self.bytes_per_s
+                    yield {
+                        "batch": batch,
+                        "context": context,
+                        "temperature": temperature,
+                        "graphs": "yes" if graphs else "no",
+                        "step ms": 1e3 * wall,
+                        "launch ms": 1e3 * percentiles(busy, 50)[0],
+                        "not launching, %": 100 * (1 - sum(busy) / len(busy) / wall),
+                        "floor ms": 1e3 * floor,
+                        "floor / step": floor / wall,
+                        "tokens/s": batch / wall,
+                    }
 
     def documents(self) -> Iterator[dict[str, Any]]:
         first: list[int] = []

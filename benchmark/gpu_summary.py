@@ -164,7 +164,7 @@ def _interference_lines(rows: list[Report]) -> Iterator[Line]:
 def _engine_lines(rows: list[Report]) -> Iterator[Line]:
     yield Line("prefill of 8K, of a matrix product", _find(rows, part="prefill").get("of a matrix product"))
     for row in [row for row in rows if row.get("part") == "decode" and "batch" in row] or [{}]:
-        batch = f" of {row['batch']}" + ("" if row["graphs"] == "yes" else ", no graphs") if row else ""
+        batch = f" of {row['batch']}{_how(row)}" if row else ""
         idle = f"({row['not launching, %']:.0f} % between launches)" if row else ""
         yield Line(f"decode{batch}, of its memory's time", row.get("floor / step"), note=idle)
     documents = {row.get("variant"): row for row in rows if row.get("part") == "documents"}
@@ -183,6 +183,11 @@ def _engine_lines(rows: list[Report]) -> Iterator[Line]:
     yield Line("streamed, twice the device: TPOT", two, " ms", note=f"({two / one:.1f} times)" if one and two else "")
 
 
+def _how(row: Report) -> str:
+    """How a row's decode steps ran. Reports from before tokens were drawn have no temperature."""
+    return ("" if row["graphs"] == "yes" else ", no graphs") + (", drawn" if row.get("temperature") else "")
+
+
 def _attention_lines(rows: list[Report]) -> Iterator[Line]:
     row = _find(rows, requests=1, prefix=0, new=8192, page_size=1)
     yield Line("attention, prefill of 8K, of a matrix product", row.get("of a matrix product"))
@@ -199,8 +204,8 @@ def _shape_lines(shape: str, rows: list[Report]) -> Iterator[Line]:
     yield Line(f"{shape}, prefill of 8K, of a matrix product", _find(rows, part="prefill").get("of a matrix product"))
     for row in [row for row in rows if row.get("part") == "decode" and "batch" in row] or [{}]:
         of, step = (f" of {row['batch']}", f"({row['step ms']:.3g} ms a step)") if row else ("", "")
-        graphs = ", no graphs" if row and row["graphs"] != "yes" else ""
-        yield Line(f"{shape}, decode{of}{graphs}, of its memory's time", row.get("floor / step"), note=step)
+        how = _how(row) if row else ""
+        yield Line(f"{shape}, decode{of}{how}, of its memory's time", row.get("floor / step"), note=step)
 
 
 def _expert_lines(shape: str, rows: list[Report]) -> Iterator[Line]:

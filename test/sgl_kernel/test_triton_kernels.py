@@ -30,6 +30,7 @@ CHECKS = (
     "latents_into_slots",
     "cuts",
     "penalties",
+    "draws",
 )
 
 
@@ -90,6 +91,16 @@ def test_they_compile_for_sm_90(dtype: str):
         assert "st.global.v4.b32" in compiled(of_sampling._keep_top_kernel, {"BLOCK": 8192}, 16)
         # Eight counts at a time.
         assert "ld.global.v4.b32" in compiled(of_sampling._penalize_kernel, {"BLOCK": 4096})
+        drawn = dict.fromkeys(("temperatures_ptr", "min_ps_ptr", "peaks_ptr", "masses_ptr", "weights_ptr"), "*fp32")
+        drawn |= {"places_ptr": "*i32", "sums_ptr": "*fp64"}
+        drawn |= dict.fromkeys(("seeds_ptr", "positions_ptr", "tokens_ptr"), "*i64")
+        assert "ld.global.v4.b32" in compiled(of_sampling._peaks_kernel, {"BLOCK": 2048}, types=drawn)
+        assert "st.global.v4.b32" in compiled(of_sampling._probs_kernel, {"BLOCK": 2048, "COLUMNS": 128}, types=drawn)
+        for is_probs in (False, True):
+            options = {"BLOCK": 2048, "COLUMNS": 128, "IS_PROBS": is_probs}
+            assert "add.f64" in compiled(of_sampling._sums_kernel, options, types=drawn)
+            ptx = compiled(of_sampling._draw_kernel, options, types=drawn)
+            assert "mul.lo.s64" in ptx and "add.f64" in ptx, ptx
 
 
 @pytest.mark.gpu
@@ -97,6 +108,12 @@ def test_they_compile_for_sm_90(dtype: str):
 def test_rotations_into_slots_on_a_gpu():
     rotations_into_slots("cuda")
     latents_into_slots("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_draws_on_a_gpu():
+    draws("cuda")
 
 
 # -- under the interpreter -----------------------------------------------------------------------------------------
@@ -331,6 +348,60 @@ def penalties() -> None:
         triton_kernels.penalize(got, rows, slots, table._counts, values)
         near(got, want)
         assert torch.equal(got[1], logits[1]) and not torch.equal(got[4], logits[4])
+
+
+def draws(device: str = "cpu") -> None:
+    """Beside torch on the CPU, which defines what is drawn. A row's token does not depend on the others."""
+    from sgl_kernel import sampling as kernels
+    from sgl_kernel.sampling import triton_kernels
+    from sglang.srt.layers import sampler
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    def tokens(
+        logits: torch.Tensor, params: list[SamplingParams], positions: torch.Tensor, by_triton: bool
+    ) -> torch.Tensor:
+        place = torch.device(device if by_triton else "cpu")
+        info = SamplingBatchInfo.from_params(params, logits.shape[1], positions.to(place), place)
+        cuts = {"has_renorm_kernels": lambda probs: False, "has_triton": lambda logits: by_triton}
+        with (
+            mock.patch.multiple(kernels, **cuts, _triton=lambda: triton_kernels),
+            mock.patch.object(sampler, "takes", lambda logits: False),
+        ):
+            return sampler.Sampler()(logits.to(place), info).cpu()
+
+    seed = 13
+    print(f"seed {seed}")
+    generator = torch.Generator().manual_seed(seed)
+    kinds = (
+        {},
+        {"temperature": 0.0},
+        {"temperature": 1e-38},
+        {"temperature": 1.7, "min_p": 0.05},
+        {"min_p": 1.0},
+        {"top_k": 3},
+        {"top_p": 0.6, "min_p": 0.2},
+        {"top_k": 40, "top_p": 0.9, "temperature": 0.5},
+    )
+    for vocab_size, flatness in ((1, 1.0), (40, 1.0), (2048, 3.0), (9001, 0.3), (20_000, 4.0)):
+        for some in (kinds, kinds[:5], kinds[1:3]):
+            params = [SamplingParams(sampling_seed=7 - 5 * i, **kind) for i, kind in enumerate(some * 3)]
+            wide = torch.randn(len(params), vocab_size + 3, generator=generator) * flatness
+            # Of rows, one with ties, and one of which a grammar allows a single token, the last.
+            wide[1] = wide[1].round()
+            wide[0, : vocab_size - 1] = -torch.inf
+            logits = wide[:, :vocab_size]
+            positions = torch.randint(0, 1 << 40, (len(params),), generator=generator)
+            want, got = tokens(logits, params, positions, False), tokens(logits, params, positions, True)
+            assert got.dtype == torch.int64 and torch.equal(got, want), (vocab_size, (got != want).nonzero())
+            for i in (0, len(params) - 1):
+                assert tokens(logits[i : i + 1], params[i : i + 1], positions[i : i + 1], True).item() == got[i]
+    logits = torch.full((4, 5000), torch.nan)
+    logits[1] = -torch.inf
+    logits[2] = torch.arange(-5000, 0)
+    logits[2, 700] = torch.nan
+    got = tokens(logits, [SamplingParams()] * 3 + [SamplingParams(temperature=0.0)], torch.arange(4), True)
+    assert got[:3].tolist() == [4999] * 3 and 0 <= got[3] < 5000, got
 
 
 def main() -> None:

@@ -3,6 +3,8 @@ its position, and on no other row or earlier batch."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from sgl_kernel import sampling as kernels
@@ -56,18 +58,15 @@ class Sampler:
             return logits.argmax(dim=-1)
 
         cuts = info.cuts
+        if kernels.has_triton(logits) and logits.stride(1) == 1:
+            cut = partial(_cut, info=info) if cuts.num_limited else None
+            return kernels.draw(logits, info.temperatures, info.min_ps, info.seeds, info.positions, cut)
         is_greedy = info.temperatures <= 0
         temperatures = info.temperatures.masked_fill(is_greedy, 1.0).unsqueeze(1)
         # Shifted before the division, so that a tiny temperature does not overflow.
         probs = ((logits - logits.amax(dim=-1, keepdim=True)) / temperatures).softmax(dim=-1)
-        if cuts.num_limited and cuts.limited is None:
-            _keep_top(probs, info.top_ks, info.top_ps, cuts)
-        elif cuts.limited is not None:
-            # Sorting is most of the work, so that only rows with a cut are sorted.
-            rows = cuts.limited
-            some = probs.index_select(0, rows)
-            _keep_top(some, info.top_ks.index_select(0, rows), info.top_ps.index_select(0, rows), cuts)
-            probs.index_copy_(0, rows, some)
+        if cuts.num_limited:
+            _cut(probs, info)
         if cuts.has_min_p:
             # The likeliest token is never cut, so that its probability is still the largest.
             probs.masked_fill_(probs < probs.amax(-1, keepdim=True) * info.min_ps.unsqueeze(1), 0.0)
@@ -81,6 +80,18 @@ class Sampler:
         # executor reports them if `check_finite` is set.
         tokens = torch.searchsorted(cdf, drawn, right=True).squeeze(1).clamp_(max=logits.shape[1] - 1)
         return torch.where(is_greedy, logits.argmax(dim=-1), tokens) if cuts.has_greedy else tokens
+
+
+def _cut(probs: torch.Tensor, info: SamplingBatchInfo) -> None:
+    """Zero what top-k and top-p cut off in the rows that draw, in place."""
+    rows = info.cuts.limited
+    if rows is None:
+        _keep_top(probs, info.top_ks, info.top_ps, info.cuts)
+        return
+    # Sorting is most of the work, so that only rows with a cut are sorted.
+    some = probs.index_select(0, rows)
+    _keep_top(some, info.top_ks.index_select(0, rows), info.top_ps.index_select(0, rows), info.cuts)
+    probs.index_copy_(0, rows, some)
 
 
 def _keep_top(probs: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor, cuts: SamplingCuts) -> None:

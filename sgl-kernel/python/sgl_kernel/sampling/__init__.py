@@ -1,5 +1,5 @@
-"""Cutting probabilities off on a GPU, without sorting them: flashinfer's functions, under its names, and where it is
-not installed `keep_top`, in Triton. And penalties there, `penalize`.
+"""Drawing tokens on a GPU, `draw`, and cutting probabilities off without sorting them: flashinfer's functions, under
+its names, and where it is not installed `keep_top`, in Triton. And penalties there, `penalize`.
 
 There is no fallback here: a caller asks `has_renorm_kernels` and `has_triton`, and has ways of its own.
 probs: (n, vocab_size) float32, contiguous. Every token that ties with the last kept one is kept. Top-p ends where
@@ -9,6 +9,7 @@ tensors. In these, probabilities that are cut off become 0, and the rest is scal
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -38,8 +39,28 @@ def top_p_renorm_probs(probs: torch.Tensor, top_ps: torch.Tensor) -> torch.Tenso
 
 
 def has_triton(tensor: torch.Tensor) -> bool:
-    """Whether `keep_top` and `penalize` are for its device."""
+    """Whether `draw`, `keep_top` and `penalize` are for its device."""
     return tensor.is_cuda and _triton() is not None
+
+
+def draw(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    min_ps: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    cut: Callable[[torch.Tensor], None] | None = None,
+) -> torch.Tensor:
+    """Tokens, (n,) int64: the likeliest where the temperature is 0, and else the first one up to which the
+    probabilities exceed the number that `random_uniform` gives; the last one of a row with NaN.
+
+    logits: (n, vocab_size) float32, values of a row side by side. temperatures, min_ps: (n,) float32; seeds,
+    positions: (n,) int64. cut: zeroes probabilities, (n, vocab_size) float32, in place, but the likeliest's; None
+    where nothing is cut but by min-p.
+    """
+    ours = _triton()
+    assert ours is not None, "no kernel takes it: ask has_triton"
+    return ours.draw(logits, temperatures, min_ps, seeds, positions, cut)
 
 
 def keep_top(probs: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor) -> None:

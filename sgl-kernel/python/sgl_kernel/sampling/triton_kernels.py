@@ -1,10 +1,16 @@
-"""Top-k and top-p by a search for the least probability that is kept, and penalties, in Triton.
+"""Drawing tokens, cuts of probabilities by top-k and top-p, and penalties, in Triton.
 
-Positive floats are ordered as their bits are, so that 30 halvings find it among all floats up to 1. Each looks at a
-row once.
+A row is drawn from in three launches, by blocks of the vocabulary: the largest logit of each block, the
+sum of each block's weights, and, by one program a row, the block and the token at which sums exceed a random number.
+Where rows are cut, probabilities are written between the first two.
+
+Cuts search for the least probability that is kept. Positive floats are ordered as their bits are, so that 30 halvings
+find it among all floats up to 1. Each looks at a row once.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import triton
@@ -12,9 +18,16 @@ import triton.language as tl
 
 from sgl_kernel.triton_launch import launch
 
+# Constants of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators).
+_GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
+_MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
+_MIX_2 = tl.constexpr(0x94D049BB133111EB)
+
 # Probabilities that a program looks at at once; counts of generated tokens.
 _BLOCK = 8192
 _COUNTS = 4096
+# Tokens of a row that a program of `draw` has; their sums are in float64.
+_DRAWN = 2048
 
 
 def keep_top(probs: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor) -> None:
@@ -30,6 +43,61 @@ def keep_top(probs: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor) ->
         BLOCK=_BLOCK,
         num_warps=16,
     )
+
+
+def draw(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    min_ps: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    cut: Callable[[torch.Tensor], None] | None,
+) -> torch.Tensor:
+    """See `sgl_kernel.sampling.draw`."""
+    n, vocab_size = logits.shape
+    num_blocks = triton.cdiv(vocab_size, _DRAWN)
+    columns = triton.next_power_of_2(num_blocks)
+    peaks, masses = torch.empty((2, n, num_blocks), dtype=torch.float32, device=logits.device)
+    places = torch.empty((n, num_blocks), dtype=torch.int32, device=logits.device)
+    sums = torch.empty((n, num_blocks), dtype=torch.float64, device=logits.device)
+    tokens = torch.empty(n, dtype=torch.int64, device=logits.device)
+    by_blocks = (num_blocks, n)
+    launch(
+        _peaks_kernel,
+        by_blocks,
+        logits,
+        temperatures,
+        peaks,
+        masses,
+        places,
+        logits.stride(0),
+        vocab_size,
+        BLOCK=_DRAWN,
+    )
+    weights = logits
+    if cut is not None:
+        weights = torch.empty((n, vocab_size), dtype=torch.float32, device=logits.device)
+        launch(
+            _probs_kernel,
+            by_blocks,
+            logits,
+            temperatures,
+            peaks,
+            masses,
+            weights,
+            logits.stride(0),
+            vocab_size,
+            BLOCK=_DRAWN,
+            COLUMNS=columns,
+        )
+        cut(weights)
+    inputs = (weights, temperatures, min_ps, peaks, masses)
+    options = {"BLOCK": _DRAWN, "COLUMNS": columns, "IS_PROBS": cut is not None}
+    launch(_sums_kernel, by_blocks, *inputs, sums, weights.stride(0), vocab_size, **options)
+    launch(
+        _draw_kernel, (n,), *inputs, places, sums, seeds, positions, tokens, weights.stride(0), vocab_size, **options
+    )
+    return tokens
 
 
 def penalize(
@@ -51,6 +119,200 @@ def penalize(
         vocab_size,
         BLOCK=_COUNTS,
     )
+
+
+@triton.jit
+def _temperature(temperatures_ptr, row):
+    """Rows that draw nothing have some, too."""
+    temperature = tl.load(temperatures_ptr + row)
+    return tl.where(temperature > 0, temperature, 1.0)
+
+
+@triton.jit
+def _peak_and_mass(peaks_ptr, masses_ptr, row, temperature, vocab_size, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
+    """Of a whole row: the largest logit, and the sum of e ** ((logit - it) / temperature)."""
+    num_blocks = tl.cdiv(vocab_size, BLOCK)
+    blocks = tl.arange(0, COLUMNS)
+    peaks = tl.load(peaks_ptr + row * num_blocks + blocks, mask=blocks < num_blocks, other=float("-inf"))
+    masses = tl.load(masses_ptr + row * num_blocks + blocks, mask=blocks < num_blocks, other=0.0)
+    peak = tl.max(peaks, 0)
+    # A block may have no logit above -inf.
+    return peak, tl.sum(tl.where(masses > 0, masses * tl.exp((peaks - peak) / temperature), 0.0), 0)
+
+
+@triton.jit
+def _weights(
+    weights_ptr,
+    temperatures_ptr,
+    min_ps_ptr,
+    peaks_ptr,
+    masses_ptr,
+    row,
+    tokens,
+    stride,
+    vocab_size,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    IS_PROBS: tl.constexpr,
+):
+    """Of some tokens, in float64; 0 for those that min-p cuts off. The likeliest token has the most."""
+    x = tl.load(weights_ptr + row * stride + tokens, mask=tokens < vocab_size, other=0.0)
+    temperature = _temperature(temperatures_ptr, row)
+    peak, mass = _peak_and_mass(peaks_ptr, masses_ptr, row, temperature, vocab_size, BLOCK, COLUMNS)
+    min_p = tl.load(min_ps_ptr + row)
+    if IS_PROBS:
+        weights, most = x, 1.0 / mass
+    else:
+        weights, most = tl.exp((x - peak) / temperature), 1.0
+    is_cut = (weights < min_p * most) | (tokens >= vocab_size)
+    return tl.where(is_cut, 0.0, weights).to(tl.float64)
+
+
+@triton.jit
+def _shift_mix(x):
+    x = (x ^ (x >> 30)) * _MIX_1
+    x = (x ^ (x >> 27)) * _MIX_2
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _random(seed, position):
+    """As `random_uniform` of sglang.srt.layers.sampler."""
+    one = tl.full((), 1, tl.uint64)
+    golden = one * _GOLDEN
+    mixed = _shift_mix((seed.to(tl.uint64) + one) * golden)
+    bits = _shift_mix(mixed + (position.to(tl.uint64) + one) * golden)
+    return (bits >> 11).to(tl.int64).to(tl.float64) * 1.1102230246251565e-16
+
+
+@triton.jit
+def _peaks_kernel(
+    logits_ptr, temperatures_ptr, peaks_ptr, masses_ptr, places_ptr, stride, vocab_size, BLOCK: tl.constexpr
+):
+    """Program (b, r): of block b of row r the largest logit, its first place, and the sum of weights beside it."""
+    block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    tokens = block * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits_ptr + row * stride + tokens, mask=tokens < vocab_size, other=float("-inf"))
+    peak, place = tl.max(x, 0, return_indices=True)
+    out = row * tl.num_programs(0) + block
+    tl.store(peaks_ptr + out, peak)
+    # NaN has no place.
+    tl.store(places_ptr + out, tl.minimum(block * BLOCK + tl.maximum(place, 0), vocab_size - 1))
+    weights = tl.exp((x - peak) / _temperature(temperatures_ptr, row))
+    tl.store(masses_ptr + out, tl.where(peak > float("-inf"), tl.sum(weights, 0), 0.0))
+
+
+@triton.jit
+def _probs_kernel(
+    logits_ptr,
+    temperatures_ptr,
+    peaks_ptr,
+    masses_ptr,
+    probs_ptr,
+    stride,
+    vocab_size,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Program (b, r): the probabilities of block b of row r."""
+    block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    tokens = block * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits_ptr + row * stride + tokens, mask=tokens < vocab_size, other=float("-inf"))
+    temperature = _temperature(temperatures_ptr, row)
+    peak, mass = _peak_and_mass(peaks_ptr, masses_ptr, row, temperature, vocab_size, BLOCK, COLUMNS)
+    probs = tl.exp((x - peak) / temperature) * (1.0 / mass)
+    tl.store(probs_ptr + row * vocab_size + tokens, probs, mask=tokens < vocab_size)
+
+
+@triton.jit
+def _sums_kernel(
+    weights_ptr,
+    temperatures_ptr,
+    min_ps_ptr,
+    peaks_ptr,
+    masses_ptr,
+    sums_ptr,
+    stride,
+    vocab_size,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    IS_PROBS: tl.constexpr,
+):
+    """Program (b, r): the sum of the weights of block b of row r."""
+    block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    tokens = block * BLOCK + tl.arange(0, BLOCK)
+    weights = _weights(
+        weights_ptr,
+        temperatures_ptr,
+        min_ps_ptr,
+        peaks_ptr,
+        masses_ptr,
+        row,
+        tokens,
+        stride,
+        vocab_size,
+        BLOCK,
+        COLUMNS,
+        IS_PROBS,
+    )
+    tl.store(sums_ptr + row * tl.num_programs(0) + block, tl.sum(weights, 0))
+
+
+@triton.jit
+def _draw_kernel(
+    weights_ptr,
+    temperatures_ptr,
+    min_ps_ptr,
+    peaks_ptr,
+    masses_ptr,
+    places_ptr,
+    sums_ptr,
+    seeds_ptr,
+    positions_ptr,
+    tokens_ptr,
+    stride,
+    vocab_size,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    IS_PROBS: tl.constexpr,
+):
+    """Program r: the first token of row r up to which the weights exceed a random share of all. The last one where
+    they are NaN."""
+    row = tl.program_id(0).to(tl.int64)
+    num_blocks = tl.cdiv(vocab_size, BLOCK)
+    blocks = tl.arange(0, COLUMNS)
+    if tl.load(temperatures_ptr + row) > 0:
+        upto = tl.cumsum(tl.load(sums_ptr + row * num_blocks + blocks, mask=blocks < num_blocks, other=0.0), 0)
+        total = tl.sum(tl.where(blocks == num_blocks - 1, upto, 0.0), 0)
+        drawn = _random(tl.load(seeds_ptr + row), tl.load(positions_ptr + row)) * total
+        block = tl.min(tl.where((upto > drawn) & (blocks < num_blocks), blocks, num_blocks - 1), 0)
+        before = tl.sum(tl.where(blocks == block - 1, upto, 0.0), 0)
+        tokens = block * BLOCK + tl.arange(0, BLOCK)
+        weights = _weights(
+            weights_ptr,
+            temperatures_ptr,
+            min_ps_ptr,
+            peaks_ptr,
+            masses_ptr,
+            row,
+            tokens,
+            stride,
+            vocab_size,
+            BLOCK,
+            COLUMNS,
+            IS_PROBS,
+        )
+        inside = before + tl.cumsum(weights, 0)
+        # Sums in another order differ in the last bit: none may exceed it, or one of weight 0.
+        last = tl.max(tl.where(weights > 0, tokens, -1), 0)
+        last = tl.where(last < 0, vocab_size - 1, last)
+        token = tl.min(tl.where((inside > drawn) & (weights > 0), tokens, last), 0)
+        token = tl.where(total == total, token, vocab_size - 1)
+    else:
+        peaks = tl.load(peaks_ptr + row * num_blocks + blocks, mask=blocks < num_blocks, other=float("-inf"))
+        _, block = tl.max(peaks, 0, return_indices=True)
+        token = tl.load(places_ptr + row * num_blocks + tl.minimum(tl.maximum(block, 0), num_blocks - 1))
+    tl.store(tokens_ptr + row, token.to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["num_rows"])
