@@ -251,6 +251,16 @@ def test_pools_that_do_not_fit_are_named():
         KVPages(torch.zeros(1, 2, 3, 4, 5), torch.zeros(1, 2, 3, 4, 5, device="meta"))
 
 
+class OnGpu(KVPages):
+    """Pages that say so."""
+
+    is_cuda, device = True, torch.device("cuda")
+
+    def __init__(self, run_bytes: int, layer_stride: int) -> None:
+        shape, strides = (2, 1, run_bytes), (layer_stride, run_bytes, 1)
+        super().__init__(torch.empty_strided(shape, strides, dtype=torch.uint8, device="meta"))
+
+
 def test_picking_a_backend(monkeypatch: pytest.MonkeyPatch):
     pick = kvcacheio.pick_backend
     for has_library, chosen in ((True, "cpu"), (False, "reference")):
@@ -272,8 +282,14 @@ def test_picking_a_backend(monkeypatch: pytest.MonkeyPatch):
     installed |= {"cupy": True, "triton": True}
     for batch, chosen in ((None, "kernel"), (object(), "dma")):
         monkeypatch.setattr(kvcacheio.pick, "memcpy_batch", lambda batch=batch: batch)
-        assert pick("auto", "cuda", 128 << 10) == pick("auto", "cuda", 16 << 10, to_host=True) == chosen
-        assert pick("auto", "cuda", 16 << 10) == pick("auto", "cuda", 2 << 10, to_host=True) == "kernel"
+        assert pick("auto", "cuda", 128 << 10) == pick("auto", "cuda", 16 << 10, in_rows=True) == chosen
+        assert pick("auto", "cuda", 16 << 10) == pick("auto", "cuda", 2 << 10, in_rows=True) == "kernel"
+        # From the memory of a peer as from the host's; to the host by rows, where a layer is no longer than a pitch.
+        device, peer = OnGpu(128 << 10, 1 << 30), OnGpu(128 << 10, 128 << 10)
+        assert kvcacheio.pick_between("auto", peer, device) == chosen
+        host = KVPages(torch.empty(1, 1, 1))
+        assert kvcacheio.pick_between("auto", OnGpu(16 << 10, 1 << 30), host) == chosen
+        assert kvcacheio.pick_between("auto", OnGpu(16 << 10, 1 << 31), host) == "kernel"
     assert [kvcacheio.page_size_for_dma(size) for size in (2048, 1000, 512 << 10)] == [32, 128, 1]
     installed |= {"cupy": False, "triton": False}
     with pytest.raises(KVLayoutError, match="use dma instead"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 
@@ -49,6 +51,17 @@ def test_rows_are_layers_where_a_run_is_shorter_than_the_layers():
     assert len(long) == 2 * LAYERS and {(c[3], c[4], c[5], c[6]) for c in long} == {(RUN, 50, RUN, PAGE)}
 
 
+def test_short_runs_of_large_pages_go_together_where_rows_cannot_be_layers():
+    run = 32 << 10
+    layer_first = Side((PAGES * run,), (run,))
+    page_first = Side((run,), (LAYERS * run,))
+    pages = np.array([*range(8), 20, 21, 22, 40])
+    for width, lengths in ((run, {8: 1, 1: 4}), (run // 2, {8: 1, 3: 1, 1: 1})):
+        pools = PoolPair(layer_first, page_first, (width,), LAYERS)
+        heights = plan_copies(pages, pages, pools, max_pitch=PAGES * run - 1)["height"]
+        assert Counter(heights.tolist()) == {height: n * LAYERS for height, n in lengths.items()}
+
+
 def test_whole_pages_without_gaps_are_one_copy():
     assert copies([3, 4, 9], [0, 1, 2], PAGE_FIRST, PAGE_FIRST) == [
         (0, 3 * PAGE, 0, 2 * PAGE, 1, 2 * PAGE, 2 * PAGE),
@@ -79,8 +92,9 @@ def test_no_pitch_is_larger_than_a_gpu_allows():
 
 
 @pytest.mark.parametrize("seed", range(20), ids="seed{}".format)
-def test_every_byte_is_written_once_whatever_the_limits(seed: int):
+def test_every_byte_is_written_once_whatever_the_limits(seed: int, monkeypatch: pytest.MonkeyPatch):
     rng = np.random.default_rng(seed)
+    monkeypatch.setattr("sgl_kernel.kvcacheio.plan._IN_ONE_CALL_FROM", int(rng.choice([RUN, 2 * RUN])))
     sides = [LAYER_FIRST, PAGE_FIRST]
     src, dst = sides[rng.integers(2)], sides[rng.integers(2)]
     n = int(rng.integers(1, 30))

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from sgl_kernel.kvcacheio import KVLayoutError, dma
+from sgl_kernel.kvcacheio import KVLayoutError, KVPages, dma, transfer_kv_all_layer_pf_lf
 from sglang.srt.mem_cache.copy_parts import CopyPart
 from sglang.srt.mem_cache.link import CopyLink, CopyOptions, index_device
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
@@ -26,6 +26,7 @@ from sglang.srt.mem_cache.rate_limit import RateLimit
 from sglang.srt.mem_cache.transfer import (
     D2H,
     H2D,
+    P2H,
     GateError,
     LayerGate,
     LoadFailedError,
@@ -333,6 +334,31 @@ def test_a_load_of_nothing_completes(stream):
     link.submit(pools.load(0, ids(), ids()))
     settle(stream)
     assert link.poll() == [OpResult(0, True)]
+
+
+@pytest.mark.parametrize("windowed", [(), WINDOWED])
+def test_what_moves_from_peers_is_copied_at_once(stream, windowed: tuple[bool, ...], monkeypatch):
+    """No launch waits for its layers, and in pages that lie page by page a page is one run."""
+    pools = Pools()
+    peer, host = MHATokenToKVPoolHost(pools.device, 8, "page_first"), pools.host
+    peer.kv.copy_(torch.randn(peer.kv.shape))
+    before = raw(peer.kv)
+    sizes = []
+
+    def spy(src: KVPages, dst: KVPages, *args: Any, **options: Any) -> None:
+        sizes.append(src.num_layers)
+        transfer_kv_all_layer_pf_lf(src, dst, *args, **options)
+
+    monkeypatch.setattr("sglang.srt.mem_cache.link.transfer_kv_all_layer_pf_lf", spy)
+    link = CopyLink(P2H, host, peer, stream, no_fence, options=CopyOptions(windowed=windowed))
+    op = TransferOp(Ticket(P2H, 0), Tier.PEER, Tier.HOST, ids(3, 4, 5), ids(0, 9, 2), 3 * pools.page_bytes)
+    link.submit(op)
+    link.submit(replace(op, ticket=Ticket(P2H, 1), src_frames=ids(7, 1), dst_frames=ids(4, 5), full_only=1))
+    settle(stream)
+    assert link.poll() == [OpResult(0, True, seconds=ANY), OpResult(1, True, seconds=ANY)]
+    after = raw(host.kv)
+    assert np.array_equal(after[[0, 9, 2, 5]], before[[3, 4, 5, 1]])
+    assert sizes == [LAYERS, *([1, 1, 1] if windowed else [LAYERS])]
 
 
 # -- order between streams, on the emulator ----------------------------------------------------------------------

@@ -66,9 +66,14 @@ SCHEDULER_COMMAND = (sys.executable, "-m", "sglang.srt.managers.scheduler_proces
 _MAX_ANSWERS = 1 << 16
 DETOKENIZER_COMMAND = (sys.executable, "-m", "sglang.srt.managers.detokenizer_manager")
 
-# Torch's threads sleep between its parallel operations. Spinning, they held the cores that the threads of our own
-# kernels wait for: a prompt of 512 tokens took a third more of the processor's time. Read when OpenMP is loaded.
-_CHILD_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
+_CHILD_ENVIRONMENT = {
+    # Torch's threads sleep between its parallel operations. Spinning, they held the cores that the threads of our own
+    # kernels wait for: a prompt of 512 tokens took a third more of the processor's time. Read when OpenMP is loaded.
+    "OMP_WAIT_POLICY": "passive",
+    # Work queues of a GPU; with peers and layer streaming there are more streams than the 8 that it has else, and two
+    # that share a queue wait for each other's kernels and copies. Read when CUDA starts.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+}
 _WATCH_INTERVAL_S = 0.1
 _STOP_TIMEOUT_S = 10.0
 _STOP_INTERVAL_S = 0.02

@@ -38,8 +38,8 @@ from sglang.srt.utils.stream import Stream
 
 logger = logging.getLogger(__name__)
 
-# Pages that are compared at a time; that many are copied twice.
-_PAGES_AT_A_TIME = 64
+# So much is compared at a time, a page at least. It takes seven times as much memory, beside the pool.
+_BYTES_AT_A_TIME = 32 << 20
 # Files of evidence that are kept, the first ones.
 _MAX_FILES = 16
 _SMALLEST = 1e-30
@@ -107,8 +107,9 @@ class CheckLink:
 
     def _first_differing(self, op: CheckOp) -> int | None:
         """The place of the first page that differs among the operation's."""
-        for start in range(0, len(op.src_frames), _PAGES_AT_A_TIME):
-            part = slice(start, start + _PAGES_AT_A_TIME)
+        at_a_time = max(1, _BYTES_AT_A_TIME // self._pool.page_layout.page_bytes)
+        for start in range(0, len(op.src_frames), at_a_time):
+            part = slice(start, start + at_a_time)
             cached, computed = self._read_both(op, part)
             differs = torch.zeros(len(op.src_frames[part]), dtype=torch.bool, device=self._pool.kv.device)
             for of_cached, of_computed in zip(cached, computed):

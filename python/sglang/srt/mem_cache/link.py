@@ -180,8 +180,13 @@ class CopyLink:
         # For all layers, and for loads that leave some out.
         kinds = windowed if self._is_hybrid else ()
         self._backups = copy_parts(pages, host_pool.kv_pages, range(pages.num_layers), kinds)
-        self._loads = load_parts(pages, host_pool.kv_pages, at_once, kinds)
-        self._cut_loads = load_parts(pages, host_pool.kv_pages, at_once, windowed)
+        if name in LOAD_LINKS.values() or self._copier is not None:
+            self._loads = load_parts(pages, host_pool.kv_pages, at_once, kinds)
+            self._cut_loads = load_parts(pages, host_pool.kv_pages, at_once, windowed)
+        else:
+            # Nothing waits for single layers of what moves from peers.
+            self._loads = self._backups
+            self._cut_loads = copy_parts(pages, host_pool.kv_pages, range(pages.num_layers), windowed)
         # For loads that are one kernel each, which cannot be held back between layers.
         self._flags: LayerFlags | None = None
         is_persistent = in_groups and self._load_backend == "persistent" and self.rate_limit is None
@@ -345,9 +350,8 @@ class CopyLink:
 
 
 def kernel_links_of(io_backend: str, run_bytes: int, device: torch.device) -> tuple[str, ...]:
-    """Links whose loads are kernels of a GPU. run_bytes: of a page and layer in the host's pool."""
-    runs = {H2D: run_bytes, P2D: 0}
-    return tuple(link for link, size in runs.items() if pick_backend(io_backend, device, size) in KERNELS)
+    """Links whose loads are kernels of a GPU. run_bytes: of a page and layer."""
+    return (H2D, P2D) if pick_backend(io_backend, device, run_bytes) in KERNELS else ()
 
 
 def page_numbers_device(pool: HasPages, io_backend: str, device: torch.device) -> torch.device:

@@ -17,6 +17,7 @@ from sgl_kernel.cpu.library import LIBRARY
 from sgl_kernel.kvcacheio import layer_flags
 from sgl_kernel.kvcacheio.layout import KVLayoutError, KVPages
 from sgl_kernel.kvcacheio.memcpy_batch import memcpy_batch
+from sgl_kernel.kvcacheio.plan import MAX_PITCH
 
 # Those that copy in host memory only.
 HOST_BACKENDS = ("cpu", "reference")
@@ -24,9 +25,10 @@ HOST_BACKENDS = ("cpu", "reference")
 KERNELS = ("kernel", "cuda", "triton", "bulk", "persistent")
 # Compute capability.
 _BULK_FROM = (9, 0)
-# Bytes of a page and layer from which on `auto` is `dma`. A page that is backed up is one 2-D copy.
-_DMA_LOADS_FROM = 64 << 10
-_DMA_BACKUPS_FROM = 16 << 10
+# Bytes of a page and layer from which on `auto` is `dma`, and the same where a page is one 2-D copy, as in backups to
+# the host unless a layer of the device's pool is larger than a pitch may be.
+_DMA_FROM = 64 << 10
+_DMA_ROWS_FROM = 16 << 10
 # The names that a user may request. cuda and triton are the two implementations of kernel; bulk, by the copies that
 # Hopper makes by itself, is for comparison. persistent is cuda, but a load is one kernel for all layers.
 BACKENDS = ("auto", "kernel", "dma", "direct", "cuda", "triton", "bulk", "persistent", *HOST_BACKENDS)
@@ -35,18 +37,18 @@ BACKENDS = ("auto", "kernel", "dma", "direct", "cuda", "triton", "bulk", "persis
 def pick_between(requested: str, src: KVPages, dst: KVPages) -> str:
     """`pick_backend` for copies between two pools."""
     device = dst.device if dst.is_cuda else src.device
-    run_bytes = max(src.run_bytes) if src.is_cuda != dst.is_cuda else 0
-    return pick_backend(requested, device, run_bytes, to_host=not dst.is_cuda)
+    is_short = max(each.stride(0) * each.dtype.itemsize for each in src.components) <= MAX_PITCH
+    return pick_backend(requested, device, max(src.run_bytes), in_rows=not dst.is_cuda and is_short)
 
 
-def pick_backend(requested: str, device: torch.device | str, run_bytes: int = 0, to_host: bool = False) -> str:
+def pick_backend(requested: str, device: torch.device | str, run_bytes: int = 0, in_rows: bool = False) -> str:
     """The backend that carries out a transfer: of BACKENDS, but not auto.
 
-    device: the GPU's, or cpu if no GPU is involved. On the CPU `auto` and all kernels are `cpu`, or
-    the reference where nothing can be compiled; `dma` and `direct` execute their plans in numpy. On a GPU, `auto` is
-    `kernel`, but `dma` for large runs of a page and layer between host and GPU (run_bytes; 0 for copies within the
-    GPU), where the driver takes copies in batches, and where no kernel can be compiled (neither CuPy nor Triton is
-    installed).
+    device: the GPU's, or cpu if no GPU is involved. in_rows: each page is one 2-D copy, whose rows are its layers. On
+    the CPU `auto` and all kernels are `cpu`, or the reference where nothing can be compiled; `dma` and `direct`
+    execute their plans in numpy. On a GPU, `auto` is `kernel`, but `dma` for large runs of a page and layer
+    (run_bytes), where the driver takes copies in batches, and where no kernel can be compiled (neither CuPy nor
+    Triton is installed).
     """
     if requested not in BACKENDS:
         raise KVLayoutError(f"backend {requested!r} is none of {', '.join(BACKENDS)}")
@@ -56,7 +58,7 @@ def pick_backend(requested: str, device: torch.device | str, run_bytes: int = 0,
         return "cpu" if LIBRARY.is_available() else "reference"
     if requested != "auto":
         return requested
-    if run_bytes >= (_DMA_BACKUPS_FROM if to_host else _DMA_LOADS_FROM) and _copies_in_batches():
+    if run_bytes >= (_DMA_ROWS_FROM if in_rows else _DMA_FROM) and _copies_in_batches():
         return "dma"
     return "kernel" if _installed("cupy") or _installed("triton") else "dma"
 
@@ -64,7 +66,7 @@ def pick_backend(requested: str, device: torch.device | str, run_bytes: int = 0,
 def page_size_for_dma(token_bytes: int) -> int:
     """The smallest page, a power of two, that `auto` loads by copy engines. token_bytes: of the largest component of
     a token and layer."""
-    return 1 << (-(-_DMA_LOADS_FROM // token_bytes) - 1).bit_length()
+    return 1 << (-(-_DMA_FROM // token_bytes) - 1).bit_length()
 
 
 def available_kernel(requested: str) -> str:

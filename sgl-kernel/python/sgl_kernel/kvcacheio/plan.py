@@ -38,6 +38,10 @@ COPY = np.dtype(
 )
 # cudaDevAttrMaxPitch of every current GPU. A pool's layer stride can be larger.
 MAX_PITCH = (1 << 31) - 1
+# A 2-D copy is a call of its own, linear copies go in one call together. Of pages with so many bytes, runs of fewer
+# pages are issued sooner page by page.
+_IN_ONE_CALL_FROM = 32 << 10
+_FEW_ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,16 @@ class _PageRuns:
         within -= np.repeat(np.cumsum(lengths) - lengths, lengths)
         src_pages, dst_pages = (np.repeat(pages, lengths) + within for pages in (self.src_pages, self.dst_pages))
         return _PageRuns(src_pages, dst_pages, np.ones_like(within))
+
+    def split_below(self, length: int) -> _PageRuns:
+        """The same pages, those of shorter runs in runs of one page each."""
+        is_short = self.lengths < length
+        short, long = self.only(is_short).single_pages(), self.only(~is_short)
+        return _PageRuns(
+            np.concatenate([long.src_pages, short.src_pages]),
+            np.concatenate([long.dst_pages, short.dst_pages]),
+            np.concatenate([long.lengths, short.lengths]),
+        )
 
 
 @dataclass(frozen=True)
@@ -147,6 +161,8 @@ def _plan_one(component: _Component, runs: _PageRuns, max_pitch: int) -> np.ndar
     if not rows_of_pages:
         # The pitch is too large for a 2-D copy, so that every page is copied alone.
         runs = runs.single_pages()
+    elif num_layers > 1 and not rows_of_layers and not linear and width >= _IN_ONE_CALL_FROM:
+        runs = runs.split_below(_FEW_ROWS)
     # The runs whose rows are layers, with one copy per page. The others have one copy per layer.
     by_layer = np.zeros(len(runs.lengths), bool) if not rows_of_layers else runs.lengths < num_layers
     parts: list[np.ndarray] = []
