@@ -42,8 +42,8 @@ class ThreadGroup(TensorParallelGroup):
     def reduce_min(self, values: torch.Tensor) -> torch.Tensor:
         return values.copy_(torch.stack(self.meeting.exchange(self.rank, values)).amin(0))
 
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat(self.meeting.exchange(self.rank, x), dim=-1)
+    def all_gather(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.cat(self.meeting.exchange(self.rank, x), dim=-1).to(dtype or x.dtype)
 
 
 def thread_groups(size: int, timeout_s: float = 120.0) -> list[ThreadGroup]:

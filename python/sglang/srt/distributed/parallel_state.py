@@ -104,13 +104,17 @@ class TensorParallelGroup:
             self.all_reduce(torch.zeros(1, device=device))
             torch.cuda.synchronize(device)
 
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Concatenate the ranks' x: (..., n) to (..., size * n), in the order of ranks."""
+    def all_gather(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Concatenate the ranks' x: (..., n) to (..., size * n), in the order of ranks, and in another dtype if it is
+        given."""
         if self.size == 1:
-            return x
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        dist.all_gather(parts, x.contiguous(), group=self.model)
-        return torch.cat(parts, dim=-1)
+            return x if dtype is None else x.to(dtype)
+        of_ranks = x.new_empty((self.size, *x.shape))
+        if x.numel():
+            dist.all_gather_into_tensor(of_ranks.flatten(0, 1), x.contiguous(), group=self.model)
+        # One copy puts them side by side.
+        together = torch.empty((*x.shape[:-1], self.size, x.shape[-1]), dtype=dtype or x.dtype, device=x.device)
+        return together.copy_(of_ranks.movedim(0, -2)).flatten(-2)
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         """Rank 0's x, in place, on the model's group."""

@@ -71,4 +71,4 @@ class ParallelLMHead(_VocabRows):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: (num_rows, hidden_size). Returns logits of the whole vocabulary, (num_rows, vocab_size) float32, on
         every rank."""
-        return self.group.all_gather(self.product(hidden))[:, : self.shard.full].float()
+        return self.group.all_gather(self.product(hidden), torch.float32)[:, : self.shard.full].contiguous()
