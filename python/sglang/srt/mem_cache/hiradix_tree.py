@@ -359,6 +359,8 @@ class HiRadixTree:
             common = common_len(child.key, tokens, pos, len(tokens), page)
             if common < len(child.key):
                 child = self.split(child, common)
+            child.last_access = max(child.last_access, launch)
+            child.priority = max(child.priority, priority)
             offered = frames[pos // page : (pos + common) // page]
             mine = child.frames[Tier.DEVICE]
             if mine is not None and not child.is_partial:
@@ -374,15 +376,11 @@ class HiRadixTree:
                     replaced.cached.append((mine, max(child.fences[_DEVICE], child.last_use)))
                     self.pages.left(child, _DEVICE)
                 self._set_frames(child, Tier.DEVICE, offered, None, fence)
-                child.last_access = launch
                 # If it was locked as the source of a load, it need not stay on the host any more.
                 for tier in FRAME_TIERS:
                     self._offer(child, tier)
                 taken.append(offered)
                 created.append(child)
-            child.last_access = launch
-            if priority > child.priority:
-                child.priority = priority
             node = child
             pos += common
         none = frames[:0]
