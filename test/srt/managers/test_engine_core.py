@@ -218,6 +218,24 @@ def asked() -> TokenizedGenerateReqInput:
     return TokenizedGenerateReqInput(rid="a", input_ids=ids_to_bytes([5, 6, 7]), sampling_params=params)
 
 
+def test_a_step_follows_a_launch_at_once_only_where_another_may_be_issued() -> None:
+    rank = ScriptedRank()
+    rank.core.step(0.0, rank.core.progress(), [asked()])
+    nothing_new = rank.core.progress()
+    assert rank.core.has_work(0.0)
+    rank.core.step(0.0, nothing_new)
+    assert len(rank.executor.launches) == rank.core.scheduler.config.max_ahead == 2
+    rank.core.progress()
+    assert not rank.core.has_work(0.0)
+    rank.ends(0, 1.0)
+    completed = rank.core.progress()
+    assert rank.core.has_work(0.0)
+    rank.core.step(0.0, completed)
+    assert len(rank.executor.launches) == 3
+    rank.core.progress()
+    assert not rank.core.has_work(0.0)
+
+
 def test_no_cost_is_lost_or_used_twice_while_a_rank_is_behind() -> None:
     """Rank 1 reports each launch two steps after rank 0: each cost is learned when both have it, by both, once."""
     record = io.BytesIO()

@@ -145,6 +145,11 @@ class Scheduler:
         return len(self.queues)
 
     @property
+    def may_launch(self) -> bool:
+        """Whether a launch may follow those that are issued."""
+        return self.clock.next - self.clock.done < self.config.max_ahead
+
+    @property
     def wake_at(self) -> float | None:
         """Seconds, as in `StepInputs.now`: a step is due then even if nothing comes in."""
         slabs_at = [each.wake_at for each in (self.lender, self.borrower) if each is not None]
@@ -194,7 +199,7 @@ class Scheduler:
             for req, message in self._too_long.take_ended(self.queues.waiting, inputs.now):
                 self._leave(req)
                 self._end(req, end_without_room(req, message))
-        launch = self._issue(inputs.now) if self.clock.next - self.clock.done < self.config.max_ahead else None
+        launch = self._issue(inputs.now) if self.may_launch else None
         self.cache_admin.step(inputs.now)
         replies += self.cache_admin.take_replies()
         self.cache.write_ahead(len(self.queues.running))
