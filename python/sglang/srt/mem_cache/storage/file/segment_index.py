@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
@@ -93,7 +93,7 @@ class Segment:
 class SegmentIndex:
     """`key in index`: whether a block is stored. A place is a segment's number and a slot in it."""
 
-    def __init__(self, wall_ns: Callable[[], int] = time.time_ns) -> None:
+    def __init__(self) -> None:
         self.places: dict[bytes, int] = {}
         # Blocks that a process is writing, or was writing when it died.
         self.claims: dict[bytes, int] = {}
@@ -109,7 +109,7 @@ class SegmentIndex:
         self.next_number = 1
         # Blocks that were taken out; None: that is not noted.
         self.taken_out: deque[bytes] | None = None
-        self._wall_ns = wall_ns
+        self._wall_ns = time.time_ns
         self._last_ns = 0
         self._open_files: OrderedDict[int, Segment] = OrderedDict()
 
