@@ -10,9 +10,12 @@ STAMP := $(VENV)/.setup-done
 WHEELS ?=
 GPU_SITE := build/gpu-site
 GPU_PYTHON = $(or $(wildcard $(PY)),$(PYTHON))
-GPU_PATH = PYTHONPATH="python:sgl-kernel/python:test:$(if $(WHEELS),$(GPU_SITE):)$$PYTHONPATH"
+# As many work queues as the server asks for.
+GPU_PATH = CUDA_DEVICE_MAX_CONNECTIONS=32 PYTHONPATH="python:sgl-kernel/python:test:$(if $(WHEELS),$(GPU_SITE):)$$PYTHONPATH"
 GPU_PY = $(GPU_PATH) $(GPU_PYTHON)
-GPU_PARALLEL ?= --numprocesses 8 --dist worksteal
+GPU_TESTS = $(GPU_PY) -m pytest $(GPU_PARALLEL)
+# A kernel that hangs costs its process, in whose place another one runs the other tests.
+GPU_PARALLEL ?= --numprocesses 14 --dist worksteal --timeout 120 --timeout-method thread
 # Of that Python, for which `make wheels` fetches.
 GPU_PYTHON_VERSION ?= 3.12
 # What is tested on the CPU, on an emulated device (test-all) and on a GPU.
@@ -73,7 +76,7 @@ serve: setup
 check: setup
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
-	$(PY) -m mypy python/sglang sgl-kernel/python/sgl_kernel test/support
+	$(PY) -m mypy python/sglang sgl-kernel/python/sgl_kernel test/support benchmark
 	$(PY) -m pytest -x test/test_smallest.py
 
 test: setup
@@ -109,14 +112,18 @@ $(CLIENTS)/.setup-done: $(STAMP)
 		sglang-router smg
 	touch $@
 
-# Equality, tiers and failures with the pools on the GPU, which are worth most, then with copy engines, and with loads
-# by one kernel. Then the kernels: only the files that have such tests, as the others' imports may be missing where
-# nothing can be installed. Triton compiles for minutes, so that several processes pay.
+# The kernels first, which explain most of what fails behind them: only the files that have such tests, as the others'
+# imports may be missing where nothing can be installed. Triton compiles for minutes, so that several processes pay.
+# Then equality, tiers and failures with the pools on the GPU, with copy engines, and with loads by one kernel. What
+# fails stops nothing.
 test-gpu: gpu-site
-	SGLANG_TEST_DEVICE=cuda $(GPU_PY) -m pytest $(GPU_PARALLEL) -m 'not slow' $(DEVICE_SUITES)
-	for backend in dma persistent; do SGLANG_TEST_DEVICE=cuda SGLANG_TEST_IO_BACKEND=$$backend $(GPU_PY) -m pytest \
-		$(GPU_PARALLEL) -m 'not slow' $(DEVICE_SUITES) || exit 1; done
-	$(GPU_PY) -m pytest $(GPU_PARALLEL) -m gpu $$(grep -rlE --include='test_*.py' 'pytest\.mark\.gpu' test)
+	failed=0; \
+	$(GPU_TESTS) -m gpu $$(grep -rlE --include='test_*.py' 'pytest\.mark\.gpu' test) || failed=1; \
+	SGLANG_TEST_DEVICE=cuda $(GPU_TESTS) -m slow test/srt/managers/test_exactness.py || failed=1; \
+	for backend in auto dma persistent; do SGLANG_TEST_DEVICE=cuda SGLANG_TEST_IO_BACKEND=$$backend \
+		$(GPU_TESTS) -m 'not slow' $(DEVICE_SUITES) || failed=1; done; \
+	SGLANG_TEST_IO_BACKEND=dma $(GPU_TESTS) -m gpu test/srt/peer/memory/test_borrowed_memory.py || failed=1; \
+	exit $$failed
 
 # Our kernels' accesses, by CUDA's memory checker; allocations one by one, so that it knows where each ends. A graph
 # cannot be captured with those.
@@ -126,7 +133,8 @@ memcheck-gpu: gpu-site
 		test/sgl_kernel/test_elementwise.py test/sgl_kernel/test_triton_kernels.py test/sgl_kernel/test_quantized.py \
 		test/sgl_kernel/test_expert_products.py test/srt/layers/attention/test_triton_backend.py
 
-# Under nine minutes; tables, the shortest last, and JSON in $$OUT or bench-out/. MODELS=1: experts, latents, fp8.
+# Under nine minutes; tables, the shortest last, JSON in bench-out/, and all of it in one file in $$OUT, where that is
+# set. MODELS=1: experts, latents, fp8.
 bench-gpu: gpu-site
 	$(GPU_PY) -m benchmark.gpu $(if $(MODELS),--models) $(if $(BUDGET_S),--budget-s $(BUDGET_S))
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -96,6 +96,7 @@ LATENT_GPU_BATCHES = (
     Batch(32, 4096, 1),
     Batch(1, 32768, 1),
     Batch(32, 32768, 1),
+    Batch(1, 65536, 1),
     Batch(1, 12288, 48),
     Batch(1, 0, 2048),
 )
@@ -240,16 +241,22 @@ def main() -> None:
             write_json(report, vars(args), rows, complete=False)
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU, one thread"
     print_table(f"One layer of attention, {args.heads} heads on {args.kv_heads} of {args.head_dim}, {where}", rows)
-    masked = masked_rows(bench, names)
-    print_table("With windows and capped scores, pages of 1", masked)
+
+    def add(title: str, found: Iterable[dict[str, object]]) -> None:
+        """Written as they come, in case the time runs out."""
+        begin = len(rows)
+        for row in found:
+            rows.append(row)
+            write_json(report, vars(args), rows, complete=False)
+        print_table(title, rows[begin:])
+
+    add("With windows and capped scores, pages of 1", masked_rows(bench, names))
     del bench
-    latents = latent_rows(device, args.rounds, kv_dtype, names)
-    print_table(f"Latents of {LATENT_DIM}, pages of 64 and 1", latents)
-    expanded: list[dict[str, object]] = []
+    add(f"Latents of {LATENT_DIM}, pages of 64 and 1", latent_rows(device, args.rounds, kv_dtype, names))
     if device == "cuda" and "triton" in names:
         expanded = expanded_rows(args.rounds, kv_dtype, EXPANDED_GPU_BATCHES)
-        print_table("Long extends, as queries of latents and by keys and values of the heads", expanded)
-    write_json(report, vars(args), rows + masked + latents + expanded)
+        add("Long extends, as queries of latents and by keys and values of the heads", expanded)
+    write_json(report, vars(args), rows)
 
 
 def measured(bench: Bench, names: list[str], batch: Batch, page_size: int) -> list[dict[str, object]]:
@@ -276,8 +283,9 @@ def measured(bench: Bench, names: list[str], batch: Batch, page_size: int) -> li
     ]
 
 
-def latent_rows(device: str, rounds: int, kv_dtype: torch.dtype | None, names: list[str]) -> list[dict[str, object]]:
-    rows: list[dict[str, object]] = []
+def latent_rows(
+    device: str, rounds: int, kv_dtype: torch.dtype | None, names: list[str]
+) -> Iterator[dict[str, object]]:
     batches = LATENT_GPU_BATCHES if device == "cuda" else LATENT_CPU_BATCHES
     # FlashInfer's refuses latents.
     names = [name for name in names if name != "flashinfer"]
@@ -285,8 +293,7 @@ def latent_rows(device: str, rounds: int, kv_dtype: torch.dtype | None, names: l
         bench = Bench(Shape(heads, 1, LATENT_DIM, LATENT_VALUE_DIM), device, rounds, kv_dtype, batches)
         for batch in batches:
             for page_size in (64, 1):
-                rows += [{"heads": heads, **row} for row in measured(bench, names, batch, page_size)]
-    return rows
+                yield from ({"heads": heads, **row} for row in measured(bench, names, batch, page_size))
 
 
 @dataclass(frozen=True)
@@ -316,10 +323,9 @@ class _Given:
 
 def expanded_rows(
     rounds: int, kv_dtype: torch.dtype | None, batches: Sequence[Batch], device: str = "cuda"
-) -> list[dict[str, object]]:
+) -> Iterator[dict[str, object]]:
     """Of a layer of DeepSeek's attention, between its projections of queries and of its output. Without a scale of
     latents."""
-    rows: list[dict[str, object]] = []
     latent = DEEPSEEK
     for heads in LATENT_HEADS:
         bench = Bench(Shape(heads, 1, LATENT_DIM, LATENT_VALUE_DIM), device, rounds, kv_dtype, batches)
@@ -344,10 +350,7 @@ def expanded_rows(
             for way, seconds, flops in zip(ways, bench.seconds(*works), products, strict=True):
                 seconds /= bench.num_layers
                 row = {"heads": heads, "batch": batch.name, "beside": batch.beside.name if batch.beside else ""}
-                rows.append(
-                    row | {"way": way, "ms": seconds * 1e3, "TFLOP/s": flops / seconds / 1e12, "error": error}
-                )
-    return rows
+                yield row | {"way": way, "ms": seconds * 1e3, "TFLOP/s": flops / seconds / 1e12, "error": error}
 
 
 def _each(way: Callable[[KVView], torch.Tensor], views: Sequence[KVView]) -> None:
@@ -379,8 +382,7 @@ def products_of(batch: Batch, heads: int) -> tuple[float, float]:
     return 2.0 * heads * of_absorbed, 2.0 * heads * of_expanded
 
 
-def masked_rows(bench: Bench, names: list[str]) -> list[dict[str, object]]:
-    rows: list[dict[str, object]] = []
+def masked_rows(bench: Bench, names: list[str]) -> Iterator[dict[str, object]]:
     for batch in MASKED_GPU_BATCHES if bench.device == "cuda" else CPU_BATCHES[1:3]:
         for mask, options in MASKS.items():
             ways: dict[str, Attend] = {"torch": masked_attention}
@@ -389,8 +391,7 @@ def masked_rows(bench: Bench, names: list[str]) -> list[dict[str, object]]:
                 if backend.computes_masked or not options:
                     ways[name] = backend.forward
             for name, seconds in zip(ways, bench.attend([*ways.values()], batch, 1, options)):
-                rows.append({"batch": batch.name, "mask": mask, "backend": name, "ms": seconds * 1e3})
-    return rows
+                yield {"batch": batch.name, "mask": mask, "backend": name, "ms": seconds * 1e3}
 
 
 if __name__ == "__main__":

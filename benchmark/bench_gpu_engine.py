@@ -315,11 +315,18 @@ class Rig:
         return [rng.integers(10, min(self.model.config.vocab_size, 100_000) - 100, n) for n in lengths]
 
     def serve(
-        self, prompts: list[np.ndarray], output: int, until: float = float("inf"), temperature: float = 0.0
+        self,
+        prompts: list[np.ndarray],
+        output: int,
+        until: float = float("inf"),
+        temperature: float = 0.0,
+        top_p: float = 1.0,
     ) -> Served:
         """until: of time.monotonic(). After that time the engine cannot be used any more."""
         served = Served(num_requests=len(prompts))
-        sampling = SamplingParams(max_new_tokens=output, temperature=temperature, ignore_eos=True, sampling_seed=0)
+        sampling = SamplingParams(
+            max_new_tokens=output, temperature=temperature, top_p=top_p, ignore_eos=True, sampling_seed=0
+        )
         start = time.perf_counter()
 
         def look(decision: BatchDecision) -> None:
@@ -448,16 +455,15 @@ class Bench:
                 continue  # once will do: it is the host's time
             room = batch * (context + output) * 5 // 4 + 64
             options = {"graph_batch_size": batch if graphs else 0, "chunked_prefill_size": self.sizes.chunk}
-            # What drawing costs shows at one size.
-            temperatures = (
-                (0.0, 1.0) if (batch, context, graphs) == (*self.sizes.decodes[0], has_graphs[0]) else (0.0,)
-            )
+            # Temperature and top-p. What drawing costs shows at one size.
+            is_first = (batch, context, graphs) == (*self.sizes.decodes[0], has_graphs[0])
+            ways = ((0.0, 1.0), (1.0, 1.0), (1.0, 0.9)) if is_first else ((0.0, 1.0),)
             with rig_of(self.model, 1, room, **options) as rig:
                 rig.warm_up()
-                for temperature in temperatures:
+                for temperature, top_p in ways:
                     rig.results.clear()
                     prompts = rig.prompts(np.random.default_rng(2), *[context] * batch)
-                    served = rig.serve(prompts, output, temperature=temperature)
+                    served = rig.serve(prompts, output, temperature=temperature, top_p=top_p)
                     rig.engine.settle()
                     full = [seq for seq, size in served.decodes if size == batch]
                     wall = (rig.over_at[full[-1]] - rig.over_at[full[0]]) / (len(full) - 1)
@@ -468,6 +474,7 @@ class Bench:
                         "batch": batch,
                         "context": context,
                         "temperature": temperature,
+                        "top-p": top_p,
                         "graphs": "yes" if graphs else "no",
                         "step ms": 1e3 * wall,
                         "launch ms": 1e3 * percentiles(busy, 50)[0],

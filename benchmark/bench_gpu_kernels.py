@@ -173,8 +173,11 @@ def main() -> None:
     with rig_of(model, 1, 3 * prompt + 512, chunked_prefill_size=prompt, max_prefill_tokens=prompt) as rig:
         add(f"prefill of {prompt}", prefill_kernels(rig, prompt))
     document, lengths = (12288, (48, 512, 2048)) if cuda else (64, (8,))
-    found = list(host_rows(model, document, lengths, args.profile_host))
-    rows.extend({"part": "host", **row} for row in found)
+    found: list[dict[str, Any]] = []
+    for row in host_rows(model, document, lengths, args.profile_host):
+        found.append(row)
+        rows.append({"part": "host", **row})
+        write_json(f"gpu_kernels_{args.device}", vars(args), rows, complete=False)
     print_table("A short prompt behind a document on the device", found)
     write_json(f"gpu_kernels_{args.device}", vars(args), rows)
 

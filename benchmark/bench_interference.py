@@ -81,6 +81,11 @@ class Case:
     page_size: int = 0
     order: str = ""
     urgent: bool = False
+    # Loads from a pool of the same device, as slabs of a peer on it are.
+    from_peer: bool = False
+
+    def can(self, direction: str) -> bool:
+        return self.variant is None or (self.variant.can(direction) and (direction == "load" or not self.from_peer))
 
     def is_urgent(self, direction: str) -> bool:
         return self.urgent and direction == "load"
@@ -88,7 +93,8 @@ class Case:
     def columns(self, direction: str) -> dict[str, Any]:
         name = self.variant.name if self.variant is not None else "memcpy"
         stream = {"stream": "urgent" if self.is_urgent(direction) else "normal"}
-        return {"variant": name, "page size": self.page_size or None, "pages": self.order, **stream}
+        where = {"from": "peer" if self.from_peer else "host"}
+        return {"variant": name, "page size": self.page_size or None, "pages": self.order, **stream, **where}
 
 
 def cases_on(device: str) -> list[Case]:
@@ -97,7 +103,8 @@ def cases_on(device: str) -> list[Case]:
     cases = [Case(None)]
     if device == "cpu":
         cases += [Case(by_name["reference"], page, "scattered") for page in (1, 16)]
-        return [*cases, Case(by_name["dma"], 1, "in runs"), Case(by_name["direct"], 16, "scattered")]
+        cases += [Case(by_name["dma"], 1, "in runs"), Case(by_name["direct"], 16, "scattered")]
+        return [*cases, Case(by_name["dma"], 16, "scattered", from_peer=True)]
     kernel = "cuda" if "cuda 64" in by_name else "triton"
     # As the engine's loads, whose stream is urgent.
     quotas = [name for name in by_name if name.startswith((f"{kernel} ", "bulk "))]
@@ -108,8 +115,10 @@ def cases_on(device: str) -> list[Case]:
     cases += [Case(in_groups, 1, "scattered", urgent=True)]
     cases += [Case(by_name[name], 1, "scattered", urgent=True) for name in by_name if name.startswith("persistent ")]
     if "dma" in by_name:
-        cases += [Case(by_name["dma"], page, "scattered") for page in (16, 64, 1)]
+        cases += [Case(by_name["dma"], page, "scattered") for page in (16, 64, 1, 256)]
+        cases += [Case(by_name["dma"], 64, "scattered", urgent=True, from_peer=True)]
         cases += [Case(by_name["dma"], page, "in runs") for page in (1, 16)]
+    cases += [Case(in_groups, 64, "scattered", urgent=True, from_peer=True)]
     cases += [Case(by_name[f"{kernel} 64"], page, "scattered", urgent=True) for page in (16, 64)]
     cases += [Case(by_name[f"{kernel} 64"], 1, "scattered")]
     if "dma" in by_name:
@@ -320,12 +329,13 @@ def measure(
 
 
 def rows_of(
-    bench: Bench, sizes: Sizes, works: list[Work], window_s: float, pairs: int, deadline: float
+    of_host: Bench, of_peer: Bench, sizes: Sizes, works: list[Work], window_s: float, pairs: int, deadline: float
 ) -> Iterator[dict[str, Any]]:
     """Ends early at the deadline. A case that fails is a row with its error."""
-    for case in cases_on(bench.device):
+    for case in cases_on(of_host.device):
+        bench = of_peer if case.from_peer else of_host
         for direction in DIRECTIONS:
-            if case.variant is not None and not case.variant.can(direction):
+            if not case.can(direction):
                 continue
             if time.monotonic() > deadline:
                 return
@@ -350,7 +360,10 @@ def main() -> None:
     torch.set_num_threads(1)
     sizes = Sizes() if cuda else TINY
     window_s = args.window_s if cuda else min(args.window_s, 0.01)
-    bench = Bench(sizes.num_tokens, sizes.cache_layers, sizes.kv_heads, sizes.head_dim, args.device)
+    of_host, of_peer = (
+        Bench(sizes.num_tokens, sizes.cache_layers, sizes.kv_heads, sizes.head_dim, args.device, memory)
+        for memory in ("registered", "device")
+    )
     layers = Layers(sizes, args.device)
     with torch.inference_mode():
         works = [
@@ -361,7 +374,7 @@ def main() -> None:
         alone = {work.name: 1e3 * work.step_s / sizes.num_layers for work in works}
         rows: list[dict[str, Any]] = []
         settings = {**vars(args), "sizes": vars(sizes)}
-        for row in rows_of(bench, sizes, works, window_s, args.pairs, deadline):
+        for row in rows_of(of_host, of_peer, sizes, works, window_s, args.pairs, deadline):
             rows.append(row)
             write_json(f"interference_{args.device}", settings, rows, complete=False, layer_ms=alone)
     print("A layer alone, ms: " + ", ".join(f"{name} {ms:.3f}" for name, ms in alone.items()))

@@ -99,7 +99,8 @@ class Pools:
 
 
 class Bench:
-    """A host pool and a device pool of num_tokens tokens, at any page size: the same memory, seen differently."""
+    """A host pool and a device pool of num_tokens tokens, at any page size: the same memory, seen differently.
+    host_memory: registered, pinned by CUDA, or on the device, as a peer's."""
 
     def __init__(
         self, num_tokens: int, num_layers: int, heads: int, dim: int, device: str, host_memory: str = "registered"
@@ -113,6 +114,8 @@ class Bench:
             memory = torch.from_numpy(self._shared.memory)
             pin_memory(memory, cuda_register)
             self.host_memory = memory.view(DTYPE).fill_(1)
+        elif host_memory == "device":
+            self.host_memory = torch.empty(size, dtype=DTYPE, device=device).fill_(1)
         else:
             self.host_memory = torch.empty(size, dtype=DTYPE, pin_memory=cuda).fill_(1)
         self.device_memory = torch.empty(size, dtype=DTYPE, device=device).fill_(2)
@@ -320,7 +323,7 @@ class Run:
 
 def _auto(device: str, direction: str, run_bytes: int) -> str:
     """The variant that `auto` chooses."""
-    chosen = pick_backend("auto", device, run_bytes, to_host=direction != "load")
+    chosen = pick_backend("auto", device, run_bytes, in_rows=direction != "load")
     if chosen != "kernel":
         return chosen
     quota = kvcacheio.default_warps(from_gpu=direction != "load", to_gpu=direction == "load")

@@ -29,6 +29,7 @@ FORMATS = {
     "fp8, a scale per output": MatrixFormat(torch.float8_e4m3fn),
     "fp8, blocks of 128": MatrixFormat(torch.float8_e4m3fn, 128),
     "4 bits, groups of 128": MatrixFormat(FOUR_BITS, 128),
+    "4 bits, groups of 32": MatrixFormat(FOUR_BITS, 32),
 }
 # Larger than a GPU's caches.
 COLD_BYTES = 256 << 20

@@ -327,7 +327,8 @@ class StoreRig(PoolRig):
                 return stores[0]
             num_seen = -(-with_windows(config, model.windows).window_reach // BLOCK)
             kind = OverlappingWindowedStore if isinstance(stores[0], OverlappingStore) else WindowedStore
-            return kind(*stores, pool.windowed_of, num_seen)
+            full, of_windows = stores
+            return kind(full, of_windows, pool.windowed_of, num_seen)
 
         self.engine = LocalEngine(
             model,

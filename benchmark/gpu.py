@@ -1,10 +1,11 @@
 """The main benchmarks of a GPU in one run of under nine minutes: JSON in one folder, a short table last.
 
-    python -m benchmark.gpu [--models] [--out DIR] [--budget-s 520] [--only kvcacheio,gpu_engine] [--device cpu]
+    python -m benchmark.gpu [--models] [--out DIR] [--budget-s 480] [--only kvcacheio,gpu_engine] [--device cpu]
 
---models takes the nine minutes for what the others leave out: experts, latents, quantised weights and fp8 KV.
-Owns the folder (default: $OUT, or bench-out/) and the processes, one benchmark each with its own limit of time, the
-most important first. A benchmark that crashes or is killed does not affect the others, and its report so far counts.
+--models takes the time for what the others leave out: experts, latents, quantised weights and fp8 KV.
+Owns the folder (default: bench-out/) and the processes, one benchmark each with its own limit of time, the most
+important first. A benchmark that crashes or is killed does not affect the others, and its report so far counts. After
+each one everything so far is in $OUT/gpu.tar, where OUT is set: a borrowed machine may send few files back.
 gpu_summary.py makes the table. The exit code is 1 if a part crashed or was killed, and 0 for every measured result.
 On the CPU everything is as small as possible: that shows that the script runs.
 """
@@ -18,7 +19,9 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -62,29 +65,29 @@ _PAGE_SIZES = "1,64,16,32,1024,4,256,2,8,128,512"
 PARTS = (
     Part(
         "kvcacheio",
-        100,
+        70,
         ("--tokens", "8192", "--page-sizes", _PAGE_SIZES, "--layouts", "page_first", "--orders", "scattered,in runs")
         + ("--rounds", "4"),
         ("--tokens", "256", "--layers", "2", "--page-sizes", "1,32", "--layouts", "page_first", "--rounds", "1"),
     ),
-    Part("gpu_engine", 190),
-    Part("interference", 85, ("--pairs", "2"), ("--pairs", "1", "--window-s", "0.002")),
-    Part("attention", 45, ("--rounds", "5"), ("--rounds", "1", "--page-sizes", "16"), False, False),
-    Part("gpu_kernels", 70, ends_itself=False),
+    Part("gpu_engine", 170),
+    Part("attention", 90, ("--rounds", "5"), ("--rounds", "1", "--page-sizes", "16"), False, False),
+    Part("interference", 70, ("--pairs", "2"), ("--pairs", "1", "--window-s", "0.002")),
+    Part("gpu_kernels", 60, ends_itself=False),
     Part(
-        "host_memory", 30, ("--size-gb", "0.5", "--rounds", "2"), ("--size-gb", "0.05", "--rounds", "1"), False, False
+        "host_memory", 20, ("--size-gb", "0.5", "--rounds", "2"), ("--size-gb", "0.05", "--rounds", "1"), False, False
     ),
 )
 
 
 def _engine_of(name: str, *shape: str) -> Part:
     parts = "--parts", "prefill,decode"
-    return Part(f"gpu_engine_{name}", 75, (*shape, *parts), (*shape, *parts), script="gpu_engine")
+    return Part(f"gpu_engine_{name}", 70, (*shape, *parts), (*shape, *parts), script="gpu_engine")
 
 
 def _experts_of(shape: str) -> Part:
     arguments = "--shape", shape, "--rounds", "5", "--tokens"
-    few = (*arguments, "1,32,256,2048"), (*arguments, "1,16")
+    few = (*arguments, "1,32,256,2048,8192"), (*arguments, "1,16")
     return Part(f"experts_{shape}", 50, *few, False, False, "experts")
 
 
@@ -95,7 +98,7 @@ MODEL_PARTS = (
     _experts_of("qwen3"),
     _experts_of("gpt-oss"),
     _experts_of("deepseek"),
-    Part("quantized", 55, ("--rounds", "5"), ("--rows", "1", "--rounds", "1"), False, False),
+    Part("quantized", 50, ("--rounds", "5"), ("--rows", "1", "--rounds", "1"), False, False),
     _engine_of("fp8kv", "--fp8-kv"),
 )
 
@@ -118,6 +121,16 @@ def run_part(part: Part, device: str, out: Path, limit_s: float, log: IO[bytes])
     returncode = _end_of(process, limit_s)
     seconds = time.monotonic() - began
     return Outcome(part.name, returncode, seconds, _read(report), _last_line(Path(log.name), begin_log))
+
+
+def pack(out: Path, name: str, target: Path) -> None:
+    """Put the folder's files into an archive there, in place of an earlier one."""
+    part = target / f"{name}.part"
+    with tarfile.open(part, "w") as archive:
+        for path in sorted(out.iterdir()):
+            if path.suffix in (".json", ".log"):
+                archive.add(path, path.name)
+    part.replace(target / name)
 
 
 def _end_of(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
@@ -151,7 +164,10 @@ def _last_line(path: Path, begin: int) -> str:
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
-def run(parts: list[Part], device: str, out: Path, budget_s: float) -> list[Outcome]:
+def run(
+    parts: list[Part], device: str, out: Path, budget_s: float, keep: Callable[[], None] = lambda: None
+) -> list[Outcome]:
+    """keep: called after each part."""
     deadline = time.monotonic() + budget_s
     outcomes = []
     # Opened for appending, because the parts write to it, too, each at its end.
@@ -164,6 +180,7 @@ def run(parts: list[Part], device: str, out: Path, budget_s: float) -> list[Outc
             log.seek(0, os.SEEK_END)
             outcomes.append(outcome)
             print(f"{part.name}: {outcome.complaint or 'done'}, {outcome.seconds:.0f} s", flush=True)
+            keep()
     return outcomes
 
 
@@ -188,8 +205,8 @@ def profile_of_h200() -> Constants:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default=os.environ.get("OUT") or str(ROOT / "bench-out"))
-    parser.add_argument("--budget-s", type=float, default=520)
+    parser.add_argument("--out", default=str(ROOT / "bench-out"))
+    parser.add_argument("--budget-s", type=float, default=480)
     parser.add_argument("--models", action="store_true")
     parser.add_argument("--only", default="", help="some parts; default: all")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -204,7 +221,13 @@ def main() -> None:
     # On a signal, the current part ends first.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     began = time.monotonic()
-    outcomes = run([part for part in parts if part.name in wanted], args.device, out, args.budget_s)
+    name = "gpu_models" if args.models else "gpu"
+
+    def keep() -> None:
+        if target := os.environ.get("OUT"):
+            pack(out, f"{name}.tar", Path(target))
+
+    outcomes = run([part for part in parts if part.name in wanted], args.device, out, args.budget_s, keep)
     rows, beside = summary(outcomes), [] if args.models else constants(outcomes, profile_of_h200())
     ends = [{key: value for key, value in asdict(outcome).items() if key != "report"} for outcome in outcomes]
     # The children report the GPU and torch's version; this process starts no device.
@@ -213,9 +236,8 @@ def main() -> None:
     where |= {key: measured[key] for key in ("hardware", "versions") if key in measured}
     report: dict[str, Any] = {"benchmark": "gpu", **where, "seconds": time.monotonic() - began, "parts": ends}
     report |= {"summary": rows, "simulator": beside}
-    (out / ("gpu_models.json" if args.models else "gpu.json")).write_text(
-        json.dumps(report, indent=1, ensure_ascii=False) + "\n"
-    )
+    (out / f"{name}.json").write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+    keep()
     print(f"\nJSON and gpu.log in {out}; {where['hardware']}; {time.monotonic() - began:.0f} s")
     if beside:
         print_table("The simulator's H200 beside it", beside)

@@ -185,7 +185,9 @@ def _engine_lines(rows: list[Report]) -> Iterator[Line]:
 
 def _how(row: Report) -> str:
     """How a row's decode steps ran. Reports from before tokens were drawn have no temperature."""
-    return ("" if row["graphs"] == "yes" else ", no graphs") + (", drawn" if row.get("temperature") else "")
+    drawn = ", drawn" if row.get("temperature") else ""
+    cut = ", top-p" if row.get("top-p", 1) < 1 else ""
+    return ("" if row["graphs"] == "yes" else ", no graphs") + drawn + cut
 
 
 def _attention_lines(rows: list[Report]) -> Iterator[Line]:

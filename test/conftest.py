@@ -106,6 +106,31 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+# Whether the test that runs has failed.
+_failed = False
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    global _failed
+    _failed = _failed or report.failed
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logfinish(nodeid: str) -> None:
+    """A kernel that reads where nothing is makes all later ones of its process fail: another process takes over."""
+    global _failed
+    failed, _failed = _failed, False
+    torch = sys.modules.get("torch")
+    if not failed or torch is None or not torch.cuda.is_initialized():
+        return
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            os._exit(1)
+        pytest.exit(f"{nodeid} has left the GPU unusable: {error}", returncode=1)
+
+
 def _skips_not_for_a_gpu(terminal: pytest.TerminalReporter) -> list[str]:
     reasons = ((report.nodeid, str(report.longrepr)) for report in terminal.stats.get("skipped", []))
     return [f"{name}: {reason}" for name, reason in reasons if "GPU" not in reason and "CUDA device" not in reason]

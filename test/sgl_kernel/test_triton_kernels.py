@@ -66,7 +66,7 @@ def test_they_compile_for_sm_90(dtype: str):
     assert "rsqrt" in compiled(kernels._qk_rmsnorm_kernel, {"ROWS": 16, "BLOCK_D": 128})
     for limit in (None, 7.0):
         ptx = compiled(kernels._activation_kernel, {"ALPHA": 1.702, "LIMIT": limit, "BLOCK": 1024})
-        assert "ex2" in ptx and ("min" in ptx) == (limit is not None), ptx
+        assert "ex2" in ptx and ("min." in ptx) == (limit is not None), ptx
     assert "st.global" in compiled(kernels._rope_kernel, {"ROWS": 16, "BLOCK_D": 64})
     # Of a power of two, a slot's page takes no division.
     alone = {"ROWS": 8, "BLOCK_D": 128, "PAGE_SIZE": 16, "MOST": None}
@@ -78,9 +78,9 @@ def test_they_compile_for_sm_90(dtype: str):
         assert "st.global.v4.b32" in ptx and ("div.rn" in ptx) == divides, ptx
     pages = dict.fromkeys(("k_pages_ptr", "v_pages_ptr"), "*fp8e4nv")
     ptx = compiled(kernels._store_kv_kernel, alone | {"MOST": 448.0}, types=pages)
-    assert "e4m3x2" in ptx and "min" in ptx, ptx
+    assert "e4m3x2" in ptx and "min." in ptx, ptx
     ptx = compiled(kernels._rope_and_store_kernel, together | {"MOST": 448.0}, types=pages)
-    assert "e4m3x2" in ptx and "min" in ptx, ptx
+    assert "e4m3x2" in ptx and "min." in ptx, ptx
     of_latent = {"ROWS": 32, "BLOCK_D": 32, "BLOCK_R": 512, "PAGE_SIZE": 64, "INTERLEAVED": True}
     if dtype != "fp32":
         ptx = compiled(kernels._store_latent_kernel, of_latent | {"MOST": None})
@@ -393,7 +393,13 @@ def draws(device: str = "cpu") -> None:
             logits = wide[:, :vocab_size]
             positions = torch.randint(0, 1 << 40, (len(params),), generator=generator)
             want, got = tokens(logits, params, positions, False), tokens(logits, params, positions, True)
-            assert got.dtype == torch.int64 and torch.equal(got, want), (vocab_size, (got != want).nonzero())
+            differ = (got != want).nonzero().flatten().tolist()
+            # A GPU's exponentials are off by a few units in the last place, so that a token next to a border may be
+            # the next one that has a probability.
+            for i in differ:
+                drawn = (logits[i, min(got[i], want[i]) : max(got[i], want[i]) + 1] > -torch.inf).sum()
+                assert device == "cuda" and drawn == 2, (vocab_size, i, got[i], want[i])
+            assert got.dtype == torch.int64 and len(differ) <= 1, (vocab_size, differ)
             for i in (0, len(params) - 1):
                 assert tokens(logits[i : i + 1], params[i : i + 1], positions[i : i + 1], True).item() == got[i]
     logits = torch.full((4, 5000), torch.nan)

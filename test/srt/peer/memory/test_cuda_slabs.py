@@ -22,8 +22,11 @@ import numpy as np
 import pytest
 import torch
 
+from sgl_kernel.kvcacheio import pick_between, transfer_kv_all_layer
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.mem_cache.link import index_device
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.peer.memory import cuda_driver, cuda_slabs
 from sglang.srt.peer.memory.cuda_driver import CudaDriver
@@ -38,7 +41,7 @@ from support.device_emulator import emulated_device
 from support.fake_cuda_driver import FakeCudaDriver
 from support.local_engine import LocalEngine
 from support.paged_attention import PagedAttention
-from support.pool_pages import pages_of, poison
+from support.pool_pages import fill_all, pages_of, poison
 from support.slab_process import hold_cuda
 from support.tiny_model import tiny_llama
 
@@ -361,6 +364,39 @@ def test_store_pages_and_poison_are_those_of_the_other_pool(kind: str, page_size
         poison(pool, frames[:2])
         assert torch.isnan(pages_of(pool, frames[:2])).cpu().all()
         assert torch.equal(pages_of(pool, frames[2:]).cpu(), pages_of(other, there[2:]))
+
+
+@pytest.mark.parametrize("kind", ["emulated", on_gpu])
+@pytest.mark.parametrize("order", ["page_first", "layer_first"])
+@pytest.mark.parametrize("backend", ["auto", "dma"])
+def test_copies_cross_the_borders_of_slabs(kind: str, order: str, backend: str):
+    """Slabs are mapped one by one, and a run of pages, or the layers of a page, lie in several. A page is as large as
+    some part of a slab."""
+    slab_bytes = SLAB if kind == "emulated" else 2 << 20
+    layout = PageLayout.kv(slab_bytes // 4096, LAYERS, HEADS, 32, torch.float32)
+    assert slab_bytes // 4 <= layout.page_bytes <= slab_bytes
+    there = torch.arange(12)
+    with device_of(kind) as driver:
+        lent, borrowed = (pool_in_slabs(driver, 12, layout) for _ in range(2))
+        of_lent, of_borrowed = (
+            torch.from_numpy(np.concatenate([pool.frames_of(slab) for slab in range(pool.slabs.num_slabs)])).long()[
+                :12
+            ]
+            for pool in (lent, borrowed)
+        )
+        host, back = (MHATokenToKVPoolHost(lent, 12, order) for _ in range(2))
+        fill_all(back, 0.0)
+        generator = torch.Generator().manual_seed(3)
+        for component in host.kv_pages.components:
+            component.copy_(torch.randn(component.shape, generator=generator))
+        # In runs, and backwards.
+        copies = (host, lent, there, of_lent), (lent, borrowed, of_lent, of_borrowed.flip(0))
+        for src, dst, *numbers in (*copies, (borrowed, back, of_borrowed.flip(0), there)):
+            chosen = pick_between(backend, src.kv_pages, dst.kv_pages)
+            on = [each.to(index_device(chosen, GPU)) for each in numbers]
+            transfer_kv_all_layer(src.kv_pages, dst.kv_pages, *on, backend=chosen)
+            torch.cuda.synchronize()
+        assert torch.equal(pages_of(back, there), pages_of(host, there))
 
 
 @pytest.fixture(scope="module")
