@@ -288,6 +288,9 @@ def test_picking_a_backend(monkeypatch: pytest.MonkeyPatch):
         device, peer = OnGpu(128 << 10, 1 << 30), OnGpu(128 << 10, 128 << 10)
         assert kvcacheio.pick_between("auto", peer, device) == chosen
         host = KVPages(torch.empty(1, 1, 1))
+        with torch.device("meta"):
+            longer = KVPages(torch.empty(2, (1 << 31) + 1, 1, dtype=torch.uint8))
+        assert kvcacheio.pick_between("auto", OnGpu(16 << 10, 1 << 30), longer) == "kernel"
         assert kvcacheio.pick_between("auto", OnGpu(16 << 10, 1 << 30), host) == chosen
         assert kvcacheio.pick_between("auto", OnGpu(16 << 10, 1 << 31), host) == "kernel"
     assert [kvcacheio.page_size_for_dma(size) for size in (2048, 1000, 512 << 10)] == [32, 128, 1]

@@ -364,6 +364,17 @@ def test_a_long_request_waits_for_slabs_and_answers_as_ever():
     assert rig.lent == 12 and rig.scheduler.counters["slabs_lent"] == 21
 
 
+def test_what_a_launch_leaves_too_little_of_is_asked_for_while_it_runs() -> None:
+    rig = Rig()
+    rig.lend_all()
+    core = rig.rank.core
+    decisions = [core.step(rig.now, reduce_progress([core.progress()]), [request("a", text(1, 2), 2)])]
+    # No launch ends.
+    while core.has_work(rig.now):
+        decisions.append(core.step(rig.now, reduce_progress([core.progress()])))
+    assert [decision.launch is not None for decision in decisions] == [True, True, False]
+
+
 def test_a_request_that_outgrows_the_mapped_slabs_waits_in_the_middle():
     rig, prompt = Rig(), text(4, 2)
     rig.lend_all()

@@ -17,6 +17,9 @@ import torch.distributed as dist
 
 from sglang.srt.utils.device import CPU
 
+# all_gather_into_tensor's name since torch 2.13.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 # The timeout for a rank that hangs. A rank that has ended breaks its connections at once.
 _TIMEOUT = timedelta(minutes=10)
 
@@ -111,7 +114,7 @@ class TensorParallelGroup:
             return x if dtype is None else x.to(dtype)
         of_ranks = x.new_empty((self.size, *x.shape))
         if x.numel():
-            dist.all_gather_into_tensor(of_ranks.flatten(0, 1), x.contiguous(), group=self.model)
+            _all_gather(of_ranks.flatten(0, 1), x.contiguous(), group=self.model)
         # One copy puts them side by side.
         together = torch.empty((*x.shape[:-1], self.size, x.shape[-1]), dtype=dtype or x.dtype, device=x.device)
         return together.copy_(of_ranks.movedim(0, -2)).flatten(-2)

@@ -86,7 +86,8 @@ class EngineCore:
         self._stepped_on = self._seen
         # Launches below this number are void.
         self._reset_mark = 0
-        self._may_launch_again = False
+        # After the last step, whatever completes.
+        self._steps_again = False
 
     def progress(self, slab_sources: bytes = b"") -> Progress:
         """Poll the executor and the links. Returns what has completed on this rank and is not consumed. slab_sources:
@@ -146,9 +147,9 @@ class EngineCore:
 
     def has_work(self, now: Seconds) -> bool:
         """Whether a step could do anything without new requests. It can if the last `progress` found that something
-        completed since the last step, if another launch may follow that step's at once, or if a request has waited
-        long enough. now: seconds of the clock that `step` is passed."""
-        if self._may_launch_again or self._seen != self._stepped_on:
+        completed since the last step, if that step launched and left something to do at once, or if a request has
+        waited long enough. now: seconds of the clock that `step` is passed."""
+        if self._steps_again or self._seen != self._stepped_on:
             return True
         wake_at = self.scheduler.wake_at
         return wake_at is not None and wake_at <= now
@@ -255,7 +256,7 @@ class EngineCore:
         for op in decision.ops:
             if op.after is not None:
                 self.links[op.ticket.link].submit(op)
-        self._may_launch_again = decision.launch is not None and self.scheduler.may_launch
+        self._steps_again = decision.launch is not None and self.scheduler.steps_after_launch
 
 
 class StepRecorder:

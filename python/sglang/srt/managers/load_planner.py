@@ -140,10 +140,13 @@ class LoadPlanner:
     def _set_load_order(self) -> None:
         """Peers come first unless the host is known to be much faster, or peers are not known."""
         peer_s, host_s = (self.expected.costs.usual_load_seconds(LOAD_LINKS[tier]) for tier in (Tier.PEER, Tier.HOST))
-        if host_s is not None:
+        if host_s is None:
+            return
+        if peer_s is not None:
             at_most = _A_LITTLE_SLOWER if self._peers_are_slow else _MUCH_SLOWER
-            self._peers_are_slow = peer_s is None or peer_s > at_most * host_s
-            self._cache.set_load_order((Tier.HOST, Tier.PEER) if self._peers_are_slow else (Tier.PEER, Tier.HOST))
+            self._peers_are_slow = peer_s > at_most * host_s
+        is_host_first = peer_s is None or self._peers_are_slow
+        self._cache.set_load_order((Tier.HOST, Tier.PEER) if is_host_first else (Tier.PEER, Tier.HOST))
 
     @property
     def wake_at(self) -> float | None:

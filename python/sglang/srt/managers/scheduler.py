@@ -150,6 +150,12 @@ class Scheduler:
         return self.clock.next - self.clock.done < self.config.max_ahead
 
     @property
+    def steps_after_launch(self) -> bool:
+        """Whether a step right after one that launched could do anything: launch again, or ask peers for what the
+        launch has left too little of, which is looked at before a launch."""
+        return self.may_launch or self.lender is not None or self.borrower is not None
+
+    @property
     def wake_at(self) -> float | None:
         """Seconds, as in `StepInputs.now`: a step is due then even if nothing comes in."""
         slabs_at = [each.wake_at for each in (self.lender, self.borrower) if each is not None]

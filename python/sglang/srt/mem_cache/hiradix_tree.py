@@ -589,12 +589,11 @@ class HiRadixTree:
         """order: see `EvictionOrder`. unread: no match counts on what only these tiers have."""
         if (order, unread) == (self.order.load_order, self.order.unread):
             return
-        same_are_read = unread == self.order.unread
+        # What one tier has comes from there in any order, if it is read.
+        at_least = 2 if unread == self.order.unread else 1
         self.order.load_order, self.order.unread = order, unread
         for node in self.walk():
-            # What one tier has comes from there in any order.
-            num_sources = sum([node.frames[tier] is not None for tier in order])
-            if num_sources > int(same_are_read):
+            if sum([node.frames[tier] is not None for tier in order]) >= at_least:
                 self._changed(node)
                 self._offer_everywhere(node)
 

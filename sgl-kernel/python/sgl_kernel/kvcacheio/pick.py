@@ -26,7 +26,7 @@ KERNELS = ("kernel", "cuda", "triton", "bulk", "persistent")
 # Compute capability.
 _BULK_FROM = (9, 0)
 # Bytes of a page and layer from which on `auto` is `dma`, and the same where a page is one 2-D copy, as in backups to
-# the host unless a layer of the device's pool is larger than a pitch may be.
+# the host unless a layer of either pool is larger than a pitch may be.
 _DMA_FROM = 64 << 10
 _DMA_ROWS_FROM = 16 << 10
 # The names that a user may request. cuda and triton are the two implementations of kernel; bulk, by the copies that
@@ -37,7 +37,8 @@ BACKENDS = ("auto", "kernel", "dma", "direct", "cuda", "triton", "bulk", "persis
 def pick_between(requested: str, src: KVPages, dst: KVPages) -> str:
     """`pick_backend` for copies between two pools."""
     device = dst.device if dst.is_cuda else src.device
-    is_short = max(each.stride(0) * each.dtype.itemsize for each in src.components) <= MAX_PITCH
+    of_both = (*src.components, *dst.components)
+    is_short = max(each.stride(0) * each.dtype.itemsize for each in of_both) <= MAX_PITCH
     return pick_backend(requested, device, max(src.run_bytes), in_rows=not dst.is_cuda and is_short)
 
 

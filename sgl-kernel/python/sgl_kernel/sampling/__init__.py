@@ -51,8 +51,8 @@ def draw(
     positions: torch.Tensor,
     cut: Callable[[torch.Tensor], None] | None = None,
 ) -> torch.Tensor:
-    """Tokens, (n,) int64: the likeliest where the temperature is 0, and else the first one up to which the
-    probabilities exceed the number that `random_uniform` gives; the last one of a row with NaN.
+    """Tokens, (n,) int64: the likeliest where the temperature is 0 (any one, with NaN), and else the first one up to
+    which the probabilities exceed the number that `random_uniform` gives; the last one of a row with NaN.
 
     logits: (n, vocab_size) float32, values of a row side by side. temperatures, min_ps: (n,) float32; seeds,
     positions: (n,) int64. cut: zeroes probabilities, (n, vocab_size) float32, in place, but the likeliest's; None

@@ -1,8 +1,8 @@
 """Drawing tokens, cuts of probabilities by top-k and top-p, and penalties, in Triton.
 
-A row is drawn from in three launches, by blocks of the vocabulary: the largest logit of each block, the
-sum of each block's weights, and, by one program a row, the block and the token at which sums exceed a random number.
-Where rows are cut, probabilities are written between the first two.
+A row is drawn from in three launches, by blocks of the vocabulary: the largest logit of each block, the sum of each
+block's probabilities, and, by one program a row, the block and the token at which sums exceed a random number. Where
+rows have a top-k or top-p, a fourth writes probabilities after the first, and what cuts them off follows.
 
 Cuts search for the least probability that is kept. Positive floats are ordered as their bits are, so that 30 halvings
 find it among all floats up to 1. Each looks at a row once.
@@ -155,17 +155,15 @@ def _weights(
     COLUMNS: tl.constexpr,
     IS_PROBS: tl.constexpr,
 ):
-    """Of some tokens, in float64; 0 for those that min-p cuts off. The likeliest token has the most."""
+    """Probabilities of some tokens, in float64; 0 for those that min-p cuts off. They are computed alike from logits
+    and for the array that top-k and top-p cut: a row's token does not depend on whether another row is cut."""
     x = tl.load(weights_ptr + row * stride + tokens, mask=tokens < vocab_size, other=0.0)
     temperature = _temperature(temperatures_ptr, row)
     peak, mass = _peak_and_mass(peaks_ptr, masses_ptr, row, temperature, vocab_size, BLOCK, COLUMNS)
-    min_p = tl.load(min_ps_ptr + row)
-    if IS_PROBS:
-        weights, most = x, 1.0 / mass
-    else:
-        weights, most = tl.exp((x - peak) / temperature), 1.0
-    is_cut = (weights < min_p * most) | (tokens >= vocab_size)
-    return tl.where(is_cut, 0.0, weights).to(tl.float64)
+    probs = x if IS_PROBS else tl.exp((x - peak) / temperature) / mass
+    # The likeliest token has 1 / mass.
+    is_cut = (probs < 1.0 / mass * tl.load(min_ps_ptr + row)) | (tokens >= vocab_size)
+    return tl.where(is_cut, 0.0, probs).to(tl.float64)
 
 
 @triton.jit
@@ -189,7 +187,8 @@ def _random(seed, position):
 def _peaks_kernel(
     logits_ptr, temperatures_ptr, peaks_ptr, masses_ptr, places_ptr, stride, vocab_size, BLOCK: tl.constexpr
 ):
-    """Program (b, r): of block b of row r the largest logit, its first place, and the sum of weights beside it."""
+    """Program (b, r): of block b of row r the largest logit, its first place, and the sum of
+    e ** ((logit - it) / temperature)."""
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     tokens = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits_ptr + row * stride + tokens, mask=tokens < vocab_size, other=float("-inf"))
@@ -220,7 +219,7 @@ def _probs_kernel(
     x = tl.load(logits_ptr + row * stride + tokens, mask=tokens < vocab_size, other=float("-inf"))
     temperature = _temperature(temperatures_ptr, row)
     peak, mass = _peak_and_mass(peaks_ptr, masses_ptr, row, temperature, vocab_size, BLOCK, COLUMNS)
-    probs = tl.exp((x - peak) / temperature) * (1.0 / mass)
+    probs = tl.exp((x - peak) / temperature) / mass
     tl.store(probs_ptr + row * vocab_size + tokens, probs, mask=tokens < vocab_size)
 
 
@@ -238,7 +237,7 @@ def _sums_kernel(
     COLUMNS: tl.constexpr,
     IS_PROBS: tl.constexpr,
 ):
-    """Program (b, r): the sum of the weights of block b of row r."""
+    """Program (b, r): the sum of the probabilities of block b of row r."""
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     tokens = block * BLOCK + tl.arange(0, BLOCK)
     weights = _weights(
@@ -276,16 +275,19 @@ def _draw_kernel(
     COLUMNS: tl.constexpr,
     IS_PROBS: tl.constexpr,
 ):
-    """Program r: the first token of row r up to which the weights exceed a random share of all. The last one where
-    they are NaN."""
+    """Program r: the first token of row r up to which the probabilities exceed a random share of all. The last one
+    where they are NaN."""
     row = tl.program_id(0).to(tl.int64)
     num_blocks = tl.cdiv(vocab_size, BLOCK)
     blocks = tl.arange(0, COLUMNS)
     if tl.load(temperatures_ptr + row) > 0:
-        upto = tl.cumsum(tl.load(sums_ptr + row * num_blocks + blocks, mask=blocks < num_blocks, other=0.0), 0)
+        sums = tl.load(sums_ptr + row * num_blocks + blocks, mask=blocks < num_blocks, other=0.0)
+        upto = tl.cumsum(sums, 0)
         total = tl.sum(tl.where(blocks == num_blocks - 1, upto, 0.0), 0)
         drawn = _random(tl.load(seeds_ptr + row), tl.load(positions_ptr + row)) * total
-        block = tl.min(tl.where((upto > drawn) & (blocks < num_blocks), blocks, num_blocks - 1), 0)
+        # Sums in another order differ in the last bit, so that a block of weight 0 may exceed the one before it.
+        last_block = tl.maximum(tl.max(tl.where(sums > 0, blocks, -1), 0), 0)
+        block = tl.min(tl.where((upto > drawn) & (sums > 0), blocks, last_block), 0)
         before = tl.sum(tl.where(blocks == block - 1, upto, 0.0), 0)
         tokens = block * BLOCK + tl.arange(0, BLOCK)
         weights = _weights(
@@ -303,7 +305,7 @@ def _draw_kernel(
             IS_PROBS,
         )
         inside = before + tl.cumsum(weights, 0)
-        # Sums in another order differ in the last bit: none may exceed it, or one of weight 0.
+        # So may a token of weight 0, and none may exceed it.
         last = tl.max(tl.where(weights > 0, tokens, -1), 0)
         last = tl.where(last < 0, vocab_size - 1, last)
         token = tl.min(tl.where((inside > drawn) & (weights > 0), tokens, last), 0)
