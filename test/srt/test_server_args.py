@@ -77,7 +77,12 @@ def test_the_served_name():
         ("--model m --mem-fraction-static 1.5", "between 0 and 1"),
         ("--model m --max-queued-requests 0", "at least 1"),
         ("--model m --api-key=", "printable ASCII"),
-        ("--model m --admin-api-key é", "printable ASCII"),
+        ("--model m --admin-api-key é", "--admin-api-key must be printable ASCII"),
+        ("--model m\udcff", "--model-path is 'm\\udcff', but it must be text in UTF-8"),
+        (
+            "--model m --peer-role worker --peer-endpoint tcp://127.0.0.1:1,tcp://127.0.0.1:2",
+            "a master takes several",
+        ),
         ("--model m --schedule-policy random", "fcfs"),
         ("--model m --hicache --hicache-load-ratio some", "'auto', or a number"),
         ("--model m --hicache --hicache-load-ratio -1", "'auto', or a number"),

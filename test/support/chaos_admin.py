@@ -45,7 +45,8 @@ _EXPLAINED = re.compile(
     _TROUBLE.pattern
     + r"|requests with this cache_salt are queued or running|no prefix is kept|no prefix has the label"
     r"|the cache is flushed only when idle"
-    r"|detach it, and attach it again|more than half of the largest tier|this server has no tier|has no tier"
+    r"|the server has not measured it yet|detach it, and attach it again|more than half of the largest tier"
+    r"|this server has no tier|has no tier"
 )
 # While one of them is going on, storage does not have what it will have again.
 _RETURNS = {"disk gone", "storage detached"}
@@ -325,8 +326,9 @@ class Administrator:
         return "a policy that there is not was taken"
 
     def _look(self, rng: random.Random) -> str:
-        for command in ("state", "tiers", "policies", "retained", "labels", "advise"):
+        for command in ("state", "tiers", "policies", "retained", "labels"):
             self._command(command)
+        self._try("advise")
         for path in ("/metrics", "/hicache/history", "/hicache", "/get_server_info", "/v1/loads", "/health_generate"):
             reply = self._http.get(path)
             assert reply.status_code == 200, f"{path}: {reply.text}"

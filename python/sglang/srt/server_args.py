@@ -56,6 +56,10 @@ DEBUGGING = "Debugging and experiments"
 GROUPS = (MODEL, HTTP, DEVICE, SCHEDULING, HICACHE, STORAGE, PEERS, LAYER_STREAM, OBSERVABILITY, DEBUGGING)
 
 
+# Never shown.
+_KEYS = ("api_key", "admin_api_key")
+
+
 def arg(
     group: str,
     default: Any,
@@ -521,7 +525,9 @@ class ServerArgs:
     def check(self) -> None:
         def require(ok: bool, name: str, rule: str) -> None:
             if not ok:
-                raise ValueError(f"{flag_name(name)} is {getattr(self, name)!r}, but it must be {rule}")
+                # Keys are secret.
+                is_now = "" if name in _KEYS else f" is {getattr(self, name)!r}, but it"
+                raise ValueError(f"{flag_name(name)}{is_now} must be {rule}")
 
         if not self.model_path:
             raise ValueError(
@@ -533,10 +539,12 @@ class ServerArgs:
                 require(value in choices, field.name, "one of " + ", ".join(choices))
             if isinstance(value, float):
                 require(math.isfinite(value), field.name, "a finite number")
+            if isinstance(value, str) and field.name not in _KEYS:
+                require(is_text(value), field.name, "text in UTF-8")
         require(1 <= self.port <= 65535, "port", "from 1 to 65535")
         require(self.page_size is None or self.page_size >= 1, "page_size", "at least 1")
         require(1 <= self.tp_size <= 64, "tp_size", "from 1 to 64")
-        for name in ("api_key", "admin_api_key"):
+        for name in _KEYS:
             key = getattr(self, name)
             require(key is None or is_key(key), name, KEY_RULE)
         for name in ("max_running_requests", "max_queued_requests", "cuda_graph_max_bs_decode"):
@@ -606,7 +614,13 @@ class ServerArgs:
             raise ValueError("--peer-role and --peer-endpoint belong together: give both, or neither")
         if self.peer_role == "master" and not self.enable_hierarchical_cache:
             raise ValueError("--peer-role master puts borrowed memory in front of the host tier: add --hicache")
-        for endpoint in (self.peer_endpoint or "").split(",") if self.peer_role else ():
+        endpoints = (self.peer_endpoint or "").split(",") if self.peer_role else []
+        require(
+            len(endpoints) < 2 or self.peer_role == "master",
+            "peer_endpoint",
+            "one endpoint, at which the worker listens; a master takes several",
+        )
+        for endpoint in endpoints:
             try:
                 check_endpoint(endpoint)
             except PeerError as error:
@@ -777,6 +791,11 @@ class OneSentenceParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         sys.stderr.write(f"error: {message.removeprefix('argument ')}\n")
         sys.exit(2)
+
+
+def is_text(text: str) -> bool:
+    """Whether all of it is characters; bytes of the command line that are none stand as halves of surrogate pairs."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def is_origin(text: str) -> bool:

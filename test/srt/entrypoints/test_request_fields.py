@@ -71,6 +71,8 @@ def test_a_body_with_half_of_a_surrogate_pair(text: str) -> None:
     assert decode_body(rb'{"prompt": "\ud83d\ude00"}') == {"prompt": "\U0001f600"}
     with pytest.raises(RequestError, match="truncated"):
         decode_body(rb'{"prompt": "\uD83D\uDE00"')
+    with pytest.raises(RequestError, match="json_schema is not valid JSON: it has half of a surrogate pair"):
+        sampling_params(sampling_fields({"json_schema": f'{{"const": "{text}"}}'}))
 
 
 @pytest.mark.parametrize(

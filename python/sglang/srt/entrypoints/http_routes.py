@@ -189,8 +189,7 @@ def _add_generation(app: FastAPI, args: ServerArgs, manager: TokenizerManager) -
         _check_model(args, req.model)
         return await answer(request.receive, serve_embeddings(req, manager, args.model_name), stream=False)
 
-    @app.post("/generate")
-    @app.put("/generate")
+    @app.api_route("/generate", methods=["POST", "PUT"])
     async def generate(request: Request) -> Response:
         req = await _parsed_generation(
             request, args, GenerateReqInput, UNSUPPORTED_GENERATE, check("text", "input_ids")

@@ -166,12 +166,15 @@ def decode_body(body: bytes) -> dict[str, Any]:
     except RecursionError:
         raise RequestError("the body is not valid JSON: it is nested too deeply") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        # msgspec takes some for cut off.
-        why = "it has half of a surrogate pair, which is no character" if _HALF_A_PAIR.search(body) else str(error)
-        raise RequestError(f"the body is not valid JSON: {why}") from None
+        raise RequestError(f"the body is not valid JSON: {_why_no_json(body, error)}") from None
     if not isinstance(value, dict):
         raise RequestError("the body must be a JSON object")
     return value
+
+
+def _why_no_json(text: bytes, error: Exception) -> str:
+    """msgspec takes some halves of surrogate pairs for a text that is cut off."""
+    return "it has half of a surrogate pair, which is no character" if _HALF_A_PAIR.search(text) else str(error)
 
 
 def convert(body: Mapping[str, Any], kind: type[T], unsupported: Mapping[str, Sequence[Any]]) -> T:
@@ -381,7 +384,8 @@ def _grammar(given: Mapping[str, Any]) -> GrammarSpec | None:
         try:
             msgspec.json.decode(source)
         except (msgspec.DecodeError, RecursionError) as error:
-            raise RequestError(f"{kind} is not valid JSON: {error}", param=kind) from None
+            why = _why_no_json(source.encode(errors="surrogatepass"), error)
+            raise RequestError(f"{kind} is not valid JSON: {why}", param=kind) from None
     return GrammarSpec(kind, source)
 
 

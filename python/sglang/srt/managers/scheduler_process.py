@@ -161,10 +161,12 @@ class SchedulerProcess:
                     cost=progress.cost,
                 )
                 progress = self.sync.lead(tick, progress)
-                self._send(_step(self.core, tick, progress))
+                decision = _step(self.core, tick, progress)
+                self._send(decision)
                 if self.kv_events is not None:
                     self.kv_events.publish_kv_events()
-                if any(isinstance(each, SwitchTierReqInput) for each in tick.admin):
+                done = {reply.id for reply in decision.replies if reply.success}
+                if any(isinstance(each, SwitchTierReqInput) and each.id in done for each in tick.admin):
                     logger.warning("an administrator switched tiers: %s", self.core.scheduler.cache.shown_switches())
                 self._busy_since_check = True
                 self._announce_naming()

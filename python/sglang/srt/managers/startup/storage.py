@@ -171,7 +171,7 @@ class StorageOpener:
             # Of two, both are exact: see `_check_two`.
             is_lossy=len(names) == 1 and storage_backend(names[0]).is_lossy(config),
             tiers=tuple(STORAGE_BACKENDS[name].tier for name in names),
-            tenant_key=hashlib.blake2b(own["secret"].encode(errors="surrogatepass")).digest(),
+            tenant_key=hashlib.blake2b(own["secret"].encode()).digest(),
             has_windowed_store=self._has_regions and all(storage_backend(name).takes_regions for name in names),
         )
         opened = {
@@ -257,7 +257,7 @@ class StorageOpener:
         return f"v{_LAYOUT_VERSION} {model} {pages} block {block_tokens}"
 
     def _chain_secret(self, names: tuple[str, ...], config: dict[str, Any], secret: str, block_tokens: int) -> bytes:
-        key = hashlib.blake2b(secret.encode(errors="surrogatepass")).digest()
+        key = hashlib.blake2b(secret.encode()).digest()
         if not secret and len(names) == 1:
             key = storage_backend(names[0]).shared_secret(config) or key
         namespace = self._namespace(block_tokens, names)
@@ -268,7 +268,7 @@ def _mac_key(secret: str) -> str:
     """In hex; empty without a secret."""
     if not secret:
         return ""
-    key = hashlib.blake2b(secret.encode(errors="surrogatepass")).digest()
+    key = hashlib.blake2b(secret.encode()).digest()
     return hashlib.blake2b(b"authenticates blocks", key=key, digest_size=32).hexdigest()
 
 
@@ -321,4 +321,8 @@ def parse_extra_config(text: str) -> dict[str, Any]:
         raise StoreError(f"{CONFIG_FLAG} has to be JSON, or @ and a file with it: {error}") from None
     if not isinstance(config, dict):
         raise StoreError(f'{CONFIG_FLAG} has to be a JSON object, like {{"path": "/var/cache/kv"}}')
+    try:
+        json.dumps(config, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise StoreError(f"{CONFIG_FLAG} has half of a surrogate pair, or a byte that is no UTF-8") from None
     return config

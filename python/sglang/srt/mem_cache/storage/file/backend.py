@@ -110,6 +110,8 @@ def find_root(path: str | None) -> Path:
     """The folder: the option `path`, else upstream's environment variable, else the user's cache, else upstream's
     default. Raises StoreError."""
     if path is not None:
+        if "\0" in path:
+            raise StoreError(f"{CONFIG_FLAG}: path has a NUL character, which no folder's name may have")
         return Path(path).expanduser().absolute()
     if path := os.environ.get(ROOT_ENV):
         return Path(path).absolute()
