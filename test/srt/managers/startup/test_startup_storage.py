@@ -122,6 +122,7 @@ def test_two_operations_hold_on_to_a_sixteenth_of_the_host(
         ('{"path": "\\ud800"}', "half of a surrogate pair"),
         ('{"a": {"b": ["\udcff"]}}', "a byte that is no UTF-8"),
         ({"path": "a\0b", "secret": ""}, "path has a NUL character"),
+        ({"path": "/tmp/" + "a" * 256, "secret": ""}, "(File name too long): name one that"),
         ({"fetch_order": "lifo"}, 'fetch_order is "lifo", but it has to be one of fifo, sjf'),
         ({"fetch_order": 1}, "fetch_order is 1"),
         ({"fetch_window_ops": 0}, "fetch_window_ops is 0, but it has to be a whole number from 1"),

@@ -272,9 +272,15 @@ def _read_if_there(path: Path) -> bytes | None:
         return None
 
 
+# Characters of a folder's name in a message.
+_MOST_SHOWN = 200
+
+
 def cannot_use(root: Path, error: OSError) -> str:
-    reason = "a link to what is not there" if root.is_symlink() and not root.exists() else error.strerror
+    # Those of a path raise where its name is too long.
+    is_dangling = os.path.islink(root) and not os.path.exists(root)
+    reason = "a link to what is not there" if is_dangling else error.strerror
     return (
-        f"{BACKEND_FLAG} file cannot use the folder {root} ({reason}): name one that this user "
+        f"{BACKEND_FLAG} file cannot use the folder {str(root)[:_MOST_SHOWN]} ({reason}): name one that this user "
         f"can read and write with path in {CONFIG_FLAG}"
     )
