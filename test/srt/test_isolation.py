@@ -442,7 +442,7 @@ PART_MUTANTS: dict[str, tuple[Mutant, ...]] = {
     "model code": (Mutant(ModelConfig, "_fingerprint", 'b"transformers"', 'b""'),),
     "layout version": (Mutant(StorageOpener, "_namespace", "v{_LAYOUT_VERSION}", ""),),
     "page size": (Mutant(StorageOpener, "_namespace", "else layout.fingerprint", "else layout.contents"),),
-    "secret": (Mutant(StorageOpener, "_chain_secret", 'secret.encode(errors="surrogatepass")', "b''"),),
+    "secret": (Mutant(StorageOpener, "_chain_secret", "secret.encode()", "b''"),),
     "codec": (Mutant(session.Session, "_begin", "self.codec.spec.encode()", "b''"),),
 }
 
