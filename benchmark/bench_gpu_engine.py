@@ -74,6 +74,15 @@ UNSCHEDULED: dict[str, Any] = {
 SCHEDULED: dict[str, Any] = {"load_or_recompute": True}
 
 
+# How decodes sample.
+SAMPLING: dict[str, dict[str, float]] = {
+    "greedy": {},
+    "drawn": {"temperature": 1.0},
+    "drawn, top-p": {"temperature": 1.0, "top_p": 0.9},
+    "drawn, penalised": {"temperature": 1.0, "frequency_penalty": 0.5},
+}
+
+
 class OutOfTime(BaseException):
     """No `Exception`, so that handlers of failures do not catch it."""
 
@@ -319,13 +328,13 @@ class Rig:
         prompts: list[np.ndarray],
         output: int,
         until: float = float("inf"),
-        temperature: float = 0.0,
-        top_p: float = 1.0,
+        **sampling: float,
     ) -> Served:
-        """until: of time.monotonic(). After that time the engine cannot be used any more."""
+        """until: of time.monotonic(). After that time the engine cannot be used any more. sampling: of
+        `SamplingParams`; greedy by default."""
         served = Served(num_requests=len(prompts))
-        sampling = SamplingParams(
-            max_new_tokens=output, temperature=temperature, top_p=top_p, ignore_eos=True, sampling_seed=0
+        params = SamplingParams(
+            max_new_tokens=output, ignore_eos=True, sampling_seed=0, **{"temperature": 0.0, **sampling}
         )
         start = time.perf_counter()
 
@@ -346,7 +355,7 @@ class Rig:
 
         # The caller has no deadline, and gets the error.
         with contextlib.suppress(OutOfTime) if until < float("inf") else contextlib.nullcontext():
-            served.answers = self.engine.generate(prompts, sampling, after_step=look)
+            served.answers = self.engine.generate(prompts, params, after_step=look)
         if served.answers is not None and any(len(a.tokens) != output for a in served.answers):
             raise AssertionError(
                 f"answers have {sorted({len(a.tokens) for a in served.answers})} tokens, not {output}"
@@ -455,15 +464,14 @@ class Bench:
                 continue  # once will do: it is the host's time
             room = batch * (context + output) * 5 // 4 + 64
             options = {"graph_batch_size": batch if graphs else 0, "chunked_prefill_size": self.sizes.chunk}
-            # Temperature and top-p. What drawing costs shows at one size.
+            # What drawing costs shows at one size.
             is_first = (batch, context, graphs) == (*self.sizes.decodes[0], has_graphs[0])
-            ways = ((0.0, 1.0), (1.0, 1.0), (1.0, 0.9)) if is_first else ((0.0, 1.0),)
             with rig_of(self.model, 1, room, **options) as rig:
                 rig.warm_up()
-                for temperature, top_p in ways:
+                for how, sampling in SAMPLING.items() if is_first else (("greedy", {}),):
                     rig.results.clear()
                     prompts = rig.prompts(np.random.default_rng(2), *[context] * batch)
-                    served = rig.serve(prompts, output, temperature=temperature, top_p=top_p)
+                    served = rig.serve(prompts, output, **sampling)
                     rig.engine.settle()
                     full = [seq for seq, size in served.decodes if size == batch]
                     wall = (rig.over_at[full[-1]] - rig.over_at[full[0]]) / (len(full) - 1)
@@ -473,8 +481,7 @@ class Bench:
                     yield {
                         "batch": batch,
                         "context": context,
-                        "temperature": temperature,
-                        "top-p": top_p,
+                        "sampling": how,
                         "graphs": "yes" if graphs else "no",
                         "step ms": 1e3 * wall,
                         "launch ms": 1e3 * percentiles(busy, 50)[0],

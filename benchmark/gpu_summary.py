@@ -184,10 +184,9 @@ def _engine_lines(rows: list[Report]) -> Iterator[Line]:
 
 
 def _how(row: Report) -> str:
-    """How a row's decode steps ran. Reports from before tokens were drawn have no temperature."""
-    drawn = ", drawn" if row.get("temperature") else ""
-    cut = ", top-p" if row.get("top-p", 1) < 1 else ""
-    return ("" if row["graphs"] == "yes" else ", no graphs") + drawn + cut
+    """How a row's decode steps ran. In reports from before tokens were drawn all are greedy."""
+    how = row.get("sampling", "greedy")
+    return ("" if row["graphs"] == "yes" else ", no graphs") + ("" if how == "greedy" else f", {how}")
 
 
 def _attention_lines(rows: list[Report]) -> Iterator[Line]:
