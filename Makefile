@@ -19,7 +19,7 @@ GPU_PARALLEL ?= --numprocesses 14 --dist worksteal --timeout 120 --timeout-metho
 # Of that Python, for which `make wheels` fetches.
 GPU_PYTHON_VERSION ?= 3.12
 # What is tested on the CPU, on an emulated device (test-all) and on a GPU.
-DEVICE_SUITES = $(addprefix test/srt/managers/test_,equality.py exactness.py)
+DEVICE_SUITES = $(addprefix test/srt/managers/test_,equality.py exactness.py canary.py)
 SEED ?= 1
 MINUTES ?= 5
 # One process per core, few where there are many; whoever is done takes over from the others.

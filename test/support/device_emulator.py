@@ -81,6 +81,8 @@ class EmulatedTensor(torch.Tensor):
             return view.copy_(value) if isinstance(value, torch.Tensor) else view.fill_(value)
         if func is torch.Tensor.copy_:
             return _device().dispatch(_aten.copy_.default, args, kwargs or {})
+        if func is torch.Tensor.__invert__:
+            return _aten.bitwise_not.default(*args)
         if func is torch.Tensor.contiguous:
             return args[0] if args[0].is_contiguous() else args[0].clone(memory_format=torch.contiguous_format)
         if func is torch.Tensor.tolist:

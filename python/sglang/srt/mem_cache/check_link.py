@@ -115,8 +115,9 @@ class CheckLink:
             differs = torch.zeros(len(op.src_frames[part]), dtype=torch.bool, device=self._pool.kv.device)
             for of_cached, of_computed in zip(cached, computed):
                 differs |= _differs(of_cached, of_computed)
-            if differs.any().item():
-                return start + int(differs.nonzero()[0].item())
+            on_host = differs.cpu()
+            if on_host.any():
+                return start + int(on_host.nonzero()[0].item())
         return None
 
     def _read_both(self, op: CheckOp, part: slice) -> list[list[torch.Tensor]]:
