@@ -34,7 +34,7 @@ import xgrammar
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sgl_kernel.kvcacheio as kvcacheio
-from sgl_kernel import elementwise, sampling
+from sgl_kernel import elementwise, experts, quantized, sampling
 from sgl_kernel.kvcacheio import KVPages, reference
 from sgl_kernel.kvcacheio.layout import check_fit, check_indices
 from sglang.srt.mem_cache import link, memory_pool_host
@@ -537,7 +537,7 @@ def emulated_device(seed: int = 0) -> Iterator[EmulatedDevice]:
         stack.enter_context(mock.patch.object(link, "load_layers", _load_layers))
         stack.enter_context(mock.patch.object(link, "LayerFlags", _Flags))
         stack.enter_context(mock.patch.object(xgrammar, "apply_token_bitmask_inplace", _mask_tokens))
-        for package in (elementwise, sampling):
+        for package in (elementwise, experts, quantized, sampling):
             stack.enter_context(mock.patch.object(package, "triton_module", lambda name: None))
         for name in ("cuda_register", "cuda_unregister"):
             stack.enter_context(mock.patch.object(memory_pool_host, name, lambda *args: None))
