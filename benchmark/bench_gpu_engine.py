@@ -466,18 +466,18 @@ class Bench:
             options = {"graph_batch_size": batch if graphs else 0, "chunked_prefill_size": self.sizes.chunk}
             # What drawing costs shows at one size.
             is_first = (batch, context, graphs) == (*self.sizes.decodes[0], has_graphs[0])
+            kv_bytes = batch * (context + output / 2) * self.model.token_bytes
+            floor = (self.model.weight_bytes(batch) + kv_bytes) / self.bytes_per_s
             with rig_of(self.model, 1, room, **options) as rig:
                 rig.warm_up()
+                prompts = rig.prompts(np.random.default_rng(2), *[context] * batch)
                 for how, sampling in SAMPLING.items() if is_first else (("greedy", {}),):
                     rig.results.clear()
-                    prompts = rig.prompts(np.random.default_rng(2), *[context] * batch)
                     served = rig.serve(prompts, output, **sampling)
                     rig.engine.settle()
                     full = [seq for seq, size in served.decodes if size == batch]
                     wall = (rig.over_at[full[-1]] - rig.over_at[full[0]]) / (len(full) - 1)
                     busy = [rig.results[seq].seconds for seq in full[1:]]
-                    kv_bytes = batch * (context + output / 2) * self.model.token_bytes
-                    floor = (self.model.weight_bytes(batch) + kv_bytes) / self.bytes_per_s
                     yield {
                         "batch": batch,
                         "context": context,

@@ -5,7 +5,7 @@
 --models takes the time for what the others leave out: experts, latents, quantised weights and fp8 KV.
 Owns the folder (default: bench-out/) and the processes, one benchmark each with its own limit of time, the most
 important first. A benchmark that crashes or is killed does not affect the others, and its report so far counts. After
-each one everything so far is in $OUT/gpu.tar, where OUT is set: a borrowed machine may send few files back.
+each one everything so far is in $OUT/gpu.tar, or gpu_models.tar, where OUT is set: a machine may send few files back.
 gpu_summary.py makes the table. The exit code is 1 if a part crashed or was killed, and 0 for every measured result.
 On the CPU everything is as small as possible: that shows that the script runs.
 """
@@ -123,14 +123,13 @@ def run_part(part: Part, device: str, out: Path, limit_s: float, log: IO[bytes])
     return Outcome(part.name, returncode, seconds, _read(report), _last_line(Path(log.name), begin_log))
 
 
-def pack(out: Path, name: str, target: Path) -> None:
-    """Put the folder's files into an archive there, in place of an earlier one."""
-    part = target / f"{name}.part"
+def pack(paths: list[Path], target: Path) -> None:
+    """Put those that are there into an archive, in place of an earlier one."""
+    part = target.with_suffix(".part")
     with tarfile.open(part, "w") as archive:
-        for path in sorted(out.iterdir()):
-            if path.suffix in (".json", ".log"):
-                archive.add(path, path.name)
-    part.replace(target / name)
+        for path in filter(Path.exists, paths):
+            archive.add(path, path.name)
+    part.replace(target)
 
 
 def _end_of(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
@@ -222,12 +221,15 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     began = time.monotonic()
     name = "gpu_models" if args.models else "gpu"
+    chosen = [part for part in parts if part.name in wanted]
+    paths = [out / f"{name}.json", out / "gpu.log", *(out / f"{part.name}_{args.device}.json" for part in chosen)]
+    paths[0].unlink(missing_ok=True)
 
     def keep() -> None:
         if target := os.environ.get("OUT"):
-            pack(out, f"{name}.tar", Path(target))
+            pack(paths, Path(target, f"{name}.tar"))
 
-    outcomes = run([part for part in parts if part.name in wanted], args.device, out, args.budget_s, keep)
+    outcomes = run(chosen, args.device, out, args.budget_s, keep)
     rows, beside = summary(outcomes), [] if args.models else constants(outcomes, profile_of_h200())
     ends = [{key: value for key, value in asdict(outcome).items() if key != "report"} for outcome in outcomes]
     # The children report the GPU and torch's version; this process starts no device.
@@ -236,7 +238,7 @@ def main() -> None:
     where |= {key: measured[key] for key in ("hardware", "versions") if key in measured}
     report: dict[str, Any] = {"benchmark": "gpu", **where, "seconds": time.monotonic() - began, "parts": ends}
     report |= {"summary": rows, "simulator": beside}
-    (out / f"{name}.json").write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+    paths[0].write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
     keep()
     print(f"\nJSON and gpu.log in {out}; {where['hardware']}; {time.monotonic() - began:.0f} s")
     if beside:

@@ -91,7 +91,7 @@ def test_they_compile_for_sm_90(dtype: str):
         assert "st.global.v4.b32" in compiled(of_sampling._keep_top_kernel, {"BLOCK": 8192}, 16)
         # Eight counts at a time.
         assert "ld.global.v4.b32" in compiled(of_sampling._penalize_kernel, {"BLOCK": 4096})
-        drawn = dict.fromkeys(("temperatures_ptr", "min_ps_ptr", "peaks_ptr", "masses_ptr", "weights_ptr"), "*fp32")
+        drawn = dict.fromkeys(("temperatures_ptr", "min_ps_ptr", "peaks_ptr", "masses_ptr", "values_ptr"), "*fp32")
         drawn |= {"places_ptr": "*i32", "sums_ptr": "*fp64"}
         drawn |= dict.fromkeys(("seeds_ptr", "positions_ptr", "tokens_ptr"), "*i64")
         assert "ld.global.v4.b32" in compiled(of_sampling._peaks_kernel, {"BLOCK": 2048}, types=drawn)

@@ -795,7 +795,11 @@ class OneSentenceParser(argparse.ArgumentParser):
 
 def is_text(text: str) -> bool:
     """Whether all of it is characters; bytes of the command line that are none stand as halves of surrogate pairs."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def is_origin(text: str) -> bool:

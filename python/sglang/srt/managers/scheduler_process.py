@@ -165,8 +165,8 @@ class SchedulerProcess:
                 self._send(decision)
                 if self.kv_events is not None:
                     self.kv_events.publish_kv_events()
-                done = {reply.id for reply in decision.replies if reply.success}
-                if any(isinstance(each, SwitchTierReqInput) and each.id in done for each in tick.admin):
+                switches = {each.id for each in tick.admin if isinstance(each, SwitchTierReqInput)}
+                if any(reply.success and reply.id in switches for reply in decision.replies):
                     logger.warning("an administrator switched tiers: %s", self.core.scheduler.cache.shown_switches())
                 self._busy_since_check = True
                 self._announce_naming()

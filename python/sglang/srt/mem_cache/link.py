@@ -184,7 +184,8 @@ class CopyLink:
             self._loads = load_parts(pages, host_pool.kv_pages, at_once, kinds)
             self._cut_loads = load_parts(pages, host_pool.kv_pages, at_once, windowed)
         else:
-            # Nothing waits for single layers of what moves from peers. Once it runs it is not cancelled.
+            # Nothing waits for single layers of what moves from peers; only a pool that copies its pages itself takes
+            # them one by one. Once it runs it is not cancelled.
             self._loads = self._backups
             self._cut_loads = copy_parts(pages, host_pool.kv_pages, range(pages.num_layers), windowed)
         # For loads that are one kernel each, which cannot be held back between layers.

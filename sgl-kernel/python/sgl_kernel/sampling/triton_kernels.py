@@ -74,9 +74,9 @@ def draw(
         vocab_size,
         BLOCK=_DRAWN,
     )
-    weights = logits
+    values = logits
     if cut is not None:
-        weights = torch.empty((n, vocab_size), dtype=torch.float32, device=logits.device)
+        values = torch.empty((n, vocab_size), dtype=torch.float32, device=logits.device)
         launch(
             _probs_kernel,
             by_blocks,
@@ -84,18 +84,18 @@ def draw(
             temperatures,
             peaks,
             masses,
-            weights,
+            values,
             logits.stride(0),
             vocab_size,
             BLOCK=_DRAWN,
             COLUMNS=columns,
         )
-        cut(weights)
-    inputs = (weights, temperatures, min_ps, peaks, masses)
+        cut(values)
+    inputs = (values, temperatures, min_ps, peaks, masses)
     options = {"BLOCK": _DRAWN, "COLUMNS": columns, "IS_PROBS": cut is not None}
-    launch(_sums_kernel, by_blocks, *inputs, sums, weights.stride(0), vocab_size, **options)
+    launch(_sums_kernel, by_blocks, *inputs, sums, values.stride(0), vocab_size, **options)
     launch(
-        _draw_kernel, (n,), *inputs, places, sums, seeds, positions, tokens, weights.stride(0), vocab_size, **options
+        _draw_kernel, (n,), *inputs, places, sums, seeds, positions, tokens, values.stride(0), vocab_size, **options
     )
     return tokens
 
@@ -141,8 +141,8 @@ def _peak_and_mass(peaks_ptr, masses_ptr, row, temperature, vocab_size, BLOCK: t
 
 
 @triton.jit
-def _weights(
-    weights_ptr,
+def _probabilities(
+    values_ptr,
     temperatures_ptr,
     min_ps_ptr,
     peaks_ptr,
@@ -155,9 +155,10 @@ def _weights(
     COLUMNS: tl.constexpr,
     IS_PROBS: tl.constexpr,
 ):
-    """Probabilities of some tokens, in float64; 0 for those that min-p cuts off. They are computed alike from logits
-    and for the array that top-k and top-p cut: a row's token does not depend on whether another row is cut."""
-    x = tl.load(weights_ptr + row * stride + tokens, mask=tokens < vocab_size, other=0.0)
+    """Of some tokens, in float64; 0 for those that min-p cuts off. values: logits, or with IS_PROBS what top-k and
+    top-p have left of `_probs_kernel`'s, which are computed alike: a row's token does not depend on whether another
+    row is cut."""
+    x = tl.load(values_ptr + row * stride + tokens, mask=tokens < vocab_size, other=0.0)
     temperature = _temperature(temperatures_ptr, row)
     peak, mass = _peak_and_mass(peaks_ptr, masses_ptr, row, temperature, vocab_size, BLOCK, COLUMNS)
     probs = x if IS_PROBS else tl.exp((x - peak) / temperature) / mass
@@ -225,7 +226,7 @@ def _probs_kernel(
 
 @triton.jit
 def _sums_kernel(
-    weights_ptr,
+    values_ptr,
     temperatures_ptr,
     min_ps_ptr,
     peaks_ptr,
@@ -240,8 +241,8 @@ def _sums_kernel(
     """Program (b, r): the sum of the probabilities of block b of row r."""
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     tokens = block * BLOCK + tl.arange(0, BLOCK)
-    weights = _weights(
-        weights_ptr,
+    probs = _probabilities(
+        values_ptr,
         temperatures_ptr,
         min_ps_ptr,
         peaks_ptr,
@@ -254,12 +255,12 @@ def _sums_kernel(
         COLUMNS,
         IS_PROBS,
     )
-    tl.store(sums_ptr + row * tl.num_programs(0) + block, tl.sum(weights, 0))
+    tl.store(sums_ptr + row * tl.num_programs(0) + block, tl.sum(probs, 0))
 
 
 @triton.jit
 def _draw_kernel(
-    weights_ptr,
+    values_ptr,
     temperatures_ptr,
     min_ps_ptr,
     peaks_ptr,
@@ -285,13 +286,13 @@ def _draw_kernel(
         upto = tl.cumsum(sums, 0)
         total = tl.sum(tl.where(blocks == num_blocks - 1, upto, 0.0), 0)
         drawn = _random(tl.load(seeds_ptr + row), tl.load(positions_ptr + row)) * total
-        # Sums in another order differ in the last bit, so that a block of weight 0 may exceed the one before it.
+        # Sums in another order differ in the last bit, so that a block of probability 0 may exceed the one before it.
         last_block = tl.maximum(tl.max(tl.where(sums > 0, blocks, -1), 0), 0)
         block = tl.min(tl.where((upto > drawn) & (sums > 0), blocks, last_block), 0)
         before = tl.sum(tl.where(blocks == block - 1, upto, 0.0), 0)
         tokens = block * BLOCK + tl.arange(0, BLOCK)
-        weights = _weights(
-            weights_ptr,
+        probs = _probabilities(
+            values_ptr,
             temperatures_ptr,
             min_ps_ptr,
             peaks_ptr,
@@ -304,11 +305,11 @@ def _draw_kernel(
             COLUMNS,
             IS_PROBS,
         )
-        inside = before + tl.cumsum(weights, 0)
-        # So may a token of weight 0, and none may exceed it.
-        last = tl.max(tl.where(weights > 0, tokens, -1), 0)
+        inside = before + tl.cumsum(probs, 0)
+        # So may a token of probability 0, and none may exceed it.
+        last = tl.max(tl.where(probs > 0, tokens, -1), 0)
         last = tl.where(last < 0, vocab_size - 1, last)
-        token = tl.min(tl.where((inside > drawn) & (weights > 0), tokens, last), 0)
+        token = tl.min(tl.where((inside > drawn) & (probs > 0), tokens, last), 0)
         token = tl.where(total == total, token, vocab_size - 1)
     else:
         peaks = tl.load(peaks_ptr + row * num_blocks + blocks, mask=blocks < num_blocks, other=float("-inf"))

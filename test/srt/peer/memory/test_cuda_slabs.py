@@ -379,9 +379,7 @@ def test_copies_cross_the_borders_of_slabs(kind: str, order: str, backend: str):
     with device_of(kind) as driver:
         lent, borrowed = (pool_in_slabs(driver, 12, layout) for _ in range(2))
         of_lent, of_borrowed = (
-            torch.from_numpy(np.concatenate([pool.frames_of(slab) for slab in range(pool.slabs.num_slabs)])).long()[
-                :12
-            ]
+            torch.from_numpy(np.concatenate(list(map(pool.frames_of, range(pool.slabs.num_slabs)))))[:12].long()
             for pool in (lent, borrowed)
         )
         host, back = (MHATokenToKVPoolHost(lent, 12, order) for _ in range(2))
