@@ -237,7 +237,9 @@ def test_ranks_on_a_gpu_lend_and_borrow(
     monkeypatch.setattr(startup_engine, "make_attention_backend", lambda name, device: TorchNativeAttnBackend())
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**9, 2 * 10**9))
     prompts = [np.random.default_rng(i).integers(3, 300, 100).astype(np.int32) for i in range(3)]
-    small = f"--model {model} --dtype float32 --disable-cuda-graph --context-length 120 --peer-slab-size 2"
+    small = (
+        f"--model {model} --dtype float32 --page-size 1 --disable-cuda-graph --context-length 120 --peer-slab-size 2"
+    )
     # What a tier is used for must not depend on how fast this machine is.
     cached = "--hicache --hicache-ratio 0.1 --max-total-tokens 150 --hicache-load-or-recompute off"
 
