@@ -6,13 +6,15 @@ NAME is qwen3 (128 experts of 768, 8 for a token; the default), deepseek (256 of
 (128 of 2,880, 4 for a token). --ranks takes one rank's part of each. Tokens choose at random. On a GPU launches are
 CUDA graphs, over so many layers that no cache still holds one. *Of a copy* is what is read of weights, over what a
 copy in memory moves in that time: 1 is a decode step's bound. *Of a product* is the multiplications and additions,
-over those of a large product of matrices in that time. *Library* is torch's kernel for groups. The CPU, with a tiny
-layer, dequantises experts: that shows that the script runs.
+over those of a large product of matrices in that time. *Library* is torch's kernel for groups. Then what choosing
+experts takes, in one launch and by torch. The CPU, with a tiny layer, dequantises experts: that shows that the script
+runs.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -33,14 +35,18 @@ class Layer(NamedTuple):
     top_k: int
     hidden_size: int
     width: int
+    choice: kernels.Choice
+    has_correction: bool = False
 
 
 SHAPES = {
-    "qwen3": Layer(128, 8, 2048, 768),
-    "deepseek": Layer(256, 8, 7168, 2048),
-    "gpt-oss": Layer(128, 4, 2880, 2880),
+    "qwen3": Layer(128, 8, 2048, 768, kernels.Choice(8, "softmax", is_normalized=True)),
+    "deepseek": Layer(256, 8, 7168, 2048, kernels.Choice(8, "sigmoid", True, 2.5, 8, 4), has_correction=True),
+    "gpt-oss": Layer(128, 4, 2880, 2880, kernels.Choice(4, "softmax_of_chosen")),
 }
-TINY = Layer(8, 2, 64, 64)
+TINY = Layer(8, 2, 64, 64, kernels.Choice(2, "softmax"))
+# Launches in one graph, each shorter than the start of a graph.
+CHOICES = 64
 FORMATS = {
     "fp8, blocks of 128": MatrixFormat(torch.float8_e4m3fn, 128),
     "4 bits, groups of 128": MatrixFormat(FOUR_BITS, 128),
@@ -93,7 +99,26 @@ def main() -> None:
         write_json(f"experts_{args.shape}_{device}", vars(args), rows, complete=False)
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU, one thread"
     print_table(f"Layers of experts, {where}", rows)
+    choices = [choosing(bench, layer, int(each), device) for each in args.tokens.split(",")]
+    print_table("Choosing experts", choices)
+    rows += choices
     write_json(f"experts_{args.shape}_{device}", vars(args), rows)
+
+
+def choosing(bench: Bench, layer: Layer, num_tokens: int, device: str) -> dict[str, object]:
+    logits = torch.randn(num_tokens, layer.num_experts, dtype=bench.dtype, device=device)
+    correction = torch.rand(layer.num_experts, device=device) if layer.has_correction else None
+
+    def repeated(choose: Callable[..., object]) -> Callable[[], object]:
+        def work() -> None:
+            for _ in range(CHOICES):
+                choose(logits, layer.choice, correction)
+
+        return captured(work) if device == "cuda" else work
+
+    mine, of_torch = bench.seconds(repeated(kernels.choose), repeated(kernels.reference.choose))
+    us = {"choosing us": mine / CHOICES * 1e6, "choosing by torch us": of_torch / CHOICES * 1e6}
+    return {"tokens": num_tokens, **us, "times as fast": of_torch / mine}
 
 
 def _layers(

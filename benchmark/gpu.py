@@ -2,7 +2,8 @@
 
     python -m benchmark.gpu [--models] [--out DIR] [--budget-s 480] [--only kvcacheio,gpu_engine] [--device cpu]
 
---models takes the time for what the others leave out: experts, latents, quantised weights and fp8 KV.
+--models takes the time for what the others leave out: experts, latents, quantised weights and fp8 KV. --only also
+takes what neither has time for: transformers' code, and attention over fp8 KV.
 Owns the folder (default: bench-out/) and the processes, one benchmark each with its own limit of time, the most
 important first. A benchmark that crashes or is killed does not affect the others, and its report so far counts. After
 each one everything so far is in $OUT/gpu.tar, or gpu_models.tar, where OUT is set: a machine may send few files back.
@@ -80,9 +81,9 @@ PARTS = (
 )
 
 
-def _engine_of(name: str, *shape: str) -> Part:
-    parts = "--parts", "prefill,decode"
-    return Part(f"gpu_engine_{name}", 70, (*shape, *parts), (*shape, *parts), script="gpu_engine")
+def _engine_of(name: str, *shape: str, parts: str = "prefill,decode") -> Part:
+    arguments = *shape, "--parts", parts
+    return Part(f"gpu_engine_{name}", 70, arguments, arguments, script="gpu_engine")
 
 
 def _experts_of(shape: str) -> Part:
@@ -100,6 +101,12 @@ MODEL_PARTS = (
     _experts_of("deepseek"),
     Part("quantized", 50, ("--rounds", "5"), ("--rows", "1", "--rounds", "1"), False, False),
     _engine_of("fp8kv", "--fp8-kv"),
+)
+_FP8_KV = "--kv-dtype", "fp8_e4m3", "--rounds"
+# For which neither run has time.
+OTHER_PARTS = (
+    _engine_of("transformers", "--model-impl", "transformers", parts="prefill,decode,stream"),
+    Part("attention_fp8_e4m3", 90, (*_FP8_KV, "5"), (*_FP8_KV, "1", "--page-sizes", "16"), False, False, "attention"),
 )
 
 
@@ -207,21 +214,20 @@ def main() -> None:
     parser.add_argument("--out", default=str(ROOT / "bench-out"))
     parser.add_argument("--budget-s", type=float, default=480)
     parser.add_argument("--models", action="store_true")
-    parser.add_argument("--only", default="", help="some parts; default: all")
+    parser.add_argument("--only", default="", help="some parts, of any run")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     args = parser.parse_args()
-    parts = MODEL_PARTS if args.models else PARTS
-    names = [part.name for part in parts]
-    wanted = args.only.split(",") if args.only else names
-    if unknown := set(wanted) - set(names):
-        parser.error(f"--only: there is no {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    all_parts = {part.name: part for part in (*PARTS, *MODEL_PARTS, *OTHER_PARTS)}
+    wanted = args.only.split(",") if args.only else []
+    if unknown := set(wanted) - set(all_parts):
+        parser.error(f"--only: there is no {', '.join(sorted(unknown))}; there are {', '.join(all_parts)}")
     out = Path(args.out).resolve()
     out.mkdir(parents=True, exist_ok=True)
     # On a signal, the current part ends first.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     began = time.monotonic()
     name = "gpu_models" if args.models else "gpu"
-    chosen = [part for part in parts if part.name in wanted]
+    chosen = [all_parts[each] for each in all_parts if each in wanted] or [*(MODEL_PARTS if args.models else PARTS)]
     paths = [out / f"{name}.json", out / "gpu.log", *(out / f"{part.name}_{args.device}.json" for part in chosen)]
     paths[0].unlink(missing_ok=True)
 

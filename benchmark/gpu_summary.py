@@ -189,16 +189,16 @@ def _how(row: Report) -> str:
     return ("" if row["graphs"] == "yes" else ", no graphs") + ("" if how == "greedy" else f", {how}")
 
 
-def _attention_lines(rows: list[Report]) -> Iterator[Line]:
+def _attention_lines(title: str, rows: list[Report]) -> Iterator[Line]:
     row = _find(rows, requests=1, prefix=0, new=8192, page_size=1)
-    yield Line("attention, prefill of 8K, of a matrix product", row.get("of a matrix product"))
+    yield Line(f"{title}, prefill of 8K, of a matrix product", row.get("of a matrix product"))
     for what, of in (
         ("decode of 128", {"requests": 128}),
         ("48 tokens behind 12K", {"new": 48, "beside": ""}),
         ("decode of 40, and one of 128K", {"requests": 40}),
     ):
         row = _find(rows, **of, page_size=1)
-        yield Line(f"attention, {what}, of a copy", row.get("of a copy"))
+        yield Line(f"{title}, {what}, of a copy", row.get("of a copy"))
 
 
 def _shape_lines(shape: str, rows: list[Report]) -> Iterator[Line]:
@@ -215,6 +215,8 @@ def _expert_lines(shape: str, rows: list[Report]) -> Iterator[Line]:
     for tokens, of in ((32, "of a copy"), (2048, "of a product")):
         row = _find(rows, tokens=tokens, weights=weights)
         yield Line(f"experts of {shape}, {tokens} tokens, {of}", row.get(of), note=f"({weights})")
+    row = next((row for row in rows if row.get("tokens") == 32 and "choosing us" in row), {})
+    yield Line(f"experts of {shape}, 32 tokens, choosing", row.get("choosing us"), " us")
 
 
 def _quantized_lines(rows: list[Report]) -> Iterator[Line]:
@@ -228,7 +230,7 @@ LINES = {
     "kvcacheio": _transfer_lines,
     "interference": _interference_lines,
     "gpu_engine": _engine_lines,
-    "attention": _attention_lines,
+    "attention": partial(_attention_lines, "attention"),
     "gpu_engine_experts_fp8": partial(_shape_lines, "Qwen3-30B-A3B"),
     "gpu_engine_gpt_oss": partial(_shape_lines, "gpt-oss-20b"),
     "gpu_engine_latents": partial(_shape_lines, "DeepSeek-V2-Lite"),
@@ -237,6 +239,8 @@ LINES = {
     "experts_deepseek": partial(_expert_lines, "deepseek"),
     "quantized": _quantized_lines,
     "gpu_engine_fp8kv": partial(_shape_lines, "Llama-3.1-8B, fp8 KV"),
+    "gpu_engine_transformers": partial(_shape_lines, "Llama-3.1-8B, transformers' code"),
+    "attention_fp8_e4m3": partial(_attention_lines, "attention, fp8 KV"),
 }
 
 
