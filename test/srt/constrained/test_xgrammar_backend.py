@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 
+from sglang.srt.constrained.check_process import check
 from sglang.srt.constrained.xgrammar_backend import GrammarCompiler, GrammarError
 from sglang.srt.sampling.sampling_params import GrammarSpec
 from support.grammars import write_vocabulary
@@ -130,6 +132,30 @@ def test_what_is_wrong_is_told(vocabulary: str, kind: str, source: Any, message:
     with pytest.raises(GrammarError, match=message) as error:
         accepts(vocabulary, kind, source, "")
     assert "/project/" not in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "kind, source, is_usable",
+    [
+        ("regex", r"a\ud83db", False),
+        # Whole pairs are two halves.
+        ("regex", r"\ud83d\ude00", False),
+        ("regex", r"a|[\ud800-\udfff]", False),
+        ("regex", r"[\ud800\udc00-\udfff]x", False),
+        ("regex", r"[^\ud800-\udfff]+", True),
+        ("regex", r"[a\ud800]", True),
+        ("regex", r"[\u0000-\uffff]", True),
+        ("regex", r"\u{1F600}\\ud800", True),
+        ("ebnf", r'root ::= "a" "\"\ud83d"', False),
+        ("ebnf", r'root ::= "\\ud83d" [b\]]', True),
+        ("structural_tag", {"type": "structural_tag", "format": {"type": "regex", "pattern": r"\ud800"}}, False),
+        ("json_schema", {"enum": ["\\ud83d"]}, True),
+    ],
+)
+def test_half_of_a_surrogate_pair_is_refused(vocabulary: str, kind: str, source: Any, is_usable: bool):
+    spec = GrammarSpec(kind, source if isinstance(source, str) else json.dumps(source))
+    message = check(GrammarCompiler(vocabulary), spec).message
+    assert message == "" if is_usable else re.search(r"half of a surrogate pair.*\\u\{1F600\} in a regex", message)
 
 
 def test_references_within_a_schema(vocabulary: str):

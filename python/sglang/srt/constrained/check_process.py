@@ -20,7 +20,7 @@ from typing import IO
 
 import msgspec
 
-from sglang.srt.constrained.xgrammar_backend import GrammarCompiler, GrammarError, make_vocabulary
+from sglang.srt.constrained.xgrammar_backend import GrammarCompiler, GrammarError, check_characters, make_vocabulary
 from sglang.srt.sampling.sampling_params import GrammarSpec
 from sglang.srt.utils.child_process import die_with_parent
 
@@ -94,6 +94,7 @@ def vocabulary_of(settings: CheckSettings) -> str:
 def check(compiler: GrammarCompiler, spec: GrammarSpec) -> CheckResult:
     try:
         compiled = compiler.compile(spec)
+        check_characters(compiled)
     except GrammarError as error:
         return CheckResult(str(error))
     except MemoryError:

@@ -31,6 +31,11 @@ _PLACE = re.compile(r"^\[[\d:]+\] \S+: ")
 _BOUNDED_CHARACTERS = r"[^\"\\\r\n]"
 _JSON_CHARACTERS = r"[^\0-\x1f\"\\]"
 
+# Of a grammar as xgrammar writes it: texts and classes of characters, and the characters of both.
+_TEXT_OR_CLASS = re.compile(r'"((?:\\.|[^"\\])*)"|\[((?:\\.|[^\]\\])*)\]')
+_CHARACTER = re.compile(r"\\u[0-9a-f]{4}|\\.|[^\\]", re.DOTALL)
+_HALF_A_PAIR = re.compile(r"\\ud[89a-f][0-9a-f]{2}")
+
 
 class GrammarError(Exception):
     """A grammar that cannot be used. The message is a sentence for the client."""
@@ -114,6 +119,22 @@ class GrammarCompiler:
             return {"type": "grammar", "grammar": mended}
         own = part.get("max_whitespace_cnt")
         return part | {"max_whitespace_cnt": self._max_whitespace if own is None else own}
+
+
+def check_characters(compiled: xgrammar.CompiledGrammar) -> None:
+    """Raises GrammarError where it demands half of a surrogate pair, which would be answered as U+FFFD. A class may
+    have some beside others, and exclude them."""
+    rules = str(compiled.grammar)
+    if _HALF_A_PAIR.search(rules) is None:
+        return
+    for text, of_class in _TEXT_OR_CLASS.findall(rules):
+        characters = _CHARACTER.findall(text or of_class)
+        halves = [each for each in characters if _HALF_A_PAIR.fullmatch(each)]
+        if halves and (text or len(halves) == sum(each != "-" for each in characters)):
+            raise GrammarError(
+                f"the grammar has {halves[0]}, half of a surrogate pair, which is no character: write the whole "
+                "character, or its code as \\u{1F600} in a regex and \\U0001F600 in EBNF"
+            )
 
 
 def _structural_tag(source: str) -> Any:
