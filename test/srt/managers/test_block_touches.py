@@ -79,6 +79,22 @@ def test_each_path_in_use_is_told_once_and_one_operation_at_a_time():
     rig.assert_nothing_left()
 
 
+def test_what_memory_had_before_is_stored_when_it_is_used():
+    rig = Rig()
+    setup = rig.storage.setup
+    assert setup is not None
+    rig.storage.close()
+    rig.storage.detach_storage()
+    rig.controller.begin_backup(rig.insert(LONG))
+    rig.finish(*rig.collect())
+    rig.storage.attach_storage(setup)
+    assert rig.collect() == []
+    use(rig, LONG)
+    tell(rig)
+    written = [op for op in rig.ops.values() if isinstance(op, StorageOp) and op.action == StorageAction.SET]
+    assert [key for op in written for key in to_bytes(op.keys)] == names(rig, LONG)
+
+
 def test_a_store_that_gets_nothing_is_told_nothing():
     rig = stored_rig(LONG)
     rig.storage.writer.turn(False, (1,))

@@ -19,7 +19,7 @@ from sglang.srt.managers.layer_streaming import LayerStreaming
 from sglang.srt.managers.schedule_batch import BatchDecision, ReqHold
 from sglang.srt.managers.scheduler_config import LayerStreamConfig, PriorityConfig
 from sglang.srt.managers.streamed_request import StreamedRequest
-from sglang.srt.mem_cache.frame_table import FrameState
+from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
 from sglang.srt.mem_cache.transfer import P2D, Tier
 from sglang.srt.model_executor.launch import Launch, LaunchMode, StreamedPrefix
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -614,3 +614,23 @@ def test_a_higher_priority_takes_the_place_of_what_streams(model: Model, thresho
     model.check(high, engine._answers["high"], 4)
     engine.settle()
     check_memory(model, engine)
+
+
+def test_what_streams_give_up_for_others_is_taken_once():
+    given = []
+
+    def stream(order: int, num_pages: int) -> SimpleNamespace:
+        def give_up(wanted: int) -> int:
+            given.append((order, min(wanted, num_pages)))
+            return min(wanted, num_pages)
+
+        return SimpleNamespace(req=SimpleNamespace(order=order), give_up=give_up)
+
+    streams = LayerStreaming.__new__(LayerStreaming)
+    streams._streams = {str(order): stream(order, 6) for order in (1, 2, 3)}
+    streams.config, streams._page, streams.chunk_pages = SimpleNamespace(new_token_ratio=0.0), 1, 8
+    streams._device, streams._clock = FrameTable(64), SimpleNamespace(last=3)
+    streams.shrink_stream_for(10, [])
+    # The youngest first.
+    assert given == [(3, 6), (2, 4), (1, 0)]
+    assert streams.is_giving_way and streams.gave_way_at == 3

@@ -8,9 +8,10 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from managers.test_scheduler import Driver
 
 from sglang.srt.managers.load_planner import BELIEVED_S, LoadPlanner
-from sglang.srt.mem_cache.transfer import D2H, Tier
+from sglang.srt.mem_cache.transfer import D2H, H2D, P2D, Tier
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.clock import monotonic
 from sglang.srt.utils.time_units import Seconds
@@ -127,3 +128,17 @@ def test_other_work_is_a_prompt_that_needs_no_load():
         each._needs_no_load = None
         each.expected.compute_seconds = lambda work: 0.25  # type: ignore[method-assign]
         assert each._other_work_seconds(batch) == (None if needs else 0.25)
+
+
+def test_the_order_of_loads_is_as_at_first_once_nothing_is_computed_in_their_place() -> None:
+    planner = Driver(num_host_pages=64, num_peer_pages=64, load_or_recompute=True).scheduler.planner
+    order = planner._cache.tree.order
+    for _ in range(6):
+        planner.expected.costs.add_copy(8192, 0.001, H2D)
+        planner.expected.costs.add_copy(8192, 0.1, P2D)
+    planner.note_sick_links()
+    assert order.load_order == (Tier.HOST, Tier.PEER)
+    planner.policies.load_or_recompute = False
+    planner.obey_policies()
+    planner.note_sick_links()
+    assert order.load_order == (Tier.PEER, Tier.HOST)

@@ -38,8 +38,16 @@ def test_each_wait_is_told_apart() -> None:
     times.begin_step(Seconds(16.0))
     times.started("a")  # retracted, and started again
     costs = {EXEC: {5: 0.25, 6: 0.5, 7: 1.0}, STALL: {5: 0.125}, H2D: {3: 0.75, 4: 9.0}, P2D: {0: 0.0625}}
-    launches = {5: launch_of("a"), 6: launch_of("a", "b"), 7: launch_of("a", is_prefill=False)}
-    times.take_costs(StepInputs(step=0, now=Seconds(16.0), done={EXEC: 8, H2D: 5, P2D: 1}, cost=costs), launches)
+    # It computes two parts of its prompt in launch 6.
+    launches = {
+        5: launch_of("a"),
+        6: launch_of("a", "b", "a"),
+        7: launch_of("a", is_prefill=False),
+        8: launch_of("a"),
+    }
+    costs[EXEC][8] = 100.0
+    done = {EXEC: 9, H2D: 5, P2D: 1}
+    times.take_costs(StepInputs(step=0, now=Seconds(16.0), done=done, failed={EXEC: 8}, cost=costs), launches)
     times.begin_step(Seconds(18.0))
     times.first_token("a")
     assert times.known == {

@@ -74,6 +74,15 @@ class Driver:
         return decision
 
 
+def test_launches_that_are_over_are_forgotten_without_any_tier() -> None:
+    driver = Driver()
+    driver.step(request("a", [5, 6, 7], max_new_tokens=40, ignore_eos=True))
+    for seq in range(30):
+        driver.step(results={seq: [7]})
+    assert driver.scheduler.clock.done == 30
+    assert len(driver.scheduler.planner.expected.launches._issued) == 1
+
+
 def test_a_request_from_prompt_to_end() -> None:
     driver = Driver()
     first = driver.step(request("a", [5, 6, 7], max_new_tokens=3)).launch

@@ -7,13 +7,17 @@ from dataclasses import replace
 
 import pytest
 
+from sglang.srt.managers.lost_hits import Lookup, LostHits
 from sglang.srt.managers.schedule_policy import FETCH_PATIENCE
+from sglang.srt.managers.storage_advice import StorageAdvice
+from sglang.srt.managers.storage_breaker import FAILURES_IN_A_ROW, TRIAL_PAUSE_S
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.node import Node, is_hole, path_of
 from sglang.srt.mem_cache.transfer import (
     D2P,
     FETCH,
     PROBE,
+    PROBE_FAILED,
     STORE,
     Ticket,
     Tier,
@@ -830,3 +834,52 @@ def test_one_trial_of_slow_storage_at_a_time():
     rig.finish(read)
     assert trial.ticket is None
     rig.assert_nothing_left()
+
+
+def rig_left_alone(host: int = 64) -> Rig:
+    """After probes that failed, when a trial is due."""
+    rig = Rig(TEXT, host=host)
+    for i in range(FAILURES_IN_A_ROW):
+        (probe,) = rig.begin(f"failed {i}", TEXT)
+        rig.finish(probe, PROBE_FAILED)
+        rig.detach(f"failed {i}")
+    assert rig.storage.reads.is_open
+    rig.storage.set_now(Seconds(100.0))
+    rig.storage.watch()
+    return rig
+
+
+def test_requests_of_one_step_begin_one_trial():
+    rig = rig_left_alone()
+    begun = [rig.begin(f"r{i}", TEXT) for i in range(5)]
+    assert [len(each) for each in begun] == [1, 0, 0, 0, 0] and rig.storage.counters["storage_trials"] == 1
+    (read,) = rig.finish(*begun[0])
+    rig.finish(read)
+    assert not rig.storage.reads.is_open
+    rig.assert_nothing_left()
+
+
+def test_a_trial_without_room_is_followed_by_a_pause():
+    rig = rig_left_alone(host=4)
+    assert rig.host.allocate(4) is not None
+    for now, num_begun in ((100.0, 1), (100.5, 0), (100.0 + TRIAL_PAUSE_S, 1)):
+        rig.storage.set_now(Seconds(now))
+        rig.storage.watch()
+        begun = rig.begin(f"at {now}", TEXT)
+        assert len(begun) == num_begun, now
+        for probe in begun:
+            assert rig.finish(probe) == []
+
+
+def test_what_would_come_too_late_counts_as_recomputed():
+    times: dict[str, object] = {"policy": "timeout", "timeout_base_s": 1.0, "timeout_per_ki_token_s": 0.0}
+    rig = Rig(TEXT, window_reach=4, windowed=64, windowed_host=64, **times)
+    storage = rig.storage
+    assert storage.setup is not None
+    storage.attach_storage(replace(storage.setup, has_windowed_store=True))
+    storage.consult(StorageAdvice(fetch_s=lambda num_tokens: 5.0))
+    (probe,) = rig.begin("r", TEXT)
+    assert rig.finish(probe, 5) == [] and rig.over("r") == [True]
+    assert storage.counters["fetches_cut"] == 1 and storage.counters["fetch_cut_tokens"] == 20
+    found = Lookup("", tokens(TEXT), 0, storage.outcome("r"))
+    assert LostHits(rig.tree, 1).explain(found, 21, 0) == {"recomputed": 20, "last_token": 1}

@@ -274,6 +274,25 @@ def test_a_burst_recalls_slabs_and_they_are_lent_again():
     assert lender.scheduler.counters["retracted_reqs"] == 0
 
 
+def test_slabs_that_a_load_filled_are_in_use():
+    lender = SimulatedLender(num_host_pages=400)
+    scheduler, used = lender.scheduler, []
+
+    def after_step(decision: BatchDecision) -> None:
+        lender._after_step(decision)
+        if 55.0 < lender.sim.now < 65.0 and not scheduler.num_reqs:
+            path = scheduler.cache.tree.match("", prompts[0][:19]).path
+            frames = np.concatenate([node.frames[Tier.DEVICE] for node in path])
+            used.append((len(frames), scheduler.lending.use.used_at[np.unique(frames // 10)].min()))
+
+    prompts = np.arange(200, dtype=np.int32).reshape(10, 20)
+    others = ((5.0 * i, request(f"r{i}", prompt)) for i, prompt in enumerate(prompts))
+    arrivals = *others, (55.0, request("again", prompts[0]))
+    lender.sim.run(arrivals, after_step)
+    assert scheduler.counters["load_back_tokens"] == 19
+    assert used and all(found == 19 and used_at >= 55.0 for found, used_at in used), used
+
+
 # -- with pools --------------------------------------------------------------------------------------------------
 
 CONFIG = SoakConfig(

@@ -27,7 +27,7 @@ from sglang.srt.managers.window_blocks import WindowBlocks, ends_within
 from sglang.srt.mem_cache.block_names import NOT_STORED, STORED, WITHOUT_WINDOWS
 from sglang.srt.mem_cache.namespaces import is_alone, salt_of
 from sglang.srt.mem_cache.node import Node, is_ready, is_whole, survivor_of
-from sglang.srt.mem_cache.transfer import STORE, StorageAction, StorageOp, Ticket, Tier
+from sglang.srt.mem_cache.transfer import FRAME_TIERS, STORE, StorageAction, StorageOp, Ticket, Tier
 from sglang.srt.utils.time_units import Seconds
 
 # Paths that are to be stored when there is room: the most that are remembered, and when those that have left the tree
@@ -82,6 +82,8 @@ class BlockWriter:
         if setup is not None and setup.has_windowed_store:
             num_seen = -(-self.tree.windows.num_tokens // setup.block_tokens)
             self._window_blocks = WindowBlocks(setup.block_tokens, num_seen)
+        # What memory has by now is stored when it is used.
+        self.touches.catches_up = setup is not None and any(map(self.tree.resident_pages, FRAME_TIERS))
         self._trial, self._next_trial_at = None, Seconds(-math.inf)
 
     def close(self) -> None:

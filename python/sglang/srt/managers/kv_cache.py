@@ -369,14 +369,18 @@ class KVCache:
         result = self.tree.insert_prefix(req.namespace, above, tokens, frames, launch, self.clock.next, req.priority)
         assert result.end == len(tokens) and not len(result.duplicates)
         self.device.transition(frames, FrameState.HELD, FrameState.CACHED)
+        self._note_filled(frames)
 
     def _count_as_cached(self, created: Iterable[Node]) -> None:
         for node in created:
             frames = node.frames[Tier.DEVICE]
             assert frames is not None
             self.device.transition(frames, FrameState.HELD, FrameState.CACHED)
-            if self.ledger.lends_device:
-                self._filled.append(frames)
+            self._note_filled(frames)
+
+    def _note_filled(self, frames: np.ndarray) -> None:
+        if self.ledger.lends_device:
+            self._filled.append(frames)
 
     def take_device_use(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Device pages (int32) that were filled, and that requests have found, since the last call; none of an engine
@@ -587,6 +591,8 @@ class KVCache:
                 self._link_bytes[link] += op.size_bytes
                 self.controller.commit(ticket)
                 committed(ticket)
+                if isinstance(op, TransferOp) and op.dst == Tier.DEVICE:
+                    self._note_filled(op.dst_frames)
             else:
                 # Also where its launch failed.
                 was_cancelled = self.ledger.is_cancelled(ticket)

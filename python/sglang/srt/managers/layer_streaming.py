@@ -397,7 +397,10 @@ class LayerStreaming(NoLayerStreaming):
                 break
         # What others have given up comes by itself.
         num_pages += min(along, self.chunk_pages) - self._device.counts[FrameState.PENDING_FREE]
-        if any([stream.give_up(num_pages) for stream in self._streams.values()]):
+        given = 0
+        for stream in sorted(self._streams.values(), key=lambda stream: -stream.req.order):
+            given += stream.give_up(num_pages - given)
+        if given:
             self.gave_way_at = self._clock.last
             self.is_giving_way = True
         elif num_pages > 0:

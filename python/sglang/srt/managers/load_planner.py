@@ -116,6 +116,9 @@ class LoadPlanner:
                 blocks_worth_fetching=self.blocks_worth_fetching,
                 is_worth_storing=self._is_worth_storing,
             )
+        else:
+            self._peers_are_slow = False
+            self._cache.set_load_order((Tier.PEER, Tier.HOST))
         self._storage.consult(advice)
 
     def set_now(self, now: Seconds) -> None:
@@ -186,7 +189,6 @@ class LoadPlanner:
                 # An operation that did not move everything tells little.
                 if counts[seq - first] == len(op.keys):
                     add(op.size_bytes, seconds)
-        self.expected.complete(inputs.done)
 
     def _take_launch_costs(self, inputs: StepInputs, launches: Mapping[int, LaunchRecord]) -> None:
         costs, done, failed = self.expected.costs, inputs.done[EXEC], inputs.failed.get(EXEC)

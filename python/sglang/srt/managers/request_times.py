@@ -73,13 +73,14 @@ class RequestTimes:
 
     def take_costs(self, inputs: StepInputs, launches: Mapping[int, LaunchRecord]) -> None:
         """launches: the completed ones are still among them."""
-        stalls = inputs.cost.get(STALL, {})
+        stalls, failed = inputs.cost.get(STALL, {}), inputs.failed.get(EXEC)
         for seq, seconds in inputs.cost.get(EXEC, {}).items():
             record = launches.get(seq)
-            if record is None or record.work is None or seq >= inputs.done[EXEC]:
+            if record is None or record.work is None or seq >= inputs.done[EXEC] or seq == failed:
                 continue
-            for req, _ in record.reqs:
-                if (account := self._accounts.get(req.rid)) is not None:
+            # A request that computes two parts of its prompt in one launch is there twice.
+            for rid in dict.fromkeys(req.rid for req, _ in record.reqs):
+                if (account := self._accounts.get(rid)) is not None:
                     account.compute_s += seconds
                     account.stall_s += stalls.get(seq, 0.0)
         for link, tier in _TIER_OF_LINK.items():

@@ -246,6 +246,7 @@ class Scheduler:
         done, failed = inputs.done[EXEC], inputs.failed.get(EXEC)
         if self.cache.host is not None or self.lender is not None:
             self.planner.take_costs(inputs, self._launches)
+        self.planner.expected.complete(inputs.done)
         self.times.take_costs(inputs, self._launches)
         for seq in range(self.clock.done, done):
             if seq != failed and seq in self._launches:

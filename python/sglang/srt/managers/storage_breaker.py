@@ -148,6 +148,10 @@ class StorageBreaker:
             self._failures, self._empty_trials = FAILURES_IN_A_ROW - 1, 0
             self._close()
 
+    def end_unread_trial(self) -> None:
+        """A trial was answered, and its block was not read, for lack of room."""
+        self._pause()
+
     def _open(self, reason: str) -> None:
         if not self.is_open:
             self.reason = reason

@@ -267,7 +267,7 @@ class StorageController:
         prefetch.unread = "switched_off" if self.is_unread else "storage_off" if self.reads.is_open else ""
         if not prefetch.unread:
             self._ask(rid, prefetch, now)
-        elif not self.is_unread and self.reads.may_try and num_blocks:
+        elif not self.is_unread and self._trial.ticket is None and self.reads.may_try and num_blocks:
             self._trial.begin(names.of_prompt(namespace, tokens[:size]))
             self.counters["storage_trials"] += 1
 
@@ -694,10 +694,14 @@ class StorageController:
             # Windows may be stored for its end alone.
             prefetch.blocks_left = left if 2 * prefetch.blocks_left >= left else 0
         if prefetch.blocks_left < left:
-            self.counters["fetches_cut"] += 1
-            self.counters["fetch_cut_tokens"] += (left - prefetch.blocks_left) * size
-            prefetch.end = prefetch.cut_from = (first + prefetch.blocks_left) * size
+            self._cut_at(prefetch, (first + prefetch.blocks_left) * size)
         return prefetch.blocks_left > 0
+
+    def _cut_at(self, prefetch: Prefetch, end: int) -> None:
+        """The request computes what storage has from this token on."""
+        self.counters["fetches_cut"] += 1
+        self.counters["fetch_cut_tokens"] += prefetch.end - end
+        prefetch.end = prefetch.cut_from = end
 
     def _is_begun(self, rid: str, prefetch: Prefetch) -> bool:
         """Whether others have begun what the request lacks; then it waits for that."""
@@ -724,6 +728,7 @@ class StorageController:
         if not is_settled and not self._cut(rid, prefetch, first, 0):
             return Attempt.OVER
         if not self._comes_in_time(prefetch, prefetch.end - start):
+            self._cut_at(prefetch, start)
             return Attempt.OVER
         following = self.tree.next_unmatched(match, prefetch.tokens)
         if following is not None and not self._is_to_fill(following):

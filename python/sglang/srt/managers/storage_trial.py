@@ -36,6 +36,7 @@ class StorageTrial:
 
     def begin(self, key: np.ndarray) -> None:
         """Ask for a block. key: (1, 16) uint8."""
+        assert self.ticket is None, "a trial is under way"
         self._key = key
         self.ticket = self._controller.ledger.begin_storage_op(PROBE, StorageAction.EXISTS, key, skips=self.skips)
 
@@ -62,6 +63,8 @@ class StorageTrial:
             return
         num_pages = names.block_tokens // controller.tree.page_size
         if not controller.make_room(Tier.HOST, num_pages, (), spares_pinned=True):
+            if self._breaker.is_open:
+                self._breaker.end_unread_trial()
             return
         frames = controller.tables[Tier.HOST].allocate(num_pages, FrameState.HELD)
         assert frames is not None, "there was room"

@@ -166,8 +166,8 @@ class StreamedRequest:
         # Once something is swapped, the tree takes nothing more: not for want of room that comes by itself.
         return (not self._hold.num_swapped and self._is_room_coming()) or self._swap_out(upto)
 
-    def give_up(self, num_pages: int) -> bool:
-        """Give up so many device pages, of those that another tier has as well. False if there are none."""
+    def give_up(self, num_pages: int) -> int:
+        """Give up so many device pages, of those that another tier has as well; returns how many there were."""
         before = num_pages
         for node in reversed(self._tree.path_of(self._hold.receipt.node)):
             if num_pages <= 0 or node.lock > 1:
@@ -178,7 +178,7 @@ class StreamedRequest:
                 break
             num_pages -= self._demote_node(node, num_pages)
         self._start = min(self._start, self._layout().start)
-        return num_pages < before
+        return before - num_pages
 
     def begin_spill(self, upto: int) -> bool:
         """Begin to move HELD pages before token `upto` below the device; False if none can go, or are going
