@@ -183,6 +183,24 @@ def test_rows_of_an_expert_lie_side_by_side_in_their_order():
 
 
 @needs_triton
+def test_a_long_prompt_has_no_more_programs_than_a_grid_may_have(monkeypatch: pytest.MonkeyPatch):
+    from sgl_kernel.experts import triton_kernels
+
+    grids = []
+    monkeypatch.setattr(triton_kernels, "launch", lambda kernel, grid, *args, **options: grids.append(grid))
+    num_tokens, top_k, num_experts = 131_072, 8, 64
+    groups = experts.Groups(
+        torch.empty(num_tokens * top_k, dtype=torch.int32, device="meta"),
+        torch.empty(num_experts, dtype=torch.int32, device="meta"),
+        top_k,
+    )
+    x, weights = torch.empty(num_tokens, 64, device="meta"), torch.empty(num_experts, 128, 64, device="meta")
+    triton_kernels.product_of_tokens(x, weights, groups, None)
+    (grid,) = grids
+    assert grid[0] < 1 << 31 and all(size <= 65_535 for size in grid[1:])
+
+
+@needs_triton
 def test_under_the_interpreter():
     assert run_interpreted(__file__, "choices", "groups", "products", "long_prompts").count("are right") == 4
 

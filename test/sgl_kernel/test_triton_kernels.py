@@ -81,6 +81,9 @@ def test_they_compile_for_sm_90(dtype: str):
     assert "e4m3x2" in ptx and "min." in ptx, ptx
     ptx = compiled(kernels._rope_and_store_kernel, together | {"MOST": 448.0}, types=pages)
     assert "e4m3x2" in ptx and "min." in ptx, ptx
+    pages = dict.fromkeys(("k_pages_ptr", "v_pages_ptr"), "*fp8e5")
+    ptx = compiled(kernels._store_kv_kernel, alone | {"MOST": 57344.0}, types=pages)
+    assert "e5m2" not in ptx and "cvt.rz" not in ptx and "st.global.v" in ptx, ptx
     of_latent = {"ROWS": 32, "BLOCK_D": 32, "BLOCK_R": 512, "PAGE_SIZE": 64, "INTERLEAVED": True}
     if dtype != "fp32":
         ptx = compiled(kernels._store_latent_kernel, of_latent | {"MOST": None})
@@ -108,6 +111,27 @@ def test_they_compile_for_sm_90(dtype: str):
 def test_rotations_into_slots_on_a_gpu():
     rotations_into_slots("cuda")
     latents_into_slots("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_stores_on_a_gpu():
+    stores("cuda")
+
+
+@needs_triton
+def test_none_is_compiled_again_where_a_launchs_numbers_lie_elsewhere():
+    """They come as one copy, so that each array begins where others end."""
+    from sgl_kernel.elementwise import triton_kernels as of_elements
+    from sgl_kernel.sampling import triton_kernels as of_sampling
+
+    found = 0
+    for kernel in (*vars(of_elements).values(), *vars(of_sampling).values()):
+        for param in getattr(kernel, "params", ()):
+            if param.name in ("positions_ptr", "loc_ptr"):
+                found += 1
+                assert param.do_not_specialize_on_alignment, kernel
+    assert found >= 7
 
 
 @pytest.mark.gpu
@@ -203,27 +227,40 @@ def pools(page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, 
     return (layer_first, *layer_first), (page_first, page_first[:, 0], page_first[:, 2])
 
 
-def stores() -> None:
+def stores(device: str = "cpu") -> None:
     from sgl_kernel.elementwise import saturating_cast, triton_kernels
 
-    loc = torch.tensor([8, 0, 11, 5])
+    loc = torch.tensor([8, 0, 11, 5], device=device)
     for dtype, num_heads, head_dim in ((torch.float16, 8, 128), (torch.float32, 3, 24), (torch.bfloat16, 40, 64)):
-        qkv = numbers(10, 4, 3 * num_heads, head_dim, dtype=dtype)
+        qkv = numbers(10, 4, 3 * num_heads, head_dim, dtype=dtype).to(device)
         k, v = qkv[:, num_heads : 2 * num_heads], qkv[:, 2 * num_heads :]
         for page_size in (1, 2, 6):
-            for memory, *pages in pools(page_size, num_heads, head_dim, dtype):
+            for memory, *pages in pools(page_size, num_heads, head_dim, dtype, device):
                 triton_kernels.store_kv(*pages, loc, k, v)
                 got = memory.clone()
                 memory.zero_()
                 for each, values in zip(pages, (k, v), strict=True):
                     each[loc // page_size, loc % page_size] = values
                 assert torch.equal(got, memory)
+    # All numbers of bfloat16 and float16, and some between, with NaN.
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
+    some = torch.randint(-(1 << 31), 1 << 31, (1 << 16,), generator=torch.Generator().manual_seed(5)).to(torch.int32)
+    for k in (every.view(torch.bfloat16), every.view(torch.float16), some.view(torch.float32)):
+        memory = torch.zeros(2, 1 << 10, 1, 1, 64, dtype=torch.float8_e5m2, device=device)
+        k = k.view(1 << 10, 1, 64).to(device)
+        triton_kernels.store_kv(*memory, torch.arange(1 << 10, device=device), k, k)
+        k = k.flatten()
+        want = saturating_cast(k, torch.float8_e5m2)
+        for got in memory.flatten(1):
+            assert torch.equal(got.isnan(), k.isnan())
+            assert torch.equal(got.view(torch.uint8)[~k.isnan()], want.view(torch.uint8)[~k.isnan()])
     # All values that there are, and larger ones. The interpreter rounds others, and NaN, in its own way.
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         values = torch.arange(256, dtype=torch.uint8).view(dtype).float()
-        k = torch.cat((values[values.isfinite()], torch.tensor([470.0, -1e5, 1e9]))).repeat(3)[:528].view(11, 3, 16)
-        (_, *pages), _ = pools(1, 3, 16, dtype)
-        loc = torch.arange(11) + 1
+        k = torch.cat((values[values.isfinite()], torch.tensor([470.0, -1e5, 1e9]))).repeat(3)[:528]
+        k = k.view(11, 3, 16).to(device)
+        (_, *pages), _ = pools(1, 3, 16, dtype, device)
+        loc = torch.arange(11, device=device) + 1
         triton_kernels.store_kv(*pages, loc, k, -k)
         for each, stored in zip(pages, (k, -k), strict=True):
             assert torch.equal(each[loc, 0].float(), saturating_cast(stored, dtype).float())

@@ -53,3 +53,10 @@ def to_device_together(arrays: list[np.ndarray], device: torch.device) -> list[t
 def has_e4m3(device: torch.device) -> bool:
     """Whether it converts float8_e4m3fn: any CPU, and GPUs of compute capability 8.9 or more."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def shared_memory_bytes(device: torch.device) -> int:
+    """That a program of a GPU may have."""
+    # torch's stubs do not know it.
+    found: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return found

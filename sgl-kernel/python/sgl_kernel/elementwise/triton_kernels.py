@@ -19,6 +19,7 @@ from sgl_kernel.triton_launch import launch
 _ACTIVATION_BLOCK = 1024
 # Values of heads that a program rotates or normalises.
 _HEADS_BLOCK = 2048
+_LARGEST_E5M2 = tl.constexpr(torch.finfo(torch.float8_e5m2).max)
 
 
 def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -332,7 +333,25 @@ def _saturated(x, MOST: tl.constexpr):
     if MOST is None:
         return x
     else:
-        return tl.clamp(x.to(tl.float32), -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
+        wide = tl.clamp(x.to(tl.float32), -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
+        if MOST == _LARGEST_E5M2:
+            return _to_e5m2(wide)
+        else:
+            return wide
+
+
+@triton.jit
+def _to_e5m2(x):
+    """x, float32 and not too large, rounded to the nearest, ties to even. NaN stays. Triton's own conversion rounds
+    ties away from zero on GPUs before compute capability 8.9, and makes NaN 0."""
+    bits = x.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    # Two bits of the mantissa stay, and 15 stands for 0 in an exponent, not 127.
+    normal = ((size + 0xFFFFF + ((size >> 21) & 1)) >> 21) - ((127 - 15) << 2)
+    # Below the least exponent: a whole number of steps of 2 ** -16, which is the last bit of numbers from 128 on.
+    small = (tl.abs(x) + 128.0).to(tl.int32, bitcast=True) - 0x43000000
+    found = tl.where(size < 0x38800000, small, normal) | ((bits >> 24) & 0x80)
+    return tl.where(x != x, 0x7F, found).to(tl.uint8).to(tl.float8e5, bitcast=True)
 
 
 @triton.jit

@@ -131,7 +131,8 @@ def _product(
     most_tiles = num_rows // tile.rows + min(num_experts, num_rows)
     launch(
         _product_kernel,
-        (triton.cdiv(outputs, tile.outputs), most_tiles),
+        # Of one dimension: the second one of a grid has 65,535 at most.
+        (triton.cdiv(outputs, tile.outputs) * most_tiles,),
         x,
         values,
         scales,
@@ -292,9 +293,12 @@ def _product_kernel(
     SCALES: tl.constexpr,
     MAY_END: tl.constexpr,
 ):
-    """Program (n, t): OUTPUTS outputs of tile t, ROWS rows of one expert at most. READS_PLACES: x has a row for each
-    token, and the result a row for each place in order; else it is the other way round. EXPERTS: a power of two."""
-    tile = tl.program_id(1)
+    """Program t * (blocks of OUTPUTS outputs) + n: the n-th of these of tile t, ROWS rows of one expert at most.
+    READS_PLACES: x has a row for each token, and the result a row for each place in order; else it is the other way
+    round. EXPERTS: a power of two."""
+    num_blocks = tl.cdiv(num_outputs, OUTPUTS)
+    tile = tl.program_id(0) // num_blocks
+    block = tl.program_id(0) - tile * num_blocks
     every = tl.arange(0, EXPERTS)
     is_expert = every < num_experts
     ends = tl.load(ends_ptr + every, mask=is_expert, other=0)
@@ -314,7 +318,7 @@ def _product_kernel(
         x_rows, out_rows = places // top_k, rows
     else:
         x_rows, out_rows = rows, places
-    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    outputs = block * OUTPUTS + tl.arange(0, OUTPUTS)
     some_outputs = outputs < num_outputs
     total = product(
         x_ptr + x_rows.to(tl.int64)[:, None] * x_stride,

@@ -231,6 +231,9 @@ def product(
             values -= zeros.to(tl.float32)[:, None]
         if SCALES == "first":
             values *= tl.load(scales_ptr + groups + begin // group, mask=some_outputs, other=0.0)[:, None]
+        if FORMAT == "e2m1" and x.dtype == tl.float16:
+            # It has no exponent for what lacks the factor.
+            values *= _FLOAT4_FACTOR
         # Whole numbers up to 127, and e4m3, are exact in 16 bits. Only float32 could lose something in it.
         weight, x = values.to(x.dtype), tl.trans(x)
         if SCALES == "of_sums":
@@ -239,7 +242,7 @@ def product(
             total += tl.dot(weight, x, input_precision="ieee") * scales[:, None]
         else:
             total = tl.dot(weight, x, total, input_precision="ieee")
-    if FORMAT == "e2m1":
+    if FORMAT == "e2m1" and x_rows.dtype.element_ty != tl.float16:
         total *= _FLOAT4_FACTOR
     if SCALES == "last":
         total *= tl.load(scales_ptr + outputs, mask=some_outputs, other=0.0)[:, None]

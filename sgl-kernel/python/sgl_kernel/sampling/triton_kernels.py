@@ -258,7 +258,7 @@ def _sums_kernel(
     tl.store(sums_ptr + row * tl.num_programs(0) + block, tl.sum(probs, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions_ptr"])
 def _draw_kernel(
     values_ptr,
     temperatures_ptr,

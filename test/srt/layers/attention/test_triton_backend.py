@@ -49,7 +49,13 @@ INT_TYPES = (torch.int32, torch.int64)
 @needs_triton
 @pytest.mark.parametrize(
     "what",
-    ["paged,capture", "captured_extends,batches,partials", "heads,splits,edges,small_types", "masked", "engine"],
+    [
+        "paged,capture",
+        "captured_extends,batches,partials",
+        "heads,splits,many_keys,edges,small_types",
+        "masked",
+        "engine",
+    ],
 )
 def test_under_the_interpreter(what: str):
     assert run_interpreted(__file__, what).count("are right") == what.count(",") + 1
@@ -582,6 +588,25 @@ def splits(backend: Any) -> int:
         assert grids["decode_kernel"] == (9 + 48, 1), grids
     triton_backend._LENS_AT_ONCE = original
     return 4
+
+
+def many_keys(backend: Any) -> int:
+    """All decodes together have more keys than 32 bits count, as they share a prefix."""
+    global decode_split_tokens  # Triton looks for names in the module alone
+    import triton
+    import triton.language as tl
+
+    from sglang.srt.layers.attention.triton_merge_kernels import decode_split_tokens
+
+    @triton.jit
+    def kernel(lens_ptr, out_ptr, num_decodes, num_more, LEAST: tl.constexpr, AT_ONCE: tl.constexpr):
+        tl.store(out_ptr, decode_split_tokens(lens_ptr, None, num_decodes, num_more, LEAST, AT_ONCE))
+
+    for num_decodes, length in ((2148, 1_000_000), (16_385, 131_072), (2, 5)):
+        lens, found = torch.full((num_decodes,), length, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+        kernel[(1,)](lens, found, num_decodes, 33, 256, 128)
+        assert found.item() == max(1, math.ceil(num_decodes * math.ceil(length / 16) / 33 / 16)) * 256
+    return 3
 
 
 def masked(backend: Any) -> int:

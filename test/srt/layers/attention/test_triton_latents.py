@@ -213,7 +213,13 @@ def test_merges_compile_for_sm_90(masked: tuple[str, ...]):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("capability", "dtype", "kv"),
-    [(80, "bf16", "bf16"), (89, "bf16", "fp8e4nv"), (89, "bf16", "bf16"), (90, "fp32", "fp32")],
+    [
+        (80, "bf16", "bf16"),
+        (80, "fp32", "fp8e5"),
+        (89, "bf16", "fp8e4nv"),
+        (89, "bf16", "bf16"),
+        (90, "fp32", "fp32"),
+    ],
 )
 def test_tiles_fit_into_shared_memory(capability: int, dtype: str, kv: str):
     from sglang.srt.layers.attention.triton_kernels import decode_kernel, extend_kernel
@@ -225,7 +231,12 @@ def test_tiles_fit_into_shared_memory(capability: int, dtype: str, kv: str):
         compiled(kernel, 128, kv, 16, given, tiles, dtype, capability)
 
 
-TORCH_TYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp8e4nv": torch.float8_e4m3fn}
+TORCH_TYPES = {
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+    "fp8e4nv": torch.float8_e4m3fn,
+    "fp8e5": torch.float8_e5m2,
+}
 
 
 def tiles_of(heads: int, kv: str, dtype: str = "bf16", shared_bytes: int = SHARED_BYTES[90]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -242,3 +243,31 @@ def test_latents_that_no_kernel_reads_are_refused(backend: str, rank: int, sente
     model = SimpleNamespace(latent=LatentConfig(rank, 64, 128, 128))
     with pytest.raises(StartupError, match=sentence):
         with_kv_cache(args(), model, backend, CUDA)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Latents:
+    """What of a model with latents `with_kv_cache` looks at."""
+
+    dtype: torch.dtype
+    latent: LatentConfig
+    kv_cache_dtype: torch.dtype | None = None
+    kv_scales: None = None
+
+
+@pytest.mark.parametrize(
+    ("shared_kib", "dtype", "fits"),
+    [(99, torch.float32, False), (163, torch.float32, True), (99, torch.bfloat16, True)],
+)
+def test_latents_of_8_bits_in_float32_need_the_shared_memory_of_an_a100(
+    shared_kib: int, dtype: torch.dtype, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = SimpleNamespace(shared_memory_per_block_optin=shared_kib << 10)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    monkeypatch.setattr(device_setup, "checkpoint_kv_scales", lambda *_: None)
+    flags, model = args(kv_cache_dtype="fp8_e5m2"), Latents(dtype, LatentConfig(512, 64, 128, 128))
+    if fits:
+        assert with_kv_cache(flags, model, "triton", CUDA).kv_cache_dtype is torch.float8_e5m2  # type: ignore[arg-type]
+    else:
+        with pytest.raises(StartupError, match=r"latents in float32 does not fit .*: use --dtype bfloat16"):
+            with_kv_cache(flags, model, "triton", CUDA)  # type: ignore[arg-type]

@@ -167,8 +167,9 @@ def decode_split_tokens(kv_lens_ptr, reqs_ptr, num_decodes, num_more, LEAST: tl.
     total = tl.zeros((AT_ONCE,), tl.int32)
     for start in tl.range(0, num_decodes, AT_ONCE):
         i = start + tl.arange(0, AT_ONCE)
-        total += _decode_lens(kv_lens_ptr, reqs_ptr, i, i < num_decodes)
-    size = tl.cdiv(tl.cdiv(tl.sum(total, 0), tl.maximum(num_more, 1)), LEAST)
+        # By 16 keys: all together may be more than 32 bits hold, as requests share prefixes.
+        total += (_decode_lens(kv_lens_ptr, reqs_ptr, i, i < num_decodes) + 15) // 16
+    size = tl.cdiv(tl.cdiv(tl.sum(total, 0), tl.maximum(num_more, 1)), LEAST // 16)
     # Without more, one split has everything.
     return tl.where(num_more == 0, 1 << 30, tl.maximum(size, 1) * LEAST)
 

@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.page_layout import PageLayout
 from sglang.srt.model_loader.loader import checkpoint_kv_scales
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.child_process import StartupError
-from sglang.srt.utils.device import CPU, cpu_has_instructions_for, has_e4m3
+from sglang.srt.utils.device import CPU, cpu_has_instructions_for, has_e4m3, shared_memory_bytes
 from sglang.srt.utils.memory import available_memory
 
 # Of what is free, where the system has to live in the same memory; of all memory, where it does not.
@@ -24,6 +24,8 @@ GPU_MEM_FRACTION = 0.88
 # Of pages that go to the host and back, at least and at most: copy engines load such at nearly the link's speed, and
 # beside prefills, which kernels wait for (docs/records/measurements.md). Prompts share whole pages.
 _GPU_PAGE_SIZE, _MOST_GPU_PAGE_SIZE = 64, 256
+# Of shared memory, what the smallest tiles take of latents of 8 bits that are computed with in float32.
+_WIDE_LATENTS_BYTES = 135 << 10
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +119,11 @@ def with_kv_cache(args: ServerArgs, model: ModelConfig, backend: str, device: to
         raise StartupError(f"{flag} is not served by FlashInfer's attention yet: use --attention-backend triton")
     if kv_cache_dtype is torch.float8_e4m3fn and not has_e4m3(device):
         raise StartupError(f"{flag} needs a GPU of compute capability 8.9 or more: use fp8_e5m2")
+    is_wide = backend == "triton" and model.dtype is torch.float32 and kv_cache_dtype.itemsize == 1
+    if model.latent is not None and is_wide and shared_memory_bytes(device) < _WIDE_LATENTS_BYTES:
+        raise StartupError(
+            f"{flag} with latents in float32 does not fit into this GPU's shared memory: use --dtype bfloat16"
+        )
     model = replace(model, kv_cache_dtype=kv_cache_dtype)
     if args.quantization_param_path is not None:
         scales = read_kv_scales(args.quantization_param_path, kv_cache_dtype, args.tp_size, model.num_layers)
