@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import zmq
 
 from sglang.srt.managers.io_struct import (
@@ -40,7 +41,7 @@ from sglang.srt.managers.io_struct import (
     ids_to_bytes,
 )
 from sglang.srt.sampling.logprob_types import TokenLogprob
-from sglang.srt.sampling.sampling_params import GrammarSpec
+from sglang.srt.sampling.sampling_params import GrammarSpec, SamplingParams
 from sglang.srt.utils.child_process import ChildArgs, StartupError, open_pull, open_push, run_child
 from sglang.srt.utils.startup_progress import StartupProgress
 
@@ -104,6 +105,7 @@ class FakeScheduler:
         self.running: dict[str, Running] = {}
         self.counters = {"aborted": 0, "requests": 0, "steps": 0, "load_back_tokens": 7}
         self.seeds: list[int | None] = []
+        self.params: list[SamplingParams] = []
         self.grammars: list[GrammarSpec | None] = []
         self.prompts: list[list[int]] = []
         self.session_ids: list[str] = []
@@ -137,6 +139,7 @@ class FakeScheduler:
         if isinstance(message, TokenizedGenerateReqInput):
             self.counters["requests"] += 1
             self.seeds.append(message.sampling_params.sampling_seed)
+            self.params.append(message.sampling_params)
             self.session_ids.append(message.session_id)
             self.send(detokenize_req(message))
             self.grammars.append(message.sampling_params.grammar)
@@ -186,11 +189,12 @@ class FakeScheduler:
                 "seeds": self.seeds,
                 "grammars": [grammar and [grammar.kind, grammar.source] for grammar in self.grammars[-8:]],
                 "prompts": self.prompts[-8:],
+                "params": [msgspec.structs.asdict(params) for params in self.params[-8:]],
                 "session_ids": self.session_ids,
                 "storage": self.storage,
                 "switches": self.switches,
             }
-            self.send(GetInternalStateReqOutput(id=message.id, state=json.dumps(state).encode()))
+            self.send(GetInternalStateReqOutput(id=message.id, state=msgspec.json.encode(state)))
 
     def step(self) -> None:
         self.counters["steps"] += 1

@@ -21,6 +21,7 @@ class OneWord:
     context_length = 100
     token_texts = None
     chat_format = ChatFormat()
+    sampling_defaults: dict[str, float] = {}
 
     @property
     def token_came(self) -> asyncio.Event:

@@ -36,7 +36,6 @@ _PREFILL = "prompts are computed in chunks of --chunked-prefill-size, beside dec
 _QUANTIZATION = "how a checkpoint is quantized is read from its config: leave it out"
 _RANKS = "the ranks of --tp-size run on one machine, and find each other by themselves: leave it out"
 _RL = "it serves, and trains nothing: leave it out"
-_SAMPLING = "what a request leaves out has the defaults of docs/reference/api.md: send the values"
 _SESSIONS = "name a session with the request's field session_id: leave it out"
 _SPARSE = "it serves no models with sparse or compressed attention: leave it out"
 _SPLIT = "a model is split by --tp-size alone; start more servers behind python -m sglang.router"
@@ -277,7 +276,7 @@ MISSING_FLAGS = {
     "--ple-": _WEIGHT_OFFLOAD,
     "--pp-": _SPLIT,
     "--pre-warm-nccl": _RANKS,
-    "--preferred-sampling-params": _SAMPLING,
+    "--preferred-sampling-params": "put them into the model's generation_config.json, which chats follow",
     "--prefill-attention-backend": _ONE_ATTENTION,
     "--prefill-decode-": _PREFILL,
     "--prefill-delayer-": _PREFILL,
@@ -298,7 +297,6 @@ MISSING_FLAGS = {
     "--revision": "download the revision, and name its folder with --model-path",
     "--rl-": _RL,
     "--sampling-backend": _KERNELS,
-    "--sampling-defaults": _SAMPLING,
     "--sampling-mask-max-tokens": _HIDDEN,
     "--schedule-conservativeness": "it retracts requests when memory runs out, and reserves none: leave it out",
     "--scheduler-recv-interval": _PREFILL,

@@ -149,6 +149,12 @@ class ServerArgs:
     default_chat_template_kwargs: str | None = arg(
         MODEL, None, "a JSON object of variables for the chat template, for requests that do not set them"
     )
+    sampling_defaults: str = arg(
+        MODEL,
+        "model",
+        "sampling parameters of chats that leave them out: the model's (generation_config.json) or OpenAI's",
+        choices=("openai", "model"),
+    )
     tool_call_parser: str | None = arg(
         MODEL,
         None,

@@ -242,6 +242,7 @@ def test_tools_and_their_grammar_are_made_off_the_event_loop(monkeypatch: pytest
 
     class Manager:
         chat_format = ChatFormat.of("", "hermes", None)
+        sampling_defaults: dict[str, float] = {}
         token_texts = SimpleNamespace(is_special_text=lambda text: False)
         threads = SimpleNamespace(run=off)
 

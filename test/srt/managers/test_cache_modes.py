@@ -119,7 +119,7 @@ async def render(*args: object) -> str:
 
 def test_the_field_of_each_request():
     chat = ChatCompletionRequest(model="m", messages=[{"role": "user", "content": "a"}], cache="no_store")
-    manager = SimpleNamespace(render_chat=render, chat_format=ChatFormat(), token_texts=None)
+    manager = SimpleNamespace(render_chat=render, chat_format=ChatFormat(), sampling_defaults={}, token_texts=None)
     requests = [
         *native._generate_requests(GenerateReqInput(text=["a", "b"], cache="no_store"), 10),
         *serving_completions._generate_requests(CompletionRequest(model="m", prompt="a", cache="no_store")),

@@ -44,6 +44,7 @@ from sglang.srt.constrained.grammar_checker import GrammarChecker
 from sglang.srt.constrained.xgrammar_backend import VOCABULARY_FILE
 from sglang.srt.entrypoints.native import GenerateReqInput, serve_generate
 from sglang.srt.entrypoints.request_fields import UNSUPPORTED_GENERATE, convert
+from sglang.srt.entrypoints.sampling_defaults import read_sampling_defaults
 from sglang.srt.entrypoints.startup_checks import check_before_start, tokenizer_dir
 from sglang.srt.entrypoints.streams import close
 from sglang.srt.managers.crash_folder import record_of, replay_hint
@@ -287,6 +288,7 @@ class EngineProcesses:
             send=send.send,
             metrics=MetricsCollector(args.model_name),
             grammars=self._grammar_checker(tokenizer_path, vocab_size or len(tokenizer)),
+            sampling_defaults=read_sampling_defaults(model_path, args.sampling_defaults),
             tracer=self.tracer,
         )
         self._receive = asyncio.create_task(self.manager.receive_forever(receive.recv))

@@ -237,10 +237,11 @@ class TokenizerManager:
         send: Callable[[bytes], Any],
         metrics: MetricsCollector,
         grammars: GrammarChecker | None = None,
+        sampling_defaults: Mapping[str, float] = {},
         tracer: Tracer = NO_TRACE,
     ) -> None:
-        """grammars: None refuses requests that have one. send: passes one encoded message to the scheduler's socket,
-        without blocking."""
+        """grammars: None refuses requests that have one. sampling_defaults: of chats that leave the fields
+        out. send: passes one encoded message to the scheduler's socket, without blocking."""
         self._args = server_args
         self._tokenizer = tokenizer
         self.threads = TokenizerThreads(tokenizer, metrics.prompt_tokens_reused)
@@ -257,6 +258,7 @@ class TokenizerManager:
         ):
             if name is not None and found is None:
                 logger.warning("%s auto finds no format in the model's chat template: name one", flag)
+        self.sampling_defaults = sampling_defaults
         self._vocab_size = vocab_size
         self.context_length = context_length
         self._send = send

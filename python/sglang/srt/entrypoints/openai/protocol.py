@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -177,6 +178,12 @@ class ChatCompletionRequest(OpenAIRequest, frozen=True, kw_only=True):
     parallel_tool_calls: bool | None = True
     separate_reasoning: bool | None = True
     stream_reasoning: bool | None = True
+
+    def with_defaults(self, defaults: Mapping[str, float]) -> ChatCompletionRequest:
+        """defaults: by the names of fields."""
+        return msgspec.structs.replace(
+            self, **{name: value for name, value in defaults.items() if getattr(self, name) is None}
+        )
 
     @property
     def template_variables(self) -> dict[str, Any]:

@@ -47,6 +47,7 @@ async def chat_request(req: ChatCompletionRequest, manager: TokenizerManager) ->
         raise RequestError("messages is empty: give at least one", param="messages")
     limit_name = "max_tokens" if req.max_completion_tokens is None else "max_completion_tokens"
     limit = getattr(req, limit_name)
+    req = req.with_defaults(manager.sampling_defaults)
     # These checks come before the template's work.
     params, logprobs = req.sampling_params(limit, 1, limit_name), req.logprob_spec()
     kwargs = req.template_variables

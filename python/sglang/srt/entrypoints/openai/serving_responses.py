@@ -43,7 +43,9 @@ async def serve_responses(req: ResponsesRequest, manager: TokenizerManager, mode
     """Events if req.stream, else one response."""
     request, form = await chat_request(req.chat(), manager)
     response_id = req.rid or f"resp_{uuid.uuid4().hex}"
-    reply = _Reply(req, form.parser(manager.token_texts), manager, response_id, model)
+    sampling = {"temperature": request.params.temperature, "top_p": request.params.top_p}
+    common = {"id": response_id, "model": model, **sampling}
+    reply = _Reply(req, form.parser(manager.token_texts), manager, common)
     chunks = manager.generate(replace(request, rid=response_id))
     try:
         if req.stream:
@@ -56,16 +58,14 @@ async def serve_responses(req: ResponsesRequest, manager: TokenizerManager, mode
 
 
 class _Reply:
-    """Builds one response. Owns its finished items and the number of its next event."""
+    """Builds one response. Owns its finished items and the number of its next event. common: fields of the response
+    that are known before its answer."""
 
-    def __init__(
-        self, req: ResponsesRequest, parser: AnswerParser, manager: TokenizerManager, response_id: str, model: str
-    ) -> None:
+    def __init__(self, req: ResponsesRequest, parser: AnswerParser, manager: TokenizerManager, common: Event) -> None:
         self._req = req
         self._parser = parser
         self._manager = manager
-        self._id = response_id
-        self._model = model
+        self._common = common
         self._created = int(time.time())
         self._items: list[Event] = []
         self._num_events = 0
@@ -150,7 +150,7 @@ class _Reply:
 
     def _item_id(self, block: Block) -> str:
         prefix = {BlockKind.CALL: "fc", BlockKind.REASONING: "rs", BlockKind.TEXT: "msg"}[block.kind]
-        return f"{prefix}_{self._id.removeprefix('resp_')}_{block.index}"
+        return f"{prefix}_{self._common['id'].removeprefix('resp_')}_{block.index}"
 
     def _item(self, block: Block, text: str | None, status: str) -> Event:
         """text: None of a block that begins."""
@@ -169,7 +169,7 @@ class _Reply:
         status = "in_progress" if last is None else _status(last)
         reasoning = req.reasoning or {}
         return {
-            "id": self._id,
+            **self._common,
             "object": "response",
             "created_at": self._created,
             "status": status,
@@ -177,17 +177,14 @@ class _Reply:
             "incomplete_details": {"reason": _why_incomplete(last)} if status == "incomplete" else None,
             "instructions": req.instructions,
             "max_output_tokens": req.max_output_tokens,
-            "model": self._model,
             "output": list(self._items),
             "parallel_tool_calls": req.parallel_tool_calls is not False,
             "previous_response_id": None,
             "reasoning": {"effort": reasoning.get("effort"), "summary": reasoning.get("summary")},
             "store": False,
-            "temperature": 1.0 if req.temperature is None else req.temperature,
             "text": req.text or {"format": {"type": "text"}},
             "tool_choice": req.tool_choice or "auto",
             "tools": req.tools or [],
-            "top_p": 1.0 if req.top_p is None else req.top_p,
             "truncation": "disabled",
             "usage": None if last is None else self._usage(last),
             "user": req.user,
