@@ -64,7 +64,7 @@ class OneWord:
     def control(self) -> OneWord:
         return self
 
-    async def flush_cache(self) -> ControlReqOutput:
+    async def flush_cache(self, timeout_s=0.0) -> ControlReqOutput:
         return ControlReqOutput(id="1", success=True)
 
     def abort(self, rid) -> None: ...

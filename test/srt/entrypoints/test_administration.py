@@ -31,8 +31,8 @@ class Recording(OneWord):
     async def get_internal_state(self) -> dict[str, Any]:
         return {"admin": {"policies": {"hicache_bubble_filling": True, "hicache_load_or_recompute": False}}}
 
-    async def flush_cache(self) -> ControlReqOutput:
-        return await self._changed("flush")
+    async def flush_cache(self, timeout_s: float) -> ControlReqOutput:
+        return await self._changed("flush", timeout_s)
 
     async def _changed(self, *change: Any) -> ControlReqOutput:
         self.changes.append(change)
@@ -147,7 +147,45 @@ def test_a_line_break_is_no_way_around_the_key() -> None:
     for end, status in (("", 401), ("%0a", 404)):
         reply, changes = ask("POST", "/flush_cache" + end, key="")
         assert (reply.status_code, changes) == (status, [])
-    assert ask("POST", "/flush_cache")[1] == [("flush",)]
+    assert ask("POST", "/flush_cache")[1] == [("flush", 0.0)]
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_how_long_a_flush_waits(method: str) -> None:
+    for query, timeout_s in (("", 0.0), ("?timeout=0", 0.0), ("?timeout=2.5", 2.5), ("?timeout=1e300", 1e300)):
+        reply, changes = ask(method, "/flush_cache" + query)
+        assert (reply.status_code, changes) == (200, [("flush", timeout_s)])
+    for wrong in ("", "-1", "nan", "inf", "soon", "1s"):
+        reply, changes = ask(method, f"/flush_cache?timeout={wrong}")
+        assert reply.status_code == 400 and not changes
+        assert reply.json()["message"] == f"timeout is {wrong!r}, but it must be a number of seconds from 0"
+
+
+def test_a_flush_whose_client_has_left_waits_no_more() -> None:
+    class Busy(Recording):
+        async def flush_cache(self, timeout_s: float) -> ControlReqOutput:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.changes.append(("ended", timeout_s))
+            raise AssertionError
+
+    manager = Busy("")
+    app = make_app(ServerArgs(model_path="m"), manager, {})  # type: ignore[arg-type]
+    messages = [{"type": "http.request", "body": b"", "more_body": False}, {"type": "http.disconnect"}]
+    scope = {
+        **{"type": "http", "http_version": "1.1", "method": "POST", "scheme": "http", "server": ("test", 80)},
+        **{"path": "/flush_cache", "raw_path": b"/flush_cache", "query_string": b"timeout=9", "headers": []},
+    }
+
+    async def receive() -> Any:
+        return messages.pop(0)
+
+    async def send(message: Any) -> None:
+        pass
+
+    asyncio.run(app(scope, receive, send))
+    assert manager.changes == [("ended", 9.0)]
 
 
 def test_switches_have_the_values_of_their_flags() -> None:

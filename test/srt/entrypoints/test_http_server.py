@@ -380,6 +380,10 @@ def test_flush_cache(server, slow):
     ) as response:
         await_first(response)
         assert slow.post("/flush_cache").status_code == 400
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(slow.url + "/flush_cache?timeout=1000", timeout=0.2, verify=NO_TLS)
+    # The request ends, as its client is gone.
+    assert slow.post("/flush_cache?timeout=1000").status_code == 200
 
 
 # Clients that leave

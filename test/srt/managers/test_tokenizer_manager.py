@@ -242,6 +242,43 @@ def test_earlier_turns_are_tokenised_once():
     run_with_text(test, context_length=5000)
 
 
+def test_a_flush_waits_for_the_last_request():
+    async def test(h: Harness) -> None:
+        running = h.start()
+        message = await h.until_sent(1)
+        flushing = asyncio.create_task(h.manager.flush_cache(1e300))
+        left = asyncio.create_task(h.manager.flush_cache(1e300))
+        await h.settle()
+        assert len(h.sent) == 1, "the scheduler would refuse it"
+        left.cancel()
+        h.output(message.rid, "a", [0], FinishReason(type="stop"))
+        await running
+        # It still ends a request that was aborted before.
+        question = await h.until_sent(2)
+        h.tell(ControlReqOutput(id=question.id, success=False, message="busy"))
+        question = await h.until_sent(3)
+        h.tell(ControlReqOutput(id=question.id, success=True))
+        assert (await flushing).success
+        await h.settle()
+        assert len(h.sent) == 3 and left.cancelled(), "nothing is left of a client that has gone"
+
+    run(test)
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, 0.02])
+def test_a_flush_is_refused_in_the_end(timeout_s):
+    async def test(h: Harness) -> None:
+        running = h.start()
+        await h.until_sent(1)
+        flushing = asyncio.create_task(h.manager.flush_cache(timeout_s))
+        question = await h.until_sent(2)
+        h.tell(ControlReqOutput(id=question.id, success=False, message="busy"))
+        assert await flushing == ControlReqOutput(id=question.id, success=False, message="busy")
+        running.cancel()
+
+    run(test)
+
+
 def test_a_full_queue():
     async def test(h: Harness) -> None:
         waiting = h.start()

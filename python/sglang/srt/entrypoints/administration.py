@@ -6,6 +6,7 @@ storage_admin.py).
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import msgspec
@@ -122,8 +123,10 @@ def add_administration(app: FastAPI, args: ServerArgs, manager: TokenizerManager
 def _add_cache(app: FastAPI, manager: TokenizerManager) -> None:
     @app.get("/flush_cache")
     @app.post("/flush_cache")
-    async def flush_cache() -> Response:
-        return _done(await manager.control.flush_cache(), "Cache flushed.")
+    async def flush_cache(request: Request) -> Response:
+        timeout_s = _timeout_s(request.query_params.get("timeout", "0"))
+        result = await unless_disconnected(request.receive, manager.flush_cache(timeout_s))
+        return Response(status_code=499) if result is None else _done(result, "Cache flushed.")
 
     @app.get("/hicache/sample")
     async def hicache_sample() -> Response:
@@ -296,6 +299,16 @@ def _add_tenants(app: FastAPI, args: ServerArgs, manager: TokenizerManager) -> N
         if req.tokens is not None and not all(0 <= limit <= MAX_TOKENS for limit in req.tokens.values()):
             raise RequestError(f"a quota is 0 to {MAX_TOKENS} tokens: leave a tier out for no limit", param="tokens")
         return _result(await manager.control.set_quota(req.cache_salt, req.tokens))
+
+
+def _timeout_s(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise RequestError(f"timeout is {text[:40]!r}, but it must be a number of seconds from 0", param="timeout")
+    return seconds
 
 
 def _check_prefix_name(name: str) -> None:

@@ -28,6 +28,7 @@ from sglang.srt.managers.io_struct import (
     AbortReq,
     BatchStrOutput,
     BlockNaming,
+    ControlReqOutput,
     FinishReason,
     PromptKeys,
     ReqTimes,
@@ -62,6 +63,9 @@ logger = logging.getLogger(__name__)
 _METRICS_TIMEOUT_S = 0.8
 # Of a reply that refuses a request because the queue is full, in seconds.
 _MAX_RETRY_AFTER_S = 60
+# Of tries to flush the cache.
+_FLUSH_INTERVAL_S = 0.02
+_LONGEST_WAIT_S = 3600.0
 # The weight of the newest time in the mean of times in the queue.
 _QUEUE_TIME_WEIGHT = 0.1
 
@@ -743,6 +747,21 @@ class TokenizerManager:
         """Refuse new requests. Running requests go on."""
         if self._refusal is None:
             self._refusal = RequestError("the server is shutting down", 503)
+
+    async def flush_cache(self, timeout_s: float = 0.0) -> ControlReqOutput:
+        """Empty the cache, once there is no request. timeout_s: how long to wait for that; then it is refused."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left = deadline - time.monotonic()
+            if left > 0:
+                # An event loop takes no time that is very long.
+                await self.drained(min(left, _LONGEST_WAIT_S))
+            if left <= 0 or not self.is_active:
+                result = await self.control.flush_cache()
+                if result.success or left <= 0:
+                    return result
+                # The scheduler has not ended an aborted request yet.
+                await asyncio.sleep(min(left, _FLUSH_INTERVAL_S))
 
     async def drained(self, timeout_s: float) -> bool:
         try:
