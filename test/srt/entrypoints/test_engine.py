@@ -48,6 +48,12 @@ def test_generate(engine):
     assert engine.generate("a b", PARAMS)["text"] == two[0]["text"]
 
 
+def test_server_info(engine):
+    info = engine.get_server_info()
+    assert info["tokenizer_path"] == info["model_path"] == "embedded" and info["model_type"] == "llama"
+    assert info["internal_states"][0]["last_gen_throughput"] == 0.0
+
+
 def test_stream(engine):
     events = list(engine.generate(input_ids=[100, 101], sampling_params=PARAMS, stream=True))
     assert events[-1]["output_ids"] == [100, 101, 100, 101, 100]

@@ -316,10 +316,15 @@ def test_models_and_info(server, client):
     assert server.get("/v1/models/other").status_code == 404
     assert server.get("/health").status_code == 200
     assert server.get("/model_info").json() == server.get("/get_model_info").json()
-    assert server.get("/model_info").json()["model_path"] == "embedded"
+    model = server.get("/model_info").json()
+    assert model["model_path"] == model["tokenizer_path"] == "embedded" and model["served_model_name"] == "echo"
+    assert model["model_type"] == "llama" and model["architectures"] == ["LlamaForCausalLM"]
     info = server.get("/get_server_info").json()
     assert info["max_total_num_tokens"] == 4096 and info["page_size"] == 16
-    assert info["internal_states"][0]["tiers"]["device"]["total_tokens"] == 4096
+    assert info["served_model_name"] == "echo" and info["tokenizer_path"] == "embedded" and info["version"]
+    state = info["internal_states"][0]
+    assert state["tiers"]["device"]["total_tokens"] == state["memory_usage"]["token_capacity"] == 4096
+    assert state["effective_max_running_requests_per_dp"] == 256
 
 
 def test_metrics(server):

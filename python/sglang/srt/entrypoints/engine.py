@@ -45,6 +45,7 @@ from sglang.srt.constrained.xgrammar_backend import VOCABULARY_FILE
 from sglang.srt.entrypoints.native import GenerateReqInput, serve_generate
 from sglang.srt.entrypoints.request_fields import UNSUPPORTED_GENERATE, convert
 from sglang.srt.entrypoints.sampling_defaults import read_sampling_defaults
+from sglang.srt.entrypoints.server_info import read_model_kind, server_info
 from sglang.srt.entrypoints.startup_checks import check_before_start, tokenizer_dir
 from sglang.srt.entrypoints.streams import close
 from sglang.srt.managers.crash_folder import record_of, replay_hint
@@ -306,6 +307,7 @@ class EngineProcesses:
             "max_total_num_tokens": ready.max_total_num_tokens,
             "max_req_input_len": ready.max_req_input_len,
             **ready.info,
+            **read_model_kind(model_path),
         }
 
     def _grammar_checker(self, tokenizer_path: str, vocab_size: int) -> GrammarChecker | None:
@@ -570,11 +572,8 @@ class Engine:
         return self._ask(self._processes.manager.control.flush_cache()).success
 
     def get_server_info(self) -> dict[str, Any]:
-        return {
-            **self._args.shown(),
-            **self._processes.ready_info,
-            "internal_states": [self._ask(self._processes.manager.get_internal_state())],
-        }
+        state = self._ask(self._processes.manager.get_internal_state())
+        return server_info(self._args, self._processes.ready_info, state)
 
     def _ask(self, question: Any) -> Any:
         try:

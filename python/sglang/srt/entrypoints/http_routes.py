@@ -51,6 +51,7 @@ from sglang.srt.entrypoints.request_fields import (
     UNSUPPORTED_GENERATE,
     check_prompts,
 )
+from sglang.srt.entrypoints.server_info import model_info, server_info
 from sglang.srt.entrypoints.streams import answer, unless_disconnected
 from sglang.srt.entrypoints.tokenization import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -276,29 +277,14 @@ def _add_information(app: FastAPI, args: ServerArgs, manager: TokenizerManager, 
 
     @app.get("/get_model_info")
     @app.get("/model_info")
-    async def model_info() -> Response:
-        return JSONResponse(
-            {
-                "model_path": args.model_path,
-                "tokenizer_path": args.tokenizer_path or args.model_path,
-                "served_model_name": args.model_name,
-                "is_generation": True,
-                "max_context_length": manager.context_length,
-                "weight_version": "default",
-            }
-        )
+    async def model_info_() -> Response:
+        return JSONResponse(model_info(args, ready_info, manager.context_length))
 
     @app.get("/get_server_info")
     @app.get("/server_info")
-    async def server_info() -> Response:
-        state = await manager.get_internal_state()
-        info = {
-            **args.shown(),
-            **ready_info,
-            "version": sglang.__version__,
-            "uptime_seconds": time.monotonic() - started,
-            "internal_states": [state],
-        }
+    async def server_info_() -> Response:
+        info = server_info(args, ready_info, await manager.get_internal_state())
+        info["uptime_seconds"] = time.monotonic() - started
         return Response(msgspec.json.encode(info), media_type="application/json")
 
     @app.get("/get_load")
