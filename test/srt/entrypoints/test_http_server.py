@@ -10,11 +10,14 @@ import itertools
 import json
 import socket
 import threading
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from sglang.srt.entrypoints.openai.protocol import CompletionRequest, UsageOfChoices
 from support.server_fixture import NO_TLS, PATIENCE_S, Server, wait_until
 
 
@@ -133,6 +136,39 @@ def test_tiers_of_cached_tokens(server):
     body = {"prompt": list(range(100, 120)), "max_tokens": 2, "return_cached_tokens_details": True}
     details = server.post("/v1/completions", body).json()["usage"]["prompt_tokens_details"]
     assert details == {"cached_tokens": 15, "cached_tokens_details": {"device": 10, "host": 5}}
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_sglext(server, path):
+    """SGLang's field, which its own benchmark reads: once per reply, before the usage of a stream."""
+    prompt = (
+        {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {"prompt": [[100] * 20, [101] * 8]}
+    )
+    body = {**prompt, "max_tokens": 4, "n": 2, "return_cached_tokens_details": True}
+    reply = server.post(path, body).json()
+    details = reply["usage"]["prompt_tokens_details"]["cached_tokens_details"]
+    assert reply["sglext"] == {"cached_tokens_details": details} and details["device"] > 0
+    for options in ({"include_usage": True}, {"include_usage": False}, {"continuous_usage_stats": True}):
+        events = server.events(path, body | {"stream_options": options})
+        (at,) = [at for at, event in enumerate(events) if "sglext" in event]
+        assert events[at]["sglext"] == reply["sglext"]
+        assert at == len(events) - 1 - options.get("include_usage", False)
+        # As SGLang's are in chats. Its benchmark looks for a choice in each event of completions.
+        assert (events[at]["choices"] == []) == ("chat" in path)
+    for none in ({**body, "return_cached_tokens_details": False}, {**prompt, "max_tokens": 1}):
+        assert "sglext" not in server.post(path, none).json()
+        assert not any("sglext" in event for event in server.events(path, none))
+
+
+def test_sglext_always_has_upstreams_tiers():
+    usage = UsageOfChoices(CompletionRequest(prompt="a", return_cached_tokens_details=True))
+    chunk: Any = SimpleNamespace(cached_tokens_details={"device": 3})
+    usage.add(0, chunk)
+    assert usage.extension() == {"sglext": {"cached_tokens_details": {"device": 3, "host": 0}}}
+    chunk = SimpleNamespace(cached_tokens_details={"device": 1, "host": 2, "disk": 3, "remote": 4})
+    usage.add(0, chunk)
+    found = {"device": 1, "host": 2, "disk": 3, "remote": 4, "storage": 7}
+    assert usage.extension() == {"sglext": {"cached_tokens_details": found}}
 
 
 def test_stop_strings(client, server):

@@ -250,9 +250,19 @@ class UsageOfChoices:
         if reasoning_tokens is not None:
             self._reasoning[index] = reasoning_tokens
 
+    def extension(self) -> Event:
+        """SGLang's field of a reply, or of one event of a stream, that has the cached tokens per tier."""
+        if not self._with_details:
+            return {}
+        # SGLang always has these two.
+        return {"sglext": {"cached_tokens_details": {"device": 0, "host": 0} | _cached_by_tier(self._firsts())}}
+
+    def _firsts(self) -> list[Chunk]:
+        """One chunk of each prompt."""
+        return [chunk for index, chunk in self._last.items() if index % self._choices_per_prompt == 0]
+
     def total(self) -> Event:
-        firsts = [chunk for index, chunk in self._last.items() if index % self._choices_per_prompt == 0]
-        usage = self._usage(firsts, sum(chunk.completion_tokens for chunk in self._last.values()))
+        usage = self._usage(self._firsts(), sum(chunk.completion_tokens for chunk in self._last.values()))
         return usage | _reasoning_usage(sum(self._reasoning.values()) if self._reasoning else None)
 
     def of(self, index: int, chunk: Chunk) -> Event:
@@ -263,10 +273,7 @@ class UsageOfChoices:
         prompt_tokens = sum(chunk.prompt_tokens for chunk in prompts)
         cached: Event = {"cached_tokens": sum(chunk.cached_tokens for chunk in prompts)}
         if self._with_details:
-            details: Counter[str] = Counter()
-            for chunk in prompts:
-                details.update(chunk.cached_tokens_details)
-            cached["cached_tokens_details"] = cached_tokens_details(details)
+            cached["cached_tokens_details"] = _cached_by_tier(prompts)
         if self._with_reasons:
             reasons: Counter[str] = Counter()
             for chunk in prompts:
@@ -278,6 +285,13 @@ class UsageOfChoices:
             "completion_tokens": completion_tokens,
             "prompt_tokens_details": cached,
         }
+
+
+def _cached_by_tier(prompts: list[Chunk]) -> dict[str, int]:
+    details: Counter[str] = Counter()
+    for chunk in prompts:
+        details.update(chunk.cached_tokens_details)
+    return cached_tokens_details(details)
 
 
 def _reasoning_usage(tokens: int | None) -> Event:

@@ -131,6 +131,7 @@ class _Reply:
             "object": "chat.completion",
             "choices": [choices[index] for index in sorted(choices)],
             "usage": self._usage.total(),
+            **self._usage.extension(),
         }
 
     async def events(self, chunks: Chunks, skip_special_tokens: bool) -> AsyncIterator[Event]:
@@ -154,13 +155,11 @@ class _Reply:
                 held[index] = []
             if final:
                 yield self._event(index, chunk, {}, held[index], _end(parsers[index], chunk))
+        end = {**self._common, "object": "chat.completion.chunk", "choices": []}
+        if extension := self._usage.extension():
+            yield {**end, "usage": None, **extension}
         if self._req.include_usage:
-            yield {
-                **self._common,
-                "object": "chat.completion.chunk",
-                "choices": [],
-                "usage": self._usage.total(),
-            }
+            yield {**end, "usage": self._usage.total()}
 
     def _event(
         self,

@@ -30,19 +30,24 @@ async def serve_completions(req: CompletionRequest, manager: TokenizerManager, m
     usage = UsageOfChoices(req)
     chunks = merge(manager.generate_all(requests))
     choices: dict[int, Event] = {}
+    num_running = len(requests)
     try:
         async for index, chunk in chunks:
             usage.add(index, chunk)
+            num_running -= chunk.finish_reason is not None
             choice = await builders[index].take(chunk)
             if choice is None:
                 continue
             if req.stream:
                 spent = usage.of(index, chunk) if req.usage_in_every_chunk else None
-                yield {**common, "choices": [choice], "usage": spent}
+                # Not in an event without choices, as upstream's: its own benchmark cannot read that.
+                extension = {} if num_running else usage.extension()
+                yield {**common, "choices": [choice], "usage": spent, **extension}
             else:
                 choices[index] = choice
         if not req.stream:
-            yield {**common, "choices": [choices[index] for index in sorted(choices)], "usage": usage.total()}
+            in_order = [choices[index] for index in sorted(choices)]
+            yield {**common, "choices": in_order, "usage": usage.total(), **usage.extension()}
         elif req.include_usage:
             yield {**common, "choices": [], "usage": usage.total()}
     finally:
