@@ -373,6 +373,13 @@ def test_best_of_only_if_it_changes_nothing():
         completion(best_of=3).check_best_of()
 
 
+def test_a_stream_interval_of_one_asks_for_nothing():
+    """Upstream's bench_one_batch_server sends it."""
+    assert sampling_fields({"stream_interval": 1}) == SamplingFields()
+    with pytest.raises(RequestError, match="stream_interval is not supported"):
+        sampling_fields({"stream_interval": 2})
+
+
 def test_native_parameters_are_strict():
     fields = sampling_fields({"max_new_tokens": 5, "n": 2, "min_p": 0.5, "logit_bias": {"3": 1}})
     assert (fields.max_new_tokens, fields.n, fields.min_p, fields.logit_bias) == (5, 2, 0.5, {3: 1.0})
