@@ -56,6 +56,10 @@ class CompletionRequest(Base):
     prompt: str
 class EmbeddingRequest(BaseModel):
     input: str
+class TokenizeRequest(BaseModel):
+    prompt: str
+class DetokenizeRequest(BaseModel):
+    tokens: list
 class ResponsesRequest(BaseModel):
     input: str
 """

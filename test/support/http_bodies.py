@@ -41,8 +41,13 @@ OPENAI = _names("""
 COMPLETION = ["prompt", "best_of", "echo", "suffix", "custom_labels", *OPENAI, *ROUTING]
 CHAT = _names("""
     messages max_completion_tokens top_logprobs tools tool_choice parallel_tool_calls reasoning_effort task
-    continue_final_message separate_reasoning stream_reasoning chat_template_kwargs max_dynamic_patch input_ids
-    return_meta_info use_audio_in_video video_config modalities functions""") + [*OPENAI, *ROUTING]
+    continue_final_message add_generation_prompt separate_reasoning stream_reasoning chat_template_kwargs
+    max_dynamic_patch input_ids return_meta_info use_audio_in_video video_config modalities functions""") + [
+    *OPENAI,
+    *ROUTING,
+]
+TOKENIZE = _names("""
+    messages add_generation_prompt continue_final_message chat_template_kwargs reasoning_effort tools tool_choice""")
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 odd_texts = st.sampled_from(["", "\0", "a\0b", "\u202e", "\ufffd", "🎉" * 3, "<s>", "</s>", "{{ 1/0 }}", "x" * 3000])
@@ -122,7 +127,7 @@ VALUES: dict[str, st.SearchStrategy] = {
 }
 BOOLEANS = _names("""
     ignore_eos skip_special_tokens no_stop_trim echo return_cached_tokens_details continue_final_message
-    return_text_in_logprobs spaces_between_special_tokens""")
+    add_generation_prompt return_text_in_logprobs spaces_between_special_tokens""")
 VALUES.update({name: of(st.booleans()) for name in BOOLEANS})
 prompts = st.one_of(words, id_lists, st.lists(words, max_size=3), st.lists(id_lists, max_size=3), st.lists(odd_ids))
 contents = st.one_of(
@@ -152,7 +157,10 @@ BODIES = {
         body({"text": of(words), "sampling_params": native, "stream": stream}, GENERATE + ROUTING),
         body({"input_ids": prompts, "sampling_params": native, "stream": stream}, GENERATE + ROUTING),
     ),
-    "/tokenize": body({"prompt": prompts}, ["model", "add_special_tokens", "prompt"]),
+    "/tokenize": st.one_of(
+        body({"prompt": prompts}, ["model", "add_special_tokens", "prompt", *TOKENIZE]),
+        body({"messages": messages}, ["model", "add_special_tokens", *TOKENIZE]),
+    ),
     "/detokenize": body({"tokens": prompts}, ["model", "skip_special_tokens", "tokens"]),
     "/abort_request": body({}, ["rid", "abort_all", "abort_message"]),
 }

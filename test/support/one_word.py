@@ -51,7 +51,7 @@ class OneWord:
             embedding=b"",
         )
 
-    async def render_chat(self, messages, kwargs, continue_final) -> str:
+    async def render_chat(self, messages, kwargs, continue_final, opens_answer) -> str:
         return "prompt"
 
     async def tokenize(self, text, add_special_tokens) -> np.ndarray:

@@ -35,6 +35,7 @@ from sglang.srt.entrypoints.request_fields import (
     UNSUPPORTED_NATIVE_SAMPLING,
     SamplingFields,
 )
+from sglang.srt.entrypoints.tokenization import DetokenizeRequest, TokenizeRequest
 from sglang.srt.mem_cache import hicache_storage
 from sglang.srt.mem_cache.pool_host import HostKVCache
 from sglang.srt.observability import http_metrics, metrics_collector
@@ -47,6 +48,8 @@ REQUESTS: dict[str, tuple[type[Any], Collection[str]]] = {
     "ChatCompletionRequest": (ChatCompletionRequest, UNSUPPORTED_CHAT),
     "CompletionRequest": (CompletionRequest, UNSUPPORTED_COMPLETION),
     "EmbeddingRequest": (EmbeddingRequest, UNSUPPORTED_EMBEDDING),
+    "TokenizeRequest": (TokenizeRequest, ()),
+    "DetokenizeRequest": (DetokenizeRequest, ()),
     "ResponsesRequest": (ResponsesRequest, UNSUPPORTED_RESPONSES),
     "AnthropicMessagesRequest": (MessagesRequest, UNSUPPORTED_MESSAGES),
 }

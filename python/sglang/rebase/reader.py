@@ -38,6 +38,8 @@ REQUEST_CLASSES = {
     "ChatCompletionRequest": "srt/entrypoints/openai/protocol.py",
     "CompletionRequest": "srt/entrypoints/openai/protocol.py",
     "EmbeddingRequest": "srt/entrypoints/openai/protocol.py",
+    "TokenizeRequest": "srt/entrypoints/openai/protocol.py",
+    "DetokenizeRequest": "srt/entrypoints/openai/protocol.py",
     "ResponsesRequest": "srt/entrypoints/openai/protocol.py",
     "AnthropicMessagesRequest": "srt/entrypoints/anthropic/protocol.py",
 }

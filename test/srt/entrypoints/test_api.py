@@ -10,6 +10,7 @@ import concurrent.futures
 import json
 import random
 import re
+from typing import Any
 
 import httpx
 import openai
@@ -343,6 +344,34 @@ def test_tokenize_and_detokenize(server, tokenizer):
         body = {"tokens": [ids, [100]], "skip_special_tokens": False}
         assert server.post(prefix + "/detokenize", body).json()["text"][0] == "<|begin_of_text|>" + TEXT
     assert server.post("/tokenize", {"prompt": "a", "model": "other"}).status_code == 404
+
+
+def test_a_conversation_is_tokenized_as_a_chat_is(server, tokenizer):
+    messages = [{"role": "user", "content": "Good morning"}, {"role": "assistant", "content": "Good"}]
+
+    def ids(**fields: Any) -> list[int]:
+        replies = [
+            server.post(path, {"messages": messages, **fields}).json() for path in ("/tokenize", "/v1/tokenize")
+        ]
+        assert replies[0] == replies[1] and replies[0]["count"] == len(replies[0]["tokens"])
+        return replies[0]["tokens"]
+
+    def rendered(**fields: Any) -> list[int]:
+        return tokenizer.apply_chat_template(messages, return_dict=False, **fields)
+
+    chat = server.post("/v1/chat/completions", {"messages": messages, "max_tokens": 1}).json()
+    assert ids() == ids(add_special_tokens=True) == rendered(add_generation_prompt=True)
+    assert len(ids()) == chat["usage"]["prompt_tokens"]
+    assert ids(add_generation_prompt=False) == rendered()
+    for fields in ({}, {"add_generation_prompt": False}):  # the second as vLLM has it
+        assert ids(continue_final_message=True, **fields) == rendered(continue_final_message=True)
+    special = tokenizer.encode("")
+    assert ids(add_generation_prompt=False, add_special_tokens=True) == special + rendered()
+    closed = server.post("/v1/chat/completions", {"messages": messages, "add_generation_prompt": False}).json()
+    assert closed["usage"]["prompt_tokens"] == len(rendered())
+    for body in ({}, {"prompt": "a", "messages": messages}):
+        error = server.post("/tokenize", body).json()
+        assert error["param"] == "prompt" and error["message"] == "give either prompt or messages"
 
 
 def test_health_generate(server):

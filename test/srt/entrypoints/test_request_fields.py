@@ -206,7 +206,7 @@ def test_fields_of_other_engines_are_no_misspellings():
     others = """
         store metadata service_tier prediction audio verbosity prompt_cache_key safety_identifier
         web_search_options use_beam_search length_penalty include_stop_str_in_output truncate_prompt_tokens
-        prompt_logprobs allowed_token_ids add_generation_prompt guided_json top_a typical_p repeat_penalty num_ctx
+        prompt_logprobs allowed_token_ids guided_json top_a typical_p repeat_penalty num_ctx
         keep_alive provider reasoning chat_template documents kv_transfer_params echo"""
     for name in others.split():
         assert warnings(**{name: 1}) == []

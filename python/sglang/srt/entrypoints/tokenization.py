@@ -1,18 +1,44 @@
-"""/tokenize and /detokenize: one text or several as token ids, and back. Stateless."""
+"""/tokenize and /detokenize: texts or a conversation as token ids, and back. Stateless."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+from sglang.srt.entrypoints.openai.serving_chat import chat_request
 from sglang.srt.entrypoints.request_fields import check_num_answers, split_prompts
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.utils.errors import RequestError
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    prompt: str | list[str]
+    """prompt: one text or several. The fields from messages on are those of a chat."""
+
+    prompt: str | list[str] | None = None
     model: str | None = None
-    add_special_tokens: bool | None = True
+    # Beside messages it is read only where add_generation_prompt is given, and false by default.
+    add_special_tokens: bool | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+
+    def chat(self) -> ChatCompletionRequest:
+        assert self.messages is not None
+        return ChatCompletionRequest(
+            messages=self.messages,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+            chat_template_kwargs=self.chat_template_kwargs,
+            reasoning_effort=self.reasoning_effort,
+            tools=self.tools,
+            tool_choice=self.tool_choice,
+        )
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,11 +49,19 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 async def tokenize(req: TokenizeRequest, manager: TokenizerManager) -> bytes:
     """The reply as JSON. For a list of texts, tokens and count are lists too."""
-    texts = [req.prompt] if isinstance(req.prompt, str) else req.prompt
+    if (req.prompt is None) == (req.messages is None):
+        raise RequestError("give either prompt or messages", param="prompt")
+    if req.prompt is None:
+        texts = [await _rendered(req.chat(), manager)]
+        # The template has written them.
+        special = req.add_special_tokens is True and req.add_generation_prompt is not None
+    else:
+        texts = [req.prompt] if isinstance(req.prompt, str) else req.prompt
+        special = req.add_special_tokens is not False
     check_num_answers(len(texts))
-    tokens = [await manager.tokenize(text, req.add_special_tokens is not False) for text in texts]
+    tokens = [await manager.tokenize(text, special) for text in texts]
     counts = [len(ids) for ids in tokens]
-    single = isinstance(req.prompt, str)
+    single = not isinstance(req.prompt, list)
 
     def encode() -> bytes:
         lists = [ids.tolist() for ids in tokens]
@@ -40,6 +74,13 @@ async def tokenize(req: TokenizeRequest, manager: TokenizerManager) -> bytes:
         )
 
     return await manager.threads.run_if_many(sum(counts), encode)
+
+
+async def _rendered(chat: ChatCompletionRequest, manager: TokenizerManager) -> str:
+    """The prompt of a chat."""
+    request, _ = await chat_request(chat, manager)
+    assert isinstance(request.prompt, str)
+    return request.prompt
 
 
 async def detokenize(req: DetokenizeRequest, manager: TokenizerManager) -> bytes:

@@ -592,12 +592,20 @@ class TokenizerManager:
         return await self.threads.run(self.threads.encoder.token_spans, prompt, add_special_tokens)
 
     async def render_chat(
-        self, messages: list[dict[str, Any]], kwargs: Mapping[str, Any], continue_final: bool
+        self,
+        messages: list[dict[str, Any]],
+        kwargs: Mapping[str, Any],
+        continue_final: bool,
+        opens_answer: bool = True,
     ) -> str:
-        """The prompt of a conversation, by the model's chat template."""
+        """The prompt of a conversation, by the model's chat template. opens_answer: the prompt ends where an answer
+        begins, unless the answer continues the last message."""
         if not getattr(self._tokenizer, "chat_template", None):
             raise RequestError("this model has no chat template: use /v1/completions")
-        fixed = {"add_generation_prompt": not continue_final, "continue_final_message": continue_final}
+        fixed = {
+            "add_generation_prompt": opens_answer and not continue_final,
+            "continue_final_message": continue_final,
+        }
         try:
             return await self.threads.run(lambda: self._render(messages, **{**kwargs, **fixed}))
         except RequestError:

@@ -171,6 +171,8 @@ class ChatCompletionRequest(OpenAIRequest, frozen=True, kw_only=True):
     logprobs: bool | None = False
     top_logprobs: int | None = None
     continue_final_message: bool | None = False
+    # False: the prompt ends with the last message, and opens no answer.
+    add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     tools: list[Any] | None = None

@@ -69,7 +69,8 @@ async def chat_request(req: ChatCompletionRequest, manager: TokenizerManager) ->
     messages = template_messages(req.messages, server)
     continued = messages[-1] if req.continue_final_message else None
     shown = {**kwargs, "tools": list(tools.rendered)} if tools.rendered else kwargs
-    prompt = await manager.render_chat(messages, shown, continued is not None)
+    opens_answer = req.add_generation_prompt is not False
+    prompt = await manager.render_chat(messages, shown, continued is not None, opens_answer)
     form = AnswerFormat.of(
         server,
         tools,
