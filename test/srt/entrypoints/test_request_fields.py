@@ -29,6 +29,8 @@ from sglang.srt.sampling.sampling_params import GrammarSpec, SamplingParams
 from sglang.srt.utils.errors import RequestError
 
 MESSAGES = [{"role": "user", "content": "hi"}]
+ON = {"thinking": True, "enable_thinking": True}
+OFF = {"thinking": False, "enable_thinking": False}
 
 
 def chat(**fields) -> ChatCompletionRequest:
@@ -44,13 +46,39 @@ def completion(**fields) -> CompletionRequest:
     [
         ({}, {}),
         ({"reasoning_effort": None, "chat_template_kwargs": {"x": 1}}, {"x": 1}),
-        ({"reasoning_effort": "high", "chat_template_kwargs": {"x": 1}}, {"reasoning_effort": "high", "x": 1}),
-        ({"reasoning_effort": "none"}, {"enable_thinking": False}),
-        ({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, {"enable_thinking": True}),
+        ({"reasoning_effort": "high", "chat_template_kwargs": {"x": 1}}, {**ON, "reasoning_effort": "high", "x": 1}),
+        ({"reasoning_effort": "none"}, OFF),
+        (
+            {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
+            {"thinking": False, "enable_thinking": True},
+        ),
+        ({"reasoning_effort": 0.5}, {**ON, "reasoning_effort": 0.5}),
+        ({"reasoning_effort": 0}, {**ON, "reasoning_effort": 0.0}),
+        ({"reasoning_effort": "0.5"}, {**ON, "reasoning_effort": 0.5}),
+        ({"reasoning": {}}, {}),
+        ({"reasoning": {"effort": "low"}, "reasoning_effort": "high"}, {**ON, "reasoning_effort": "low"}),
+        ({"reasoning": {"effort": None, "reasoning_effort": 0.25}}, {**ON, "reasoning_effort": 0.25}),
+        ({"reasoning": {"effort": "none", "enabled": True}}, OFF),
+        ({"reasoning": {"effort": "low", "enabled": False}}, {**ON, "reasoning_effort": "low"}),
+        ({"reasoning": {"enabled": True}}, ON),
+        ({"reasoning": {"enable": "yes"}}, ON),
+        ({"reasoning": {"enabled": False}}, OFF),
+        ({"reasoning": {"enabled": "off"}}, OFF),
+        ({"reasoning": {"enabled": True}, "chat_template_kwargs": OFF}, OFF),
     ],
 )
 def test_the_effort_is_a_variable_of_the_template_and_the_clients_own_go_first(fields, variables):
     assert chat(**fields).template_variables == variables
+
+
+@pytest.mark.parametrize("effort", [True, 1, -0.1, 0.995, "nan", [], {}, 10**400])
+def test_an_effort_is_a_text_or_a_number_below_one(effort):
+    with pytest.raises(RequestError) as error:
+        _ = chat(reasoning={"effort": effort}).template_variables
+    assert error.value.param == "reasoning" and "a number from 0 to 0.99" in error.value.message
+    with pytest.raises(RequestError) as error:
+        _ = chat(reasoning_effort=effort).template_variables
+    assert error.value.param == "reasoning_effort"
 
 
 @pytest.mark.parametrize(
@@ -207,7 +235,7 @@ def test_fields_of_other_engines_are_no_misspellings():
         store metadata service_tier prediction audio verbosity prompt_cache_key safety_identifier
         web_search_options use_beam_search length_penalty include_stop_str_in_output truncate_prompt_tokens
         prompt_logprobs allowed_token_ids guided_json top_a typical_p repeat_penalty num_ctx
-        keep_alive provider reasoning chat_template documents kv_transfer_params echo"""
+        keep_alive provider chat_template documents kv_transfer_params echo"""
     for name in others.split():
         assert warnings(**{name: 1}) == []
         with pytest.raises(RequestError, match=f"no field '{name}'$"):

@@ -156,7 +156,11 @@ def test_upstreams_sampling_fields_are_those_of_chats() -> None:
 
 def test_the_effort_is_that_of_chats() -> None:
     request = convert({"input": "a", "reasoning": {"effort": "high"}}, ResponsesRequest, UNSUPPORTED_RESPONSES)
-    assert request.chat().template_variables == {"reasoning_effort": "high"}
+    assert request.chat().template_variables == {
+        "reasoning_effort": "high",
+        "thinking": True,
+        "enable_thinking": True,
+    }
     request = convert({"input": "a", "reasoning": {"effort": 3}}, ResponsesRequest, UNSUPPORTED_RESPONSES)
     with pytest.raises(RequestError, match="effort must be a text"):
         request.chat()

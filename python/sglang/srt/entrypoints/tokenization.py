@@ -24,7 +24,8 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = False
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: str | float | None = None
+    reasoning: dict[str, Any] | None = None
     tools: list[Any] | None = None
     tool_choice: str | dict[str, Any] | None = None
 
@@ -36,6 +37,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
             continue_final_message=self.continue_final_message,
             chat_template_kwargs=self.chat_template_kwargs,
             reasoning_effort=self.reasoning_effort,
+            reasoning=self.reasoning,
             tools=self.tools,
             tool_choice=self.tool_choice,
         )

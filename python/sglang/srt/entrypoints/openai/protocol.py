@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from sglang.srt.entrypoints.openai.reasoning_fields import reasoning_variables
 from sglang.srt.entrypoints.request_fields import (
     SamplingFields,
     StreamOptions,
@@ -174,7 +175,8 @@ class ChatCompletionRequest(OpenAIRequest, frozen=True, kw_only=True):
     # False: the prompt ends with the last message, and opens no answer.
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: str | float | None = None
+    reasoning: dict[str, Any] | None = None
     tools: list[Any] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = True
@@ -189,12 +191,9 @@ class ChatCompletionRequest(OpenAIRequest, frozen=True, kw_only=True):
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """What the template is given beside messages and tools; one that does not know a variable ignores it."""
-        effort = self.reasoning_effort
-        stated: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
-        if effort == "none":
-            stated = {"enable_thinking": False}
-        return stated | (self.chat_template_kwargs or {})
+        """What the template is given beside messages and tools; one that does not know a variable ignores it. The
+        client's own go first."""
+        return reasoning_variables(self.reasoning_effort, self.reasoning) | (self.chat_template_kwargs or {})
 
     def logprob_spec(self) -> LogprobSpec | None:
         top = self.top_logprobs or 0
