@@ -40,15 +40,13 @@ OPENAI = _names("""
     return_token_ids""")
 COMPLETION = ["prompt", "best_of", "echo", "suffix", "custom_labels", *OPENAI, *ROUTING]
 CHAT = _names("""
-    messages max_completion_tokens top_logprobs tools tool_choice parallel_tool_calls reasoning_effort reasoning task
-    continue_final_message add_generation_prompt separate_reasoning stream_reasoning chat_template_kwargs
-    max_dynamic_patch input_ids return_meta_info use_audio_in_video video_config modalities functions""") + [
-    *OPENAI,
-    *ROUTING,
-]
+    messages max_completion_tokens top_logprobs tools tool_choice parallel_tool_calls reasoning_effort reasoning
+    thinking continue_final_message add_generation_prompt separate_reasoning stream_reasoning
+    chat_template_kwargs task max_dynamic_patch input_ids return_meta_info use_audio_in_video video_config
+    modalities functions""") + [*OPENAI, *ROUTING]
 TOKENIZE = _names("""
     messages add_generation_prompt continue_final_message chat_template_kwargs reasoning_effort
-    reasoning tools tool_choice""")
+    reasoning thinking tools tool_choice""")
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 odd_texts = st.sampled_from(["", "\0", "a\0b", "\u202e", "\ufffd", "🎉" * 3, "<s>", "</s>", "{{ 1/0 }}", "x" * 3000])

@@ -65,6 +65,16 @@ def completion(**fields) -> CompletionRequest:
         ({"reasoning": {"enabled": False}}, OFF),
         ({"reasoning": {"enabled": "off"}}, OFF),
         ({"reasoning": {"enabled": True}, "chat_template_kwargs": OFF}, OFF),
+        ({"thinking": {"type": "enabled", "budget_tokens": 100}}, ON),
+        ({"thinking": {"type": "enabled"}, "reasoning_effort": "none"}, ON),
+        ({"thinking": {"type": "disabled"}}, OFF),
+        ({"thinking": {"type": "disabled"}, "reasoning_effort": "high"}, OFF),
+        ({"thinking": {"type": "disabled"}, "chat_template_kwargs": ON}, ON),
+        ({"thinking": {"type": "adaptive"}}, {}),
+        ({"thinking": {"type": "adaptive"}, "reasoning_effort": "none"}, OFF),
+        ({"thinking": {}, "reasoning": {"enabled": True}}, ON),
+        ({"thinking": True, "reasoning_effort": "high"}, {**ON, "reasoning_effort": "high"}),
+        ({"thinking": False}, OFF),
     ],
 )
 def test_the_effort_is_a_variable_of_the_template_and_the_clients_own_go_first(fields, variables):
@@ -109,7 +119,6 @@ def test_a_body_with_half_of_a_surrogate_pair(text: str) -> None:
         ("functions", [{"name": "f"}]),
         ("stop_regex", "a+"),
         ("return_hidden_states", True),
-        ("thinking", {"type": "enabled"}),
         ("lora_path", "x"),
     ],
 )

@@ -72,7 +72,6 @@ UNSUPPORTED_CHAT = {
     "return_meta_info": (False,),
     "return_input_ids_in_sglext": (False,),
     "return_output_ids_in_sglext": (False,),
-    "thinking": (),
     "return_flat_raw_output_top_logprobs": (False,),
     "return_flat_raw_top_logprobs_b64": (False,),
     "task": (),

@@ -26,6 +26,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | float | None = None
     reasoning: dict[str, Any] | None = None
+    thinking: dict[str, Any] | bool | None = None
     tools: list[Any] | None = None
     tool_choice: str | dict[str, Any] | None = None
 
@@ -38,6 +39,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
             chat_template_kwargs=self.chat_template_kwargs,
             reasoning_effort=self.reasoning_effort,
             reasoning=self.reasoning,
+            thinking=self.thinking,
             tools=self.tools,
             tool_choice=self.tool_choice,
         )

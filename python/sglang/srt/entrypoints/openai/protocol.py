@@ -177,6 +177,7 @@ class ChatCompletionRequest(OpenAIRequest, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | float | None = None
     reasoning: dict[str, Any] | None = None
+    thinking: dict[str, Any] | bool | None = None
     tools: list[Any] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = True
@@ -193,7 +194,8 @@ class ChatCompletionRequest(OpenAIRequest, frozen=True, kw_only=True):
     def template_variables(self) -> dict[str, Any]:
         """What the template is given beside messages and tools; one that does not know a variable ignores it. The
         client's own go first."""
-        return reasoning_variables(self.reasoning_effort, self.reasoning) | (self.chat_template_kwargs or {})
+        stated = reasoning_variables(self.reasoning_effort, self.reasoning, self.thinking)
+        return stated | (self.chat_template_kwargs or {})
 
     def logprob_spec(self) -> LogprobSpec | None:
         top = self.top_logprobs or 0

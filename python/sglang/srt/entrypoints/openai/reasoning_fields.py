@@ -9,12 +9,19 @@ from typing import Any
 from sglang.srt.utils.errors import RequestError
 
 MAX_EFFORT = 0.99
+# Of `thinking`, by its type.
+_THINKING = {"enabled": True, "disabled": False}
 _ON = frozenset({"1", "true", "yes", "y", "on"})
 
 
-def reasoning_variables(effort: str | float | None, reasoning: Mapping[str, Any] | None) -> dict[str, Any]:
-    """effort: of the field `reasoning_effort`, which `effort` in `reasoning` overrides. Models call the switch
-    `thinking` (DeepSeek, Kimi) or `enable_thinking` (Qwen, GLM). Raises RequestError that names the field."""
+def reasoning_variables(
+    effort: str | float | None,
+    reasoning: Mapping[str, Any] | None,
+    thinking: Mapping[str, Any] | bool | None = None,
+) -> dict[str, Any]:
+    """Each is a field of a chat. `thinking` overrides `effort` in `reasoning`, and that overrides effort.
+    Models call the switch `thinking` (DeepSeek, Kimi) or `enable_thinking` (Qwen, GLM). Raises RequestError that
+    names the field."""
     reasoning = reasoning or {}
     own = _first_given(reasoning, "effort", "reasoning_effort")
     if own is not None:
@@ -26,10 +33,15 @@ def reasoning_variables(effort: str | float | None, reasoning: Mapping[str, Any]
         enabled = enabled.strip().lower() in _ON
     if effort is not None:
         enabled = effort != "none"
+    if isinstance(thinking, Mapping):
+        # "adaptive" leaves it to the model.
+        enabled = _THINKING.get(str(thinking.get("type")), enabled)
+    elif thinking is not None:
+        enabled = thinking
     if enabled is None:
         return {}
     variables = {"thinking": bool(enabled), "enable_thinking": bool(enabled)}
-    return variables | {"reasoning_effort": effort} if enabled and effort is not None else variables
+    return variables | {"reasoning_effort": effort} if enabled and effort not in (None, "none") else variables
 
 
 def _first_given(table: Mapping[str, Any], *names: str) -> Any:
