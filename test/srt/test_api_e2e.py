@@ -407,6 +407,21 @@ def test_patterns_rules_and_tags(world):
     assert world.generate(tokens=20, structural_tag=json.dumps(older))["text"]
 
 
+def test_one_of_several_texts(world):
+    choices = ['He said "no".\n', "C:\\new", "é 你好 🎉"]
+    for fields in ({"guided_choice": choices}, {"structured_outputs": {"choice": choices}}):
+        body = {"prompt": "a", "max_tokens": 60, "temperature": 3, **fields}
+        for seed in range(4):
+            reply = world.server.post("/v1/completions", {**body, "seed": seed})
+            assert reply.json()["choices"][0]["text"] in choices, reply.text
+    messages = [{"role": "user", "content": "a"}]
+    asked = {"messages": messages, "max_tokens": 60, "structured_outputs": {"regex": "[0-9]{3}"}}
+    text = world.server.post("/v1/chat/completions", asked).json()["choices"][0]["message"]["content"]
+    assert re.fullmatch("[0-9]{3}", text)
+    refused = world.server.post("/v1/completions", {"prompt": "a", "guided_grammar": "start: NUMBER"})
+    assert refused.status_code == 400 and "ebnf is not usable" in refused.json()["message"]
+
+
 @pytest.mark.parametrize(
     "field, value",
     [

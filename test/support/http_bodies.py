@@ -37,7 +37,8 @@ OPENAI = _names("""
     model frequency_penalty presence_penalty repetition_penalty logit_bias logprobs max_tokens n seed stop
     stop_token_ids stop_regex stream_options temperature top_p top_k min_p min_tokens user regex ebnf json_schema
     response_format ignore_eos skip_special_tokens no_stop_trim custom_params return_cached_tokens_details
-    return_token_ids""")
+    return_token_ids guided_json guided_regex guided_choice guided_grammar structured_outputs
+    include_stop_str_in_output""")
 COMPLETION = ["prompt", "best_of", "echo", "suffix", "custom_labels", *OPENAI, *ROUTING]
 CHAT = _names("""
     messages max_completion_tokens top_logprobs tools tool_choice parallel_tool_calls reasoning_effort reasoning
@@ -120,13 +121,17 @@ VALUES: dict[str, st.SearchStrategy] = {
     "stream_options": of(st.fixed_dictionaries({}, optional={"include_usage": junk, "continuous_usage_stats": junk})),
     "model": of(st.sampled_from(["embedded", "default", "", "gpt"])),
     "chat_template_kwargs": of(st.dictionaries(words, junk, max_size=2)),
+    "guided_choice": of(st.lists(words, max_size=3)),
+    "structured_outputs": of(
+        st.fixed_dictionaries({}, optional={"choice": st.lists(words, max_size=3), "regex": words, "json": junk})
+    ),
     "rid": of(words),
     "cache_salt": of(words),
     "extra_key": of(words),
 }
 BOOLEANS = _names("""
     ignore_eos skip_special_tokens no_stop_trim echo return_cached_tokens_details continue_final_message
-    add_generation_prompt return_text_in_logprobs spaces_between_special_tokens""")
+    include_stop_str_in_output add_generation_prompt return_text_in_logprobs spaces_between_special_tokens""")
 VALUES.update({name: of(st.booleans()) for name in BOOLEANS})
 prompts = st.one_of(words, id_lists, st.lists(words, max_size=3), st.lists(id_lists, max_size=3), st.lists(odd_ids))
 contents = st.one_of(

@@ -169,6 +169,62 @@ def test_formats_become_grammars(fields, kind, source):
         assert params.grammar.kind == kind and json.loads(params.grammar.source) == source
 
 
+@pytest.mark.parametrize(
+    "guided, structured, kind, source",
+    [
+        ({"guided_json": SCHEMA}, {"json": SCHEMA}, "json_schema", json.dumps(SCHEMA, separators=(",", ":"))),
+        ({"guided_json": "{}"}, {"json": "{}"}, "json_schema", "{}"),
+        ({"guided_regex": "a+"}, {"regex": "a+"}, "regex", "a+"),
+        ({"guided_grammar": 'root ::= "a"'}, {"grammar": 'root ::= "a"'}, "ebnf", 'root ::= "a"'),
+        (
+            {"guided_choice": ["yes", 'a "b" \\\n', "é", ""]},
+            {"choice": ["yes", 'a "b" \\\n', "é", ""]},
+            "ebnf",
+            'root ::= "yes" | "a \\"b\\" \\\\\\n" | "é" | ""',
+        ),
+        (
+            {"response_format": {"type": "json_object"}},
+            {"json_object": True},
+            "json_schema",
+            '{"type":"object","additionalProperties":true}',
+        ),
+        (
+            {"response_format": {"type": "structural_tag"}},
+            {"structural_tag": {"type": "structural_tag"}},
+            "structural_tag",
+            '{"type":"structural_tag"}',
+        ),
+    ],
+)
+def test_the_grammars_of_vllm(guided, structured, kind, source):
+    for fields in (guided, {"structured_outputs": {**structured, "disable_fallback": True}}):
+        for request in (chat(**fields), completion(**fields)):
+            assert request.sampling_params(5).grammar == GrammarSpec(kind, source)
+    nothing = {"json": None, "json_object": False, "disable_any_whitespace": False}
+    assert chat(structured_outputs=nothing, guided_choice=None).sampling_params(5).grammar is None
+    assert completion(include_stop_str_in_output=True).sampling_params(5).no_stop_trim
+    assert completion(no_stop_trim=True).sampling_params(5).no_stop_trim
+    assert not completion(include_stop_str_in_output=False).sampling_params(5).no_stop_trim
+
+
+@pytest.mark.parametrize(
+    "fields, names",
+    [
+        ({"guided_json": SCHEMA, "json_schema": SCHEMA}, ["json_schema", "guided_json"]),
+        ({"guided_choice": ["a"], "response_format": {"type": "json_object"}}, ["response_format", "guided_choice"]),
+        ({"structured_outputs": {"json": SCHEMA}, "regex": "a"}, ["regex", "structured_outputs.json"]),
+        (
+            {"structured_outputs": {"grammar": "a", "choice": ["a"]}},
+            ["structured_outputs.grammar", "structured_outputs.choice"],
+        ),
+    ],
+)
+def test_one_grammar_is_the_most(fields, names):
+    with pytest.raises(RequestError, match=f"^{' and '.join(names)} exclude each other: give one of them$") as error:
+        chat(**fields).sampling_params(5)
+    assert error.value.param == names[0].partition(".")[0]
+
+
 def test_patterns_and_rules_become_grammars():
     assert chat(regex="a+").sampling_params(5).grammar == GrammarSpec("regex", "a+")
     assert completion(ebnf='root ::= "a"').sampling_params(5).grammar == GrammarSpec("ebnf", 'root ::= "a"')
@@ -186,7 +242,16 @@ def test_patterns_and_rules_become_grammars():
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": "{}"}}}, "response_format"),
         ({"response_format": {"type": "json_object"}, "json_schema": "{}"}, "response_format"),
-        ({"response_format": {"type": "json_object"}, "regex": "a"}, "json_schema"),
+        ({"response_format": {"type": "json_object"}, "regex": "a"}, "response_format"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_choice": "ab"}, "guided_choice"),
+        ({"guided_choice": ["a\0"]}, "guided_choice"),
+        ({"guided_json": "{"}, "json_schema"),
+        ({"guided_regex": "a", "min_tokens": 2}, "min_tokens"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs"),
+        ({"structured_outputs": {"choice": ["a", 1]}}, "structured_outputs"),
+        ({"structured_outputs": {"jsn": {}}}, "structured_outputs"),
+        ({"structured_outputs": {"json": {}, "whitespace_pattern": " "}}, "structured_outputs"),
         ({"regex": "a", "ebnf": "b"}, "regex"),
         ({"json_schema": "{"}, "json_schema"),
         ({"json_schema": "[" * 100_000}, "json_schema"),
@@ -242,13 +307,38 @@ def test_fields_of_tables_are_checked_too():
 def test_fields_of_other_engines_are_no_misspellings():
     others = """
         store metadata service_tier prediction audio verbosity prompt_cache_key safety_identifier
-        web_search_options use_beam_search length_penalty include_stop_str_in_output truncate_prompt_tokens
-        prompt_logprobs allowed_token_ids guided_json top_a typical_p repeat_penalty num_ctx
-        keep_alive provider chat_template documents kv_transfer_params echo"""
+        web_search_options use_beam_search length_penalty top_a typical_p repeat_penalty num_ctx
+        keep_alive provider kv_transfer_params echo"""
     for name in others.split():
         assert warnings(**{name: 1}) == []
         with pytest.raises(RequestError, match=f"no field '{name}'$"):
             warnings(strict=True, **{name: 1})
+
+
+@pytest.mark.parametrize(
+    "name, value, default",
+    [
+        ("allowed_token_ids", [1], None),
+        ("bad_words", ["a"], []),
+        ("prompt_logprobs", 0, None),
+        ("truncate_prompt_tokens", 5, None),
+        ("return_tokens_as_token_ids", True, False),
+        ("add_special_tokens", True, False),
+        ("documents", [{"text": "a"}], []),
+        ("chat_template", "a", None),
+        ("include_reasoning", False, True),
+    ],
+)
+def test_a_field_that_changes_an_answer_of_vllm_is_named(name, value, default):
+    (warning,) = warnings(**{name: value})
+    assert warning == f"the field '{name}' is not known and was ignored: vLLM serves it, and this engine does not"
+    assert warnings(strict=True, **{name: default}) == warnings(strict=True, **{name: None}) == []
+    with pytest.raises(RequestError, match=f"no field '{name}': vLLM serves it") as error:
+        warnings(strict=True, **{name: value})
+    assert error.value.param == name
+    for special, number in ((False, 1), (True, 0)):
+        asked = {"prompt": "a", "add_special_tokens": special}
+        assert len(check_fields(asked, CompletionRequest, {}, False)) == number, "completions have them"
 
 
 def test_names_from_clients_are_made_harmless():

@@ -2,7 +2,7 @@
 
 A field that upstream has and this engine lacks is refused by name if its value asks for something. A value that
 changes nothing is accepted. An unknown field is ignored, as OpenAI and upstream do, or refused with --strict-fields.
-A warning names an unknown field that looks like a known one.
+A warning names an unknown field that looks like a known one, or that vLLM serves.
 """
 
 from __future__ import annotations
@@ -137,6 +137,20 @@ NOTHING_TO_DO = frozenset(
     }
 )
 
+# Fields of vLLM's that change an answer there and are ignored here -> the values, beside null, that change nothing.
+# Of chats, add_special_tokens is false there by default, elsewhere true.
+IGNORED_VLLM: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "prompt_logprobs": (),
+    "truncate_prompt_tokens": (),
+    "return_tokens_as_token_ids": (False,),
+    "add_special_tokens": (),
+    "documents": ([],),
+    "chat_template": (),
+    "include_reasoning": (True,),
+}
+
 MAX_N = 128  # OpenAI's
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024
@@ -198,12 +212,14 @@ def refuse_unsupported(body: Mapping[str, Any], unsupported: Mapping[str, Sequen
 def check_fields(
     body: Mapping[str, Any], kind: type[msgspec.Struct], unsupported: Mapping[str, Sequence[Any]], strict: bool
 ) -> list[str]:
-    """A warning for each unknown field that looks like a known one or belongs in sampling_params, in printable ASCII.
-    strict: raise RequestError for any unknown field."""
+    """A warning for each unknown field that looks like a known one, belongs in sampling_params, or changes an answer
+    of vLLM's, in printable ASCII. strict: raise RequestError for any unknown field."""
 
     def likely_field(name: str, known: tuple[str, ...]) -> str:
         if "sampling_params" in kind.__struct_fields__ and name in SamplingFields.__struct_fields__:
             return ": it belongs in sampling_params"
+        if name in IGNORED_VLLM:
+            return ": vLLM serves it, and this engine does not"
         return did_you_mean(name, known)
 
     unknown = _unknown_fields(body, kind, unsupported)
@@ -223,8 +239,15 @@ def _unknown_fields(
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Each unknown field of the body, or of a table in it, with the names that are known in its place."""
     fields = kind.__struct_fields__
+
+    def asks_of_vllm(name: str) -> bool:
+        default = ("messages" not in fields,) if name == "add_special_tokens" else ()
+        return body[name] is not None and body[name] not in (*IGNORED_VLLM[name], *default)
+
     for name in body:
-        if name not in fields and name not in unsupported and name not in NOTHING_TO_DO:
+        if name in fields or name in unsupported or name in NOTHING_TO_DO:
+            continue
+        if name not in IGNORED_VLLM or asks_of_vllm(name):
             yield name, (*fields, *unsupported)
     options = body.get("stream_options")
     if "stream_options" in fields and isinstance(options, dict):

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from sglang.srt.entrypoints.openai.grammar_fields import GrammarFields
 from sglang.srt.entrypoints.openai.reasoning_fields import reasoning_variables
 from sglang.srt.entrypoints.request_fields import (
     SamplingFields,
@@ -16,7 +17,6 @@ from sglang.srt.entrypoints.request_fields import (
     check_name,
     namespace,
     sampling_params,
-    shown,
     split_prompts,
 )
 from sglang.srt.entrypoints.usage import cached_tokens_details
@@ -28,8 +28,6 @@ from sglang.srt.utils.errors import RequestError
 
 _OPENAI_NAMES = {"min_new_tokens": "min_tokens", "sampling_seed": "seed"}
 MAX_TOP_LOGPROBS = 20
-# What {"type": "json_object"} asks for.
-ANY_OBJECT = {"type": "object", "additionalProperties": True}
 
 Event = dict[str, Any]
 
@@ -52,7 +50,7 @@ class EngineFields(msgspec.Struct, frozen=True, kw_only=True):
         return given | {"chat_template_kwargs": {**template_kwargs, **(self.chat_template_kwargs or {})}}
 
 
-class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True):
+class OpenAIRequest(GrammarFields, frozen=True, kw_only=True):
     """Fields that both endpoints share. None means the default, because a client may send null for any field."""
 
     model: str | None = None
@@ -75,6 +73,8 @@ class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool | None = False
     skip_special_tokens: bool | None = True
     no_stop_trim: bool | None = False
+    # vLLM's name of no_stop_trim.
+    include_stop_str_in_output: bool | None = False
     return_cached_tokens_details: bool | None = False
     return_computed_tokens_details: bool | None = False
     rid: str | None = None
@@ -84,10 +84,6 @@ class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int | None = None
     session_id: str | None = None
     user: str | None = None
-    response_format: dict[str, Any] | None = None
-    json_schema: str | dict[str, Any] | None = None
-    regex: str | None = None
-    ebnf: str | None = None
 
     def sampling_params(
         self, max_new_tokens: int | None, least_new_tokens: int = 0, limit_name: str = "max_tokens"
@@ -109,41 +105,11 @@ class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True):
             stop_token_ids=self.stop_token_ids,
             ignore_eos=self.ignore_eos,
             skip_special_tokens=self.skip_special_tokens,
-            no_stop_trim=self.no_stop_trim,
+            no_stop_trim=self.no_stop_trim or self.include_stop_str_in_output,
             sampling_seed=self.seed,
-            regex=self.regex,
-            ebnf=self.ebnf,
-            **self._response_format(),
+            **self.grammar(),
         )
         return sampling_params(fields, {**_OPENAI_NAMES, "max_new_tokens": limit_name}, least_new_tokens)
-
-    def _response_format(self) -> dict[str, Any]:
-        """`response_format` as a field of SamplingFields."""
-        name, given = "response_format", self.response_format or {}
-        kind = given.get("type", "text")
-        if kind == "text":
-            return {"json_schema": self.json_schema}
-        if self.json_schema is not None:
-            raise RequestError("response_format and json_schema exclude each other: give one of them", param=name)
-        if kind == "json_object":
-            return {"json_schema": ANY_OBJECT}
-        if kind == "json_schema":
-            wrapped = given.get("json_schema")
-            schema = wrapped.get("schema") if isinstance(wrapped, dict) else None
-            if not isinstance(schema, dict | bool):
-                raise RequestError(
-                    'response_format of type json_schema must be {"type": "json_schema", "json_schema": '
-                    '{"name": …, "schema": {…}}}',
-                    param=name,
-                )
-            return {"json_schema": schema}
-        if kind == "structural_tag":
-            return {"structural_tag": given}
-        raise RequestError(
-            f"response_format has the type {shown(str(kind))}, but it must be text, json_object, json_schema or "
-            "structural_tag",
-            param=name,
-        )
 
     @property
     def num_choices(self) -> int:
