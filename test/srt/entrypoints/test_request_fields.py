@@ -155,6 +155,12 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
             "json_schema",
             SCHEMA,
         ),
+        ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, "json_schema", SCHEMA),
+        (
+            {"response_format": {"type": "json_schema", "schema": {}, "json_schema": {"schema": SCHEMA}}},
+            "json_schema",
+            SCHEMA,
+        ),
         (
             {"response_format": {"type": "structural_tag", "structures": [], "triggers": ["<"]}},
             "structural_tag",
@@ -240,6 +246,8 @@ def test_patterns_and_rules_become_grammars():
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": {"type": ["text"]}}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "schema": "{}"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "schema": {}, "json_schema": {"name": "a"}}}, "response_format"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": "{}"}}}, "response_format"),
         ({"response_format": {"type": "json_object"}, "json_schema": "{}"}, "response_format"),
         ({"response_format": {"type": "json_object"}, "regex": "a"}, "response_format"),

@@ -105,7 +105,8 @@ def _response_format(given: Mapping[str, Any]) -> tuple[str, Any] | None:
     if kind == "json_object":
         return "json_schema", ANY_OBJECT
     if kind == "json_schema":
-        wrapped = given.get("json_schema")
+        # Some clients put the schema beside the type, as the Responses API has it.
+        wrapped = given.get("json_schema") or given
         schema = wrapped.get("schema") if isinstance(wrapped, dict) else None
         if not isinstance(schema, dict | bool):
             raise RequestError(
