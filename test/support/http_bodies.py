@@ -137,7 +137,7 @@ prompts = st.one_of(words, id_lists, st.lists(words, max_size=3), st.lists(id_li
 contents = st.one_of(
     words, words, st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": words}), max_size=2)
 )
-roles = st.sampled_from(["user", "user", "assistant", "system", "tool", "nobody"])
+roles = st.sampled_from(["user", "User", "assistant", "system", "tool", "nobody"])
 messages = st.lists(st.fixed_dictionaries({"role": roles, "content": of(contents)}), min_size=1, max_size=3)
 
 

@@ -11,6 +11,7 @@ from sglang.srt.entrypoints.openai.chat_messages import template_messages
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.entrypoints.openai.responses_protocol import ResponsesRequest
 from sglang.srt.parser.chat_format import ChatFormat
+from sglang.srt.utils.errors import RequestError
 
 TEXTS = ChatFormat("{{ messages }}")
 LISTS = ChatFormat("{{ messages }}", roles_of_parts=frozenset({"system", "user"}))
@@ -91,6 +92,51 @@ def test_results_of_tools_are_one_text(form: ChatFormat) -> None:
         ]
         for each in messages:
             assert template_messages(each, form) == [{"role": "tool", "tool_call_id": "1", "content": text}]
+
+
+def assistant(*given: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    (made,) = template_messages([{"role": "assistant", "content": list(given), **fields}], TEXTS)
+    return made
+
+
+def test_refusals_are_texts_and_thoughts_are_reasoning() -> None:
+    refusal, thinking = {"type": "refusal", "refusal": "No."}, {"type": "thinking", "thinking": "Hm."}
+    assert assistant(refusal) == {"role": "assistant", "content": "No."}
+    assert assistant(*parts("one"), refusal)["content"] == "one No."
+    made = assistant(thinking, *parts("one"), {"type": "reasoning", "text": "So."})
+    assert made == {"role": "assistant", "content": "one", "reasoning_content": "Hm.\nSo."}
+    assert assistant(thinking)["content"] == ""
+    assert assistant(thinking, reasoning_content="Mine.")["reasoning_content"] == "Mine."
+    (harmony,) = template_messages([{"role": "assistant", "content": [thinking, *parts("one")]}], HARMONY)
+    assert (harmony["thinking"], harmony["content"]) == ("Hm.", "one")
+    for part in ({"type": "refusal"}, {"type": "thinking", "thinking": 1}, {"type": "text"}):
+        with pytest.raises(RequestError, match=f"a part of type {part['type']} without `{part['type']}`"):
+            assistant(part)
+    for role in ("user", "system", "tool"):
+        for part in (refusal, thinking):
+            with pytest.raises(RequestError, match="only text is supported"):
+                template_messages([{"role": role, "content": [part]}], TEXTS)
+
+
+def test_roles_in_another_case_and_tools_that_give_nothing_back() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        {"role": "Developer", "content": "a"},
+        {"role": "USER", "content": "b"},
+        {"role": "Assistant", "tool_calls": [call]},
+        {"role": "Tool", "tool_call_id": "1", "content": None},
+        {"role": "Assistant", "function_call": {"name": "g", "arguments": "{}"}},
+        {"role": "Function", "name": "g", "content": None},
+    ]
+    made = template_messages(messages, TEXTS)
+    lowered = [{**message, "role": message["role"].lower()} for message in messages]
+    assert made == template_messages(lowered, TEXTS)
+    assert [message["role"] for message in made] == ["system", "user", "assistant", "tool", "assistant", "tool"]
+    assert made[3] == {"role": "tool", "tool_call_id": "1", "content": "", "name": "f"} and made[5]["content"] == ""
+    with pytest.raises(RequestError, match="has no content, which a user's may not lack"):
+        template_messages([{"role": "User", "content": None}], TEXTS)
+    with pytest.raises(RequestError, match="has the role 'nobody'"):
+        template_messages([{"role": "Nobody", "content": "a"}], TEXTS)
 
 
 def test_instructions_and_a_message_of_the_system_are_one_text() -> None:

@@ -12,6 +12,8 @@ from sglang.srt.parser.chat_format import ChatFormat
 from sglang.srt.utils.errors import RequestError
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+# An assistant's message may be a call alone, and a tool may give nothing back.
+_MAY_LACK_CONTENT = ("assistant", "tool", "function")
 
 
 def content_of(texts: Sequence[str]) -> str | list[dict[str, Any]]:
@@ -29,8 +31,8 @@ def template_messages(messages: Sequence[Mapping[str, Any]], form: ChatFormat) -
     as the templates expect. A tool's message gets the name of its function. What most templates would leave out takes
     the form that they know: a developer's message becomes one of the system, unless the template has that role, and
     the `function_call` and role `function` of older clients become a call and a tool's message with an id, which some
-    templates demand. The template of gpt-oss gets what `harmony_messages` makes of them. Other fields stay as they
-    are."""
+    templates demand. Thoughts among an assistant's parts become its `reasoning_content`. The template of gpt-oss gets
+    what `harmony_messages` makes of them. Other fields stay as they are."""
     made = []
     template = form.template
     is_harmony = GptOssDetector.matches_template(template)
@@ -38,6 +40,8 @@ def template_messages(messages: Sequence[Mapping[str, Any]], form: ChatFormat) -
     # By function, of the last call that came without one.
     ids: dict[str, str] = {}
     for at, message in enumerate(messages):
+        if isinstance(role := message.get("role"), str):
+            message = {**message, "role": role.lower()}
         made.append(_message(message, at))
         if message["role"] == "developer" and "developer" not in template:
             made[-1]["role"] = "system"
@@ -60,23 +64,17 @@ def _message(message: Mapping[str, Any], at: int) -> dict[str, Any]:
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         raise RequestError(f"messages[{at}] has the role {role!r}; use one of {', '.join(ROLES)}", param="messages")
-    if content is None and role != "assistant":
-        raise RequestError(f"messages[{at}] has no content, which only an assistant's may lack", param="messages")
+    if content is None and role not in _MAY_LACK_CONTENT:
+        raise RequestError(f"messages[{at}] has no content, which a {role}'s may not lack", param="messages")
+    thoughts = None
     if isinstance(content, list):
-        texts = []
-        for part in content:
-            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                kind = part.get("type") if isinstance(part, dict) else None
-                if kind == "text":
-                    raise RequestError(f"messages[{at}] has a part of text without `text`", param="messages")
-                raise RequestError(
-                    f"messages[{at}] has a part of type {kind!r}: only text is supported", param="messages"
-                )
-            texts.append(part["text"])
+        texts, thoughts = _parts(content, role, f"messages[{at}]")
         content = content_of(texts)
     elif content is not None and not isinstance(content, str):
         raise RequestError(f"messages[{at}].content must be a text or a list of parts", param="messages")
     made = {**message, "content": content if content is not None else ""}
+    if thoughts and not made.get("reasoning_content"):
+        made["reasoning_content"] = "\n".join(thoughts)
     if role == "function":
         made["role"] = "tool"
     calls, called = made.pop("tool_calls", None), made.pop("function_call", None)
@@ -85,6 +83,30 @@ def _message(message: Mapping[str, Any], at: int) -> dict[str, Any]:
     elif called:
         made["tool_calls"] = [_call({"type": "function", "function": called}, f"messages[{at}].function_call")]
     return made
+
+
+def _parts(parts: Sequence[Any], role: str, place: str) -> tuple[list[str], list[str]]:
+    """The texts of a content's parts, and the thoughts. A refusal of the model is a text."""
+    texts, thoughts = [], []
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "text":
+            texts.append(_text_of(part, ("text",), place))
+        elif role == "assistant" and kind == "refusal":
+            texts.append(_text_of(part, ("refusal",), place))
+        elif role == "assistant" and kind in ("thinking", "reasoning"):
+            thoughts.append(_text_of(part, ("thinking", "text"), place))
+        else:
+            also = ", refusal and thinking are" if role == "assistant" else " is"
+            raise RequestError(f"{place} has a part of type {kind!r}: only text{also} supported", param="messages")
+    return texts, thoughts
+
+
+def _text_of(part: Mapping[str, Any], names: Sequence[str], place: str) -> str:
+    text = next((part[name] for name in names if part.get(name) is not None), None)
+    if not isinstance(text, str):
+        raise RequestError(f"{place} has a part of type {part['type']} without `{names[0]}`", param="messages")
+    return text
 
 
 def _calls(calls: Any, place: str) -> list[dict[str, Any]]:
