@@ -200,6 +200,8 @@ def test_stop_token_ids_and_eos(server):
     reply = server.post("/v1/completions", body).json()
     assert reply["choices"][0]["finish_reason"] == "stop" and reply["choices"][0]["matched_stop"] == 102
     assert reply["usage"]["completion_tokens"] == 3
+    beyond = {**body, "stop_token_ids": [9999, 1 << 90, 102], "min_tokens": 3}
+    assert server.post("/v1/completions", beyond).json()["choices"] == reply["choices"], "others never come"
     reply = server.post("/v1/completions", {"prompt": [100, 1, 102], "max_tokens": 9}).json()
     assert reply["usage"]["completion_tokens"] == 2
     reply = server.post("/v1/completions", {"prompt": [100, 1, 102], "max_tokens": 9, "ignore_eos": True}).json()
@@ -273,7 +275,7 @@ def test_seeds(server):
             400,
             ["max_completion_tokens is 0", "at least 1"],
         ),
-        ("/v1/completions", {"prompt": "a", "stop_token_ids": [9999]}, 400, ["9999"]),
+        ("/v1/completions", {"prompt": "a", "stop_token_ids": [5, -2]}, 400, ["stop_token_ids holds -2"]),
         ("/v1/completions", {"prompt": "a", "model": "gpt-4"}, 404, ["gpt-4", "echo"]),
         ("/v1/completions", {"prompt": "a", "suffix": "b"}, 400, ["suffix"]),
         ("/v1/completions", {"prompt": "a", "n": 1000}, 400, ["n is 1000", "128"]),

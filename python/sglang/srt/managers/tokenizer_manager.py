@@ -462,7 +462,7 @@ class TokenizerManager:
             )
         grammar_lane = 0 if params.grammar is None else await self._check_grammar(params.grammar)
         seed = self._random.getrandbits(31) if params.sampling_seed is None else params.sampling_seed
-        self._check_vocabulary("stop_token_ids", params.stop_token_ids)
+        stop_token_ids = self._stop_ids(params.stop_token_ids)
         self._check_vocabulary("logit_bias", tuple(params.logit_bias))
         if logprobs is not None:
             self._check_vocabulary("token_ids_logprob", logprobs.token_ids)
@@ -474,7 +474,9 @@ class TokenizerManager:
         return TokenizedGenerateReqInput(
             rid=rid,
             input_ids=ids_to_bytes(ids),
-            sampling_params=msgspec.structs.replace(params, max_new_tokens=max_new_tokens, sampling_seed=seed),
+            sampling_params=msgspec.structs.replace(
+                params, max_new_tokens=max_new_tokens, sampling_seed=seed, stop_token_ids=stop_token_ids
+            ),
             extra_key=req.extra_key,
             cache=req.cache,
             priority=self._priority_of(req),
@@ -524,6 +526,12 @@ class TokenizerManager:
                 f"{self._vocab_size}",
                 param=name,
             )
+
+    def _stop_ids(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """Those that the model has: the others never come. Raises RequestError for a negative one."""
+        if (least := min(tokens, default=0)) < 0:
+            raise RequestError(f"stop_token_ids holds {least}, which is no token id", param="stop_token_ids")
+        return tuple(token for token in tokens if token < self._vocab_size)
 
     def _prompt_limit(self) -> tuple[int, str]:
         """The most tokens of a prompt and its answer, and the reason for it."""
