@@ -352,6 +352,7 @@ def test_models_and_info(server, client):
     assert [model.id for model in client.models.list()] == ["echo"]
     assert client.models.retrieve("echo").id == "echo"
     assert server.get("/v1/models/other").status_code == 404
+    assert server.get("/v1/models/").json() == server.get("/v1/models").json()
     assert server.get("/health").status_code == 200
     assert server.get("/model_info").json() == server.get("/get_model_info").json()
     model = server.get("/model_info").json()

@@ -272,6 +272,8 @@ def _add_information(app: FastAPI, args: ServerArgs, manager: TokenizerManager, 
 
     @app.get("/v1/models/{model:path}")
     async def model(model: str) -> Response:
+        if not model:
+            return await models()
         _check_model(args, model)
         return JSONResponse(model_card())
 
