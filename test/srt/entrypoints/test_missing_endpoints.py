@@ -35,6 +35,7 @@ ELSEWHERE = _names("""
     /vertex_generate /dumper/stop /gate/activate /get_transfer_engine_info
     /is_scaling_elastic_ep /register_transfer_engine_info /scale_elastic_ep /scheduler_receive_meta_data
     /scheduler_receive_url /send
+    /v1/responses/input_tokens /v1/responses/compact
     /v1/responses/resp_1 /v1/responses/resp_1/cancel /v1/responses/resp_1/input_items /v1/files
     /v1/files/file_1/content /v1/batches /v1/batches/batch_1""")
 
@@ -60,6 +61,9 @@ def test_what_is_not_there_is_refused_by_name(app):
 def test_a_hint_names_what_is_there():
     assert "session_id" in (missing_endpoint("/open_session") or "")
     assert "responses are not kept: send the whole conversation" in (missing_endpoint("/v1/responses/resp_1") or "")
+    for path, hint in (("input_tokens", "/tokenize"), ("compact", "shorten the conversation")):
+        sentence = missing_endpoint(f"/v1/responses/{path}") or ""
+        assert "it is not served" in sentence and hint in sentence and "not kept" not in sentence
     assert missing_endpoint("/v1/responses") is None
 
 

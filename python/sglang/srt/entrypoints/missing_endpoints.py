@@ -67,6 +67,8 @@ MISSING_ENDPOINTS = {
     "/close_session": _SESSIONS,
     "/pause_generation": "end requests with /abort_request",
     "/continue_generation": "send the request again; its prompt is found in the cache",
+    "/v1/responses/input_tokens": "it is not served: count tokens with /tokenize, which takes messages",
+    "/v1/responses/compact": "it is not served: shorten the conversation before it is sent to /v1/responses",
     "/v1/responses/": _RESPONSES,
     "/v1/files": _FILES,
     "/v1/files/": _FILES,
