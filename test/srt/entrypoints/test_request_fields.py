@@ -461,6 +461,8 @@ def test_parameters_out_of_range(fields, word):
 
 def test_parameters_and_their_defaults():
     assert sampling_params(SamplingFields()) == SamplingParams()
+    for spaces in (False, True):
+        assert sampling_params(sampling_fields({"spaces_between_special_tokens": spaces})) == SamplingParams()
     params = sampling_params(SamplingFields(temperature=1e-9, stop="a", stop_token_ids=[1], sampling_seed=-3))
     assert (params.temperature, params.stop, params.stop_token_ids, params.sampling_seed) == (0.0, ("a",), (1,), -3)
 

@@ -32,7 +32,6 @@ _UNSUPPORTED_SAMPLING: dict[str, tuple[Any, ...]] = {
 UNSUPPORTED_NATIVE_SAMPLING = {
     **_UNSUPPORTED_SAMPLING,
     "beam_width": (0, 1),
-    "spaces_between_special_tokens": (True,),
     # The default. Upstream's bench_one_batch_server sends it; --stream-interval counts nevertheless.
     "stream_interval": (1,),
 }
@@ -310,6 +309,8 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
+    # Fast tokenizers put no spaces there, whatever its value.
+    spaces_between_special_tokens: bool | None = None
     sampling_seed: int | None = None
     # At most one.
     json_schema: str | dict[str, Any] | bool | None = None
@@ -331,6 +332,7 @@ def sampling_params(
 
     given = {name: value for name, value in msgspec.structs.asdict(fields).items() if value is not None}
     n = given.pop("n", 1)
+    given.pop("spaces_between_special_tokens", None)
     stops = given.pop("stop", ())
     given["stop"] = stops = (stops,) if isinstance(stops, str) else tuple(stops)
     given["stop_token_ids"] = tuple(given.get("stop_token_ids", ()))
