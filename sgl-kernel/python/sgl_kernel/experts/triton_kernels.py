@@ -293,7 +293,7 @@ def _product_kernel(
     SCALES: tl.constexpr,
     MAY_END: tl.constexpr,
 ):
-    """Program t * (blocks of OUTPUTS outputs) + n: the n-th of these of tile t, ROWS rows of one expert at most.
+    """Program t * (blocks of OUTPUTS outputs) + n: the n-th such block of tile t, ROWS rows of one expert at most.
     READS_PLACES: x has a row for each token, and the result a row for each place in order; else it is the other way
     round. EXPERTS: a power of two."""
     num_blocks = tl.cdiv(num_outputs, OUTPUTS)
