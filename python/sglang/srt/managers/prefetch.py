@@ -55,10 +55,11 @@ class Prefetch:
     far_from: int = 0
     # To be begun, as far as it is known.
     blocks_left: int = 0
-    # Storage is known to have its prompt up to that token; from the second one on it was not worth fetching.
+    # Storage is known to have its prompt up to that token.
     stored_end: int = 0
+    # From that token on it was not worth fetching.
     cut_from: int = 1 << 62
-    # Its prompt leaves there what storage has, in tokens, as far as it is known: others may leave there, too.
+    # Up to that token storage is known to have layers with full attention: later prompts may leave the path there.
     leaves_at: int = 0
     # Whether it was let go before all had come, and whether the host had no room, or did not keep what had come.
     timed_out: bool = False

@@ -326,35 +326,41 @@ class StorageRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepInputs(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that a step may know. Equal on all ranks.
+    """Everything that a step may know. Equal on all ranks."""
 
-    step: its number. now: seconds, from rank 0. done: completed operations per link, and launches under "exec".
-    failed: per link the earliest failed number not yet consumed. counts: per storage link, the results of the
-    operations that are new in done. far_counts: for each result of a probe, how many of its blocks, the last ones,
-    lie on the second storage tier. part_counts: see `OpResult`, for each of them. results: launch -> its sampled
-    tokens, int32 bytes. findings: launch -> what it found beside tokens, if asked to. cost: seconds that rank 0
-    measured, by number, of completed launches (EXEC, STALL for what they waited, STREAM for what they streamed),
-    loads (H2D, P2D) and reads of storage (FETCH). flush: ids of flush requests. storage: what an administrator asks
-    of the storage tier. slab_report: what all ranks may use of borrowed or lent memory. admin: what else an
-    administrator asks for.
-    """
-
+    # Its number.
     step: int
+    # Of rank 0.
     now: Seconds
     new: tuple[TokenizedGenerateReqInput, ...] = ()
+    # Ids of requests.
     aborts: tuple[str, ...] = ()
+    # Completed operations per link, and launches under EXEC.
     done: dict[str, int]
+    # Per link the earliest failed number that no step has seen.
     failed: dict[str, int] = {}
+    # Per storage link, the results of the operations that are new in `done`.
     counts: dict[str, tuple[int, ...]] = {}
+    # For each result of a probe, how many of its blocks, the last ones, lie on the second storage tier.
     far_counts: tuple[int, ...] = ()
+    # For each result of a probe, see `OpResult`.
     part_counts: tuple[int, ...] = ()
+    # Launch -> its sampled tokens, int32 bytes.
     results: dict[int, bytes] = {}
+    # Launch -> what it found beside tokens, if asked to.
     findings: dict[int, LaunchFindings] = {}
+    # Seconds that rank 0 measured, by number: of launches (EXEC; STALL for what they waited, STREAM for what they
+    # streamed), of copies (MEASURED_LINKS), and of reads and writes of storage (FETCH, STORE).
     cost: dict[str, dict[int, float]] = {}
+    # Ids of flush requests.
     flush: tuple[str, ...] = ()
+    # What an administrator asks of the storage tier.
     storage: tuple[StorageRequest, ...] = ()
+    # What else an administrator asks for.
     admin: tuple[AdminReqInput, ...] = ()
+    # What all ranks may use of borrowed or lent memory.
     slab_report: SlabReport = SlabReport()
+    # Whether storage can take more blocks without giving up others.
     storage_has_room: bool = True
 
 
@@ -369,25 +375,28 @@ class ControlReply(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class BatchDecision:
-    """What to do after a step, in this order: poison freed frames (tests), reset, cancel, submit loads, launch,
-    submit backups. reset: launches below it that have not completed are void. freed: tier -> frames that became
-    FREE; freed_windowed: the same of the pool for layers with a window. slabs_drained: slabs of which no page is in
-    use any more; a lender lends them, a borrower gives them back. slabs_given_up: those of them that the borrower
-    chose itself. num_slabs_recalled: how many slabs a lender recalls, see `LentSlabs`. peer_demand: if it has
-    changed, how many slabs a borrower would like to have in all, and what one is worth, in microseconds."""
+    """What to do after a step, in this order: poison freed frames (tests), tell lenders the demand, lend or give back
+    slabs, recall slabs, reset, cancel, submit operations without a fence, launch, submit the others."""
 
     step: int
+    # Launches below it that have not completed are void.
     reset: int | None = None
     cancels: tuple[Ticket, ...] = ()
     ops: tuple[TransferOp | StorageOp, ...] = ()
     launch: Launch | None = None
+    # Tier -> frames that became FREE.
     freed: dict[int, np.ndarray] = field(default_factory=dict)
+    # The same of the pool for layers with a window.
     freed_windowed: dict[int, np.ndarray] = field(default_factory=dict)
     outputs: tuple[TokenOutput, ...] = ()
     replies: tuple[ControlReply, ...] = ()
+    # Slabs of which no page is in use any more: a lender lends them, a borrower gives them back.
     slabs_drained: tuple[int, ...] = ()
+    # Those of `slabs_drained` that the borrower chose itself.
     slabs_given_up: tuple[int, ...] = ()
+    # How many slabs a lender recalls, see `LentSlabs`.
     num_slabs_recalled: int = 0
+    # If it has changed, how many slabs a borrower would like to have in all, and what one is worth, in microseconds.
     peer_demand: tuple[int, int] | None = None
 
     def encode(self) -> bytes:

@@ -18,8 +18,8 @@ class StorageAdvice:
     fetch_s: Callable[[int], float | None] = lambda num_tokens: None
     # By how many seconds tokens [start, end) of a prompt are fetched sooner than computed; None: not known.
     fetch_gain_s: Callable[[int, int], float | None] = lambda start, end: None
-    # Of a request: its blocks that are there or on their way, those that it lacks and storage has, and those that
-    # others will be given before. Returns how many of its own to fetch; the rest is computed.
+    # Of a request, by its id: how many of its num_blocks blocks from the first lacking one on to fetch, where `ahead`
+    # blocks of others go first; the rest is computed.
     blocks_worth_fetching: Callable[[str, int, int, int], int] = lambda rid, first, num_blocks, ahead: num_blocks
     # Whether tokens [start, end) of a path are worth it.
     is_worth_storing: Callable[[int, int], bool] = lambda start, end: True

@@ -19,10 +19,11 @@ A split keeps the identity of the lower half, so that locks, which name the end 
              frames 0 1 2 3 4 5                          frames 0 1 2    frames 3 4 5
              ticket t, fence f, lock n                   t, f, n         t, f, n
 
-Matching never splits; locking, inserting and fetching do.
+Matching never splits. Locking, inserting, loading, fetching and eviction may.
 
-What storage has is no residency: a node that neither device nor host has is gone. The names of blocks, by which
-storage knows them, are in block_names.py; what requests are about to compute is in transient_nodes.py.
+What storage has is no residency: a node that no tier has leaves the tree, or stays as a hole while others are below
+it. The names of blocks, by which storage knows them, are in block_names.py; what requests are about to compute is in
+transient_nodes.py.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class Node:
         self.last_access = LaunchSeq(0)
         # The launch at which a request's path last ended with it.
         self.last_end = NO_LAUNCH
-        # Where the last prompt ended whose answer it ends with, in tokens: the next one may end there.
+        # Length, in whole pages, of the last prompt whose answer ends with this node: the same prompt ends there.
         self.asked_end = 0
         # Per tier: as late as a session's weight makes its last access, see session_weights.py; None without one.
         # Never above the parent's.
@@ -105,7 +105,7 @@ class Node:
         self.last_stream = NO_LAUNCH
         # (n, 16) uint8, names of the blocks that end in this node; None until they are asked for.
         self.block_keys: np.ndarray | None = None
-        # (n,) bool, which of them windows reach from where prompts end, or may leave the path, see `WindowBlocks`.
+        # (n,) bool, of which of them layers with a window must be stored, too, see `WindowBlocks`.
         self.seen: np.ndarray | None = None
         # (n,) int8, what storage is believed to have of them, see block_names.py.
         self.stored: np.ndarray | None = None
@@ -264,9 +264,9 @@ class MatchResult:
     to_complete: tuple[Node, ...] = ()
     # Whether one of them is on its way, partial, and has to arrive before the rest of it can be loaded.
     awaits_load: bool = False
-    # Nodes that continue the path and the tokens, but begin in what such layers would see and no tier has whole.
+    # Nodes that continue the tokens, and were cut off because no tier has what layers with a window would see there.
     beyond: tuple[Node, ...] = ()
-    # Of one that ends where such layers lack something, which storage may have: up to there nothing is lacking.
+    # Set if the match was cut where such layers lack something that storage may have: the length without a lack.
     whole_len: int | None = None
 
     @property

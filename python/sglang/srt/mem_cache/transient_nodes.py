@@ -7,7 +7,7 @@ Each request claims its whole prompt, once, on arrival. A node lists all whose p
 node that two prompts share ends where they part, or where one of them ends:
 
     root --- [document: A B C] --- [question 1: A]
-                               --- [question 2: B C]        B and C ask the same; A shares but the document
+                               --- [question 2: B C]        B and C ask the same; A shares only the document
 
 A claimant is IN_QUEUE or IN_FLIGHT. A node belongs to its oldest claimant that is in flight, else to its oldest; when
 that one goes, the next inherits it.

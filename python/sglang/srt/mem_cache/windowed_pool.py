@@ -228,15 +228,14 @@ class WindowedPool:
                 below[parent.id] = locked, ends, int(is_there), held
 
     def _begin_of_end(self, node: Node) -> int:
-        """Where paths that end with a node may end first: a prompt that is asked again ends before its answer, as one
-        that does not repeat it. Of long answers only the end counts."""
+        """Where a path may end that ends with this node: if the answer is shorter than a window, with the prompt,
+        which may be asked again without its answer; else with the node."""
         is_near = 0 < node.end - node.asked_end <= self._tree.windows.num_tokens
         return node.asked_end if is_near and not node.children else node.end
 
     def _last_end(self, node: Node) -> LaunchSeq:
-        """When a path ended with a node. Where two part, as one that goes on from an answer that no prompt has
-        repeated, that is when the other one began, if one has ended there; where many do, they are questions behind a
-        document."""
+        """Of a node with two below it: when a path last ended with it, if one did, as the other of the two continues
+        an answer. Of any other node: its last access; many below it are questions behind a document."""
         is_known = len(node.children) == 2 and node.last_end != NO_LAUNCH
         return node.last_end if is_known else last_access_on(node, self._tier)
 
