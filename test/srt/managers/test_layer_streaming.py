@@ -439,10 +439,10 @@ def test_what_others_use_stays_where_a_request_begins_to_stream():
 
 def test_how_many_pages_the_longest_request_lacks():
     # With two chunks and two pages that are not whole: 46.
-    assert streaming_alone(40, 160).awaited() == (True, 16)
-    assert streaming_alone(160, num_borrowed=15).awaited() == (True, 1)
-    assert streaming_alone(160, num_borrowed=17).awaited() == (True, 0)
-    assert streaming_alone().awaited() == (False, 0)
+    assert streaming_alone(40, 160).room_lacking() == (True, 16)
+    assert streaming_alone(160, num_borrowed=15).room_lacking() == (True, 1)
+    assert streaming_alone(160, num_borrowed=17).room_lacking() == (True, 0)
+    assert streaming_alone().room_lacking() == (False, 0)
 
 
 def test_memory_of_peers_is_not_for_those_that_go_on_without(monkeypatch: pytest.MonkeyPatch):
@@ -451,11 +451,11 @@ def test_memory_of_peers_is_not_for_those_that_go_on_without(monkeypatch: pytest
     for req in each._queues.waiting:
         req.num_recalls = 2
     assert [each.spares_peers(req) for req in each._queues.waiting] == [True, False]
-    assert each.awaited() == (True, 1)
+    assert each.room_lacking() == (True, 1)
     each._queues.waiting.pop()
-    assert each.awaited() == (False, 0)
+    assert each.room_lacking() == (False, 0)
     each._queues.waiting[0].num_recalls = 1
-    assert each.awaited() == (True, 0)
+    assert each.room_lacking() == (True, 0)
 
 
 @pytest.mark.parametrize(("num_prompt", "streamed", "from_disk"), [(120, 92, 0), (121, 93, 1), (36, 0, 0)])

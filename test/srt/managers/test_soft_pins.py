@@ -81,18 +81,18 @@ def test_storage_is_asked_again_when_less_is_cached_than_before():
     rig = Rig(TEXT)
     rig.finish(rig.begin("r", TEXT)[0])
     rig.finish_all()
-    assert not rig.storage.asks_again("r", 20, 0.0), "all is there"
+    assert not rig.storage.ask_again("r", 20, 0.0), "all is there"
     for times in range(MAX_ASKED - 1):
         assert rig.controller.make_room(HOST, 64, ())
         assert rig.on_host(TEXT) == 0
-        assert rig.storage.asks_again("r", 0, 1.0) and rig.over("r") == [False]
-        assert not rig.storage.asks_again("r", 0, 1.0), "it waits for the answer"
+        assert rig.storage.ask_again("r", 0, 1.0) and rig.over("r") == [False]
+        assert not rig.storage.ask_again("r", 0, 1.0), "it waits for the answer"
         rig.collect()
         rig.finish_all()
         assert rig.over("r") == [True] and rig.on_host(TEXT) == 20
         assert rig.storage.counters["storage_asked_again"] == times + 1
     assert rig.controller.make_room(HOST, 64, ())
-    assert not rig.storage.asks_again("r", 0, 2.0), "not for ever"
+    assert not rig.storage.ask_again("r", 0, 2.0), "not for ever"
     rig.detach("r")
     rig.assert_nothing_left()
 
@@ -143,7 +143,7 @@ def test_what_is_gone_again_is_not_fetched_without_end(num_waiting: int):
             rig.controller.evict(HOST, 64)
         assert all(rig.over(*waiting))
         assert [rig.storage.outcome(rid).reason for rid in waiting] == ["no_room"] * num_waiting
-        asked_again = [rig.storage.asks_again(rid, 0, Seconds(1)) for rid in waiting]
+        asked_again = [rig.storage.ask_again(rid, 0, Seconds(1)) for rid in waiting]
         assert asked_again == [times + 1 < MAX_ASKED] * num_waiting
         rig.collect()
     for rid in waiting:
@@ -159,7 +159,7 @@ def test_storage_is_asked_for_what_was_there_at_first_and_has_gone():
     rig.detach("old")
     assert rig.begin("r", TEXT) == [] and rig.over("r") == [True]
     assert rig.controller.make_room(HOST, 64, ())
-    assert rig.storage.asks_again("r", 0, 1.0)
+    assert rig.storage.ask_again("r", 0, 1.0)
     rig.collect()
     rig.finish_all()
     assert rig.on_host(TEXT) == 20
@@ -174,7 +174,7 @@ def test_storage_is_not_asked_again_in_vain(policy: str, stored: str):
     rig.finish(rig.begin("r", TEXT)[0])
     rig.finish_all()
     rig.controller.make_room(HOST, 64, ())
-    assert not rig.storage.asks_again("r", 0, 1.0)
+    assert not rig.storage.ask_again("r", 0, 1.0)
     rig.detach("r")
     rig.assert_nothing_left()
 
@@ -249,7 +249,7 @@ def test_a_storage_that_is_too_slow_is_not_asked_again():
     rig.begin("s", LONG, now=0.5)
     expire(rig, 2.0)
     assert rig.over("r", "s") == [True, True]
-    assert not any(rig.storage.asks_again(rid, 0, 2.0) for rid in "rs")
+    assert not any(rig.storage.ask_again(rid, 0, 2.0) for rid in "rs")
     for rid in "rs":
         rig.detach(rid)
     rig.assert_nothing_left()

@@ -877,7 +877,7 @@ def test_what_would_come_too_late_counts_as_recomputed():
     storage = rig.storage
     assert storage.setup is not None
     storage.attach_storage(replace(storage.setup, has_windowed_store=True))
-    storage.consult(StorageAdvice(fetch_s=lambda num_tokens: 5.0))
+    storage.set_advice(StorageAdvice(fetch_s=lambda num_tokens: 5.0))
     (probe,) = rig.begin("r", TEXT)
     assert rig.finish(probe, 5) == [] and rig.over("r") == [True]
     assert storage.counters["fetches_cut"] == 1 and storage.counters["fetch_cut_tokens"] == 20

@@ -100,7 +100,7 @@ class Admission:
                         break
                     outlook = self._planner.look_ahead(batch)
                 continue
-            if self._storage.asks_again(req.rid, self._cache.candidate(req).prefix, self._planner.expected.now):
+            if self._storage.ask_again(req.rid, self._cache.candidate(req).prefix, self._planner.expected.now):
                 continue
             match = self._match(req)
             if not self.may_start(req, match):
@@ -159,7 +159,8 @@ class Admission:
 
     def iter_admissible(self) -> Iterator[tuple[Req, bool]]:
         """Waiting requests, in the order in which they fill the batch, and whether each came along with another.
-        Yields nothing if the first of them cannot start."""
+        Yields nothing if the first of them cannot start. Before that it cancels preloads and shrinks streams for it.
+        """
         ready = self._storage.startable(self._queues.waiting)
         if any([r.delay_end for r in ready]):
             ready = self._after_delay_hits(ready)
@@ -171,7 +172,7 @@ class Admission:
             ready.sort(key=lambda r: rank(self._cache.candidate(r)) if r.num_passed < MOST_PASSED else -math.inf)
         if self._priorities is not None:
             ready.sort(key=self._priority_rank)
-        if not self._can_begin_with(ready[0], ready[1:]):
+        if not self._make_room_for_first(ready[0], ready[1:]):
             return
         if self._cache.host is None or not self._policies.load_ratio:
             yield from ((r, False) for r in ready)
@@ -240,8 +241,8 @@ class Admission:
         lacks_pages = self._lacking_pages(req, match) > self._cache.num_free_soon
         return is_full or lacks_pages or not self._fits_windows(req, match)
 
-    def _can_begin_with(self, first: Req, others: list[Req]) -> bool:
-        """Whether the first request may start. If it lacks memory, what others have of it is taken or asked for."""
+    def _make_room_for_first(self, first: Req, others: list[Req]) -> bool:
+        """If the first request lacks memory, take or ask for what others have of it. Whether it may start."""
         match = self._match(first)
         if self.may_start(first, match) or self._cache.candidate(first).awaits_load:
             return True

@@ -63,7 +63,7 @@ class BatchBuilder:
         runs, self._page_runs = self._page_runs, []
         return runs
 
-    def _issue(self, record: LaunchRecord, streams: tuple[StreamedPrefix, ...]) -> None:
+    def _note_launch(self, record: LaunchRecord, streams: tuple[StreamedPrefix, ...]) -> None:
         of_disk = [frames for each in streams for tier, frames in each.parts if tier == Tier.DISK]
         record.streamed = sum(each.end - each.start for each in streams)
         record.from_disk = sum(map(len, of_disk)) * self.page_size
@@ -134,7 +134,7 @@ class BatchBuilder:
         batch.streams = self._streaming.streams(batch.reqs, batch.page_runs)
         batch.windowed_frames = self._cache.windowed.take_given()
         record = batch.record()
-        self._issue(record, batch.streams)
+        self._note_launch(record, batch.streams)
         self._expected.begin_prefill(batch.seq, batch.work, batch.loads)
         self._clock.issue()
         self.counters["prefill_tokens"] += sum(batch.lens)
@@ -176,7 +176,7 @@ class BatchBuilder:
         batch.steps_left -= 1
         streams = self._streaming.streams(reqs, page_runs)
         record = LaunchRecord(batch.members, batch.members, context=int(starts.sum()))
-        self._issue(record, streams)
+        self._note_launch(record, streams)
         self._expected.begin_decode(seq, record.streamed, record.from_disk)
         self._clock.issue()
         self.counters["decode_tokens"] += len(reqs)

@@ -585,9 +585,9 @@ class HiCacheController:
             self.move_to_host(victims, kept)
         victims = parts_of(victims, begins)
         aged = self._aged_with(victims, tier, kept) if ages else []
-        self._take_off(victims, tier)
+        self._evict_nodes(victims, tier)
         if aged:
-            self._take_off([node for node in aged if node.frames[_OTHER[tier]] is not None], _OTHER[tier])
+            self._evict_nodes([node for node in aged if node.frames[_OTHER[tier]] is not None], _OTHER[tier])
 
     def _aged_with(self, victims: list[Node], tier: Tier, kept: Sequence[Node]) -> list[Node]:
         """What the other tier below the device gives up along with the victims of this one, if it has become so slow
@@ -601,7 +601,7 @@ class HiCacheController:
         aged = self.tree.victims(other, self.pages_of(victims), stay)
         return [n for n in aged if self.tree.order.class_of(n, other) < LAST or self.tree.order.rank(n) < newest]
 
-    def _take_off(self, nodes: list[Node], tier: Tier) -> None:
+    def _evict_nodes(self, nodes: list[Node], tier: Tier) -> None:
         table = self.tables[tier]
         before = table.counts[FrameState.CACHED]
         if Tier.PEER in self.tables and tier != Tier.HOST:
@@ -618,7 +618,7 @@ class HiCacheController:
 
     def give_up_on_host(self, nodes: list[Node]) -> None:
         """Whatever their age."""
-        self._take_off(nodes, Tier.HOST)
+        self._evict_nodes(nodes, Tier.HOST)
 
     def compact_later(self, node: Node) -> None:
         """It was cut; see `tidy`."""
@@ -648,7 +648,7 @@ class HiCacheController:
         """Give the device pages of a node, of which nothing is on its way, back to the request that computed them;
         they are HELD again. What is below it leaves the device."""
         assert node.lock == 0
-        below, own = self.tree.take_off(node, Tier.DEVICE, len(node.key))
+        below, own = self.tree.take_off_device(node, len(node.key))
         self.ledger.free(below, Tier.DEVICE, self.clock.last)
         ((frames, _),) = own.cached
         self.tables[Tier.DEVICE].transition(frames, FrameState.CACHED, FrameState.HELD)
@@ -664,7 +664,7 @@ class HiCacheController:
         if Tier.PEER in tiers and node.frames[Tier.PEER] is None:
             self.num_short_of_peers += self.pages_of([node])
         self.tree.note_read(node, self.clock.last)
-        below, own = self.tree.take_off(node, Tier.DEVICE, num_tokens)
+        below, own = self.tree.take_off_device(node, num_tokens)
         self.ledger.free(below, Tier.DEVICE, self.clock.last)
         self.ledger.free(own, Tier.DEVICE, self.clock.last)
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from sglang.srt.mem_cache.border_slabs import BorderSlabs
 from sglang.srt.mem_cache.eviction import RETIRED_PRIORITY, least_recent
-from sglang.srt.mem_cache.eviction_order import is_awaited
+from sglang.srt.mem_cache.eviction_order import is_pinned_copy
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.node import Node, is_lacking, is_whole, last_access_on
 from sglang.srt.mem_cache.transfer import Tier
@@ -138,7 +138,7 @@ class HostBorder:
         found = np.where(self._host.state == int(FrameState.FREE), FREE_TO_GO, STAYS)
         for node in self._tree.walk():
             frames = node.frames[Tier.HOST]
-            if frames is not None and not is_awaited(node) and self._tree.order.is_evictable(node, Tier.HOST):
+            if frames is not None and not is_pinned_copy(node) and self._tree.order.is_evictable(node, Tier.HOST):
                 is_retired = node.priority == RETIRED_PRIORITY
                 found[frames] = FREE_TO_GO if is_retired else last_access_on(node, Tier.HOST)
         # A transfer reads or writes these.

@@ -541,7 +541,7 @@ class KVCache:
         oldest = {link: self.ledger.oldest(link) for link in BACKUP_LINKS.values()}
         return {link: op if isinstance(op, TransferOp) else None for link, op in oldest.items()}
 
-    def consult(
+    def set_advice(
         self, is_worth_copying: Callable[[Tier, int, int], bool], is_believed: Callable[[Tier], bool]
     ) -> None:
         """See `BackupLinks`."""

@@ -120,7 +120,7 @@ class NoLayerStreaming:
         """Tokens that a request may still need room for on the device."""
         return min(req.max_len, self.max_resident_len) - req.length
 
-    def awaited(self) -> tuple[bool, int]:
+    def room_lacking(self) -> tuple[bool, int]:
         """Whether requests wait or run that are longer than the device, and how many pages more than there are the
         longest needs."""
         return False, 0
@@ -281,7 +281,7 @@ class LayerStreaming(NoLayerStreaming):
             if not self.must_stream(r) or (self.may_begin(r) and (first is None or turn_of(r) < first))
         ]
 
-    def awaited(self) -> tuple[bool, int]:
+    def room_lacking(self) -> tuple[bool, int]:
         reqs = [*self.reqs, *(r for r in self._queues.waiting if self.must_stream(r))]
         reqs = [req for req in reqs if not self.spares_peers(req)]
         if not reqs:

@@ -108,7 +108,7 @@ class LoadPlanner:
     def obey_policies(self) -> None:
         """After they were changed."""
         advice = StorageAdvice(self._expected_storage_s, self._fetch_s, fetch_begun=self.expected.begin_fetch)
-        self._cache.consult(self._is_worth_copying, self._is_believed)
+        self._cache.set_advice(self._is_worth_copying, self._is_believed)
         if self.policies.load_or_recompute:
             advice = replace(
                 advice,
@@ -119,13 +119,13 @@ class LoadPlanner:
         else:
             self._peers_are_slow = False
             self._cache.set_load_order((Tier.PEER, Tier.HOST))
-        self._storage.consult(advice)
+        self._storage.set_advice(advice)
 
     def set_now(self, now: Seconds) -> None:
         """At the beginning of a step."""
         self.expected.now = now
 
-    def consult(self, order: Callable[[], Iterable[Req]]) -> None:
+    def set_order(self, order: Callable[[], Iterable[Req]]) -> None:
         """order: the requests that may start, in the order in which they fill a batch."""
         self._order = order
 

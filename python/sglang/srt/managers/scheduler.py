@@ -97,7 +97,7 @@ class Scheduler:
         self.admission = Admission(
             config, self.cache, self.queues, self.planner, self.builder, self.streaming, self.canary, self.times
         )
-        self.planner.consult(lambda: (req for req, _ in self.admission.iter_admissible()))
+        self.planner.set_order(lambda: (req for req, _ in self.admission.iter_admissible()))
         self.storage_admin = StorageAdmin(self.storage, self._note_storage_opened)
         self.cache_admin = CacheAdmin(self.cache, self.planner, self.queues, self._end_erased)
         if config.storage is not None:
@@ -198,7 +198,7 @@ class Scheduler:
             self.lender.step(inputs.now, self._demand(), self.planner.expected.costs)
         if self.borrower is not None:
             costs = self.planner.expected.costs
-            if self.borrower.step(inputs.now, costs, self.streaming.awaited(), self._lose_to_lenders):
+            if self.borrower.step(inputs.now, costs, self.streaming.room_lacking(), self._lose_to_lenders):
                 self._step_again_at = inputs.now
         if self._too_long.is_possible:
             self._too_long.note_room()

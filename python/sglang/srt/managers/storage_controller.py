@@ -131,7 +131,7 @@ class StorageController:
         self._trial = StorageTrial(controller, self.reads)
         controller.watch_host(self.writer.store_nodes, self.writer.store_leaving)
 
-    def consult(self, advice: StorageAdvice) -> None:
+    def set_advice(self, advice: StorageAdvice) -> None:
         self._advice = advice
         self.controller.is_worth_storing = advice.is_worth_storing
 
@@ -271,7 +271,7 @@ class StorageController:
             self._trial.begin(names.of_prompt(namespace, tokens[:size]))
             self.counters["storage_trials"] += 1
 
-    def asks_again(self, rid: str, num_found: int, now: Seconds) -> bool:
+    def ask_again(self, rid: str, num_found: int, now: Seconds) -> bool:
         """A request could start with num_found tokens found. Whether it waits once more, as more was found before, or
         was left to storage for lack of room."""
         prefetch = self._prefetches.get(rid)
@@ -660,7 +660,7 @@ class StorageController:
                 prefetch.found.append((start, min(max(start, far_from), end), end))
                 prefetch.reach = max(prefetch.reach, end)
                 self._pin(prefetch, self._match(prefetch, len(prefetch.tokens)))
-            if not whole or end == start or self._is_begun(rid, prefetch):
+            if not whole or end == start or self._join_what_is_begun(rid, prefetch):
                 prefetch.end = 0
                 self._begin_no_more(rid)
             self._note_waiting(rid, prefetch)
@@ -703,7 +703,7 @@ class StorageController:
         self.counters["fetch_cut_tokens"] += prefetch.end - end
         prefetch.end = prefetch.cut_from = end
 
-    def _is_begun(self, rid: str, prefetch: Prefetch) -> bool:
+    def _join_what_is_begun(self, rid: str, prefetch: Prefetch) -> bool:
         """Whether others have begun what the request lacks; then it waits for that."""
         match = self._match(prefetch, prefetch.end)
         self._join(rid, prefetch, match)

@@ -183,7 +183,7 @@ class EvictionOrder:
             copy = self.class_of(node, tier)
             # Of what the device has, that which it keeps longest, as far as that was known when it was entered.
             return (is_alive, copy, -last_access_on(node, _DEVICE)) if copy == SPARE else (is_alive, copy, *by_policy)
-        is_pinned = int(is_awaited(node))
+        is_pinned = int(is_pinned_copy(node))
         if tier != _PEER:
             # What peers have, too, goes first: by age alone the host, which repeats the device, would forget sooner.
             on_peer = Tier.PEER not in self.unread and is_ready(node, Tier.PEER)
@@ -204,7 +204,7 @@ class EvictionOrder:
         is_next = node.is_next and not (on_other and ready[_DEVICE])
         # Peers behind the host are much slower: what they have, the host is not to give up for it.
         on_farther = is_first and tier == _PEER and ready[_HOST]
-        return class_of_copy(ready[_DEVICE] or on_other, on_farther, is_next, is_awaited(node))
+        return class_of_copy(ready[_DEVICE] or on_other, on_farther, is_next, is_pinned_copy(node))
 
     def ready_tier(self, node: Node, whole: bool = False) -> Tier | None:
         """The first tier of the load order that has a node ready. whole: with all layers."""
@@ -222,7 +222,7 @@ class EvictionOrder:
         return *self.policy(node, last_access), -node.start
 
 
-def is_awaited(node: Node) -> bool:
+def is_pinned_copy(node: Node) -> bool:
     """Whether a waiting request has fetched on a node's path, or a running one reads it partial: as long as it does,
     what the device lacks of it comes from its copies alone."""
     return node.soft_pins > 0 or (node.is_partial and node.lock > 0)

@@ -472,16 +472,15 @@ class HiRadixTree:
         self._by_ticket[run.ticket] = [node]
         return node
 
-    def take_off(self, node: Node, tier: Tier, num_tokens: int) -> tuple[Dropped, Dropped]:
-        """Take the last num_tokens of a node off a tier, and, of the device, what is below them. Returns what was
-        below, and the node's own. Unlike `drop`, the node itself may be locked: its user reads another tier's copy
-        from now on."""
+    def take_off_device(self, node: Node, num_tokens: int) -> tuple[Dropped, Dropped]:
+        """Take the last num_tokens of a node off the device, and what is below them. Returns what was below, and the
+        node's own. Unlike `drop`, the node itself may be locked: its user reads another tier's copy from now on."""
         if num_tokens < len(node.key):
             self.split(node, len(node.key) - num_tokens)
         below, own = Dropped(), Dropped()
-        for child in list(node.children.values()) if tier == Tier.DEVICE else ():
+        for child in list(node.children.values()):
             self._drop_subtree(child, below)
-        self._take_frames(node, tier, own)
+        self._take_frames(node, Tier.DEVICE, own)
         return below, own
 
     @staticmethod
