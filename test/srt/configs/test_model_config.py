@@ -98,6 +98,8 @@ def test_the_end_of_a_tokenizer_elsewhere_ends_an_answer(tmp_path, token, want):
 def test_ends_that_are_no_tokens(tmp_path, ends):
     with pytest.raises(ModelConfigError, match="is not a valid generation config"):
         ModelConfig.from_pretrained(write(tmp_path, {"eos_token_id": ends}))
+    with pytest.raises(ModelConfigError, match="is not a valid generation config: it is no JSON object"):
+        ModelConfig.from_pretrained(write(tmp_path, []))
 
 
 @pytest.mark.parametrize(

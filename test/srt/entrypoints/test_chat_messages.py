@@ -106,6 +106,9 @@ def test_refusals_are_texts_and_thoughts_are_reasoning() -> None:
     made = assistant(thinking, *parts("one"), {"type": "reasoning", "text": "So."})
     assert made == {"role": "assistant", "content": "one", "reasoning_content": "Hm.\nSo."}
     assert assistant(thinking)["content"] == ""
+    whole = {"role": "assistant", "content": None, "refusal": "I cannot."}
+    assert template_messages([whole], TEXTS)[0]["content"] == "I cannot."
+    assert template_messages([whole | {"content": "Yes."}], TEXTS)[0]["content"] == "Yes."
     assert assistant(thinking, reasoning_content="Mine.")["reasoning_content"] == "Mine."
     (harmony,) = template_messages([{"role": "assistant", "content": [thinking, *parts("one")]}], HARMONY)
     assert (harmony["thinking"], harmony["content"]) == ("Hm.", "one")

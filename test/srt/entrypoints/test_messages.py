@@ -8,7 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from sglang.srt.entrypoints.anthropic.protocol import error_body
+from sglang.srt.entrypoints.anthropic.protocol import MessagesRequest, error_body
+from sglang.srt.entrypoints.request_fields import convert
 from sglang.srt.utils.errors import RequestError
 from support.scripted_server import CALLS, FIRST, SECOND, Scripted
 from support.server_fixture import NO_TLS, Server
@@ -32,6 +33,13 @@ def post(server: Scripted | Server, path: str = "/v1/messages", headers: Any = N
 def test_the_names_of_errors() -> None:
     kinds = {status: error_body(RequestError("x", status))["error"]["type"] for status in (409, 500, 503, 504)}
     assert kinds == {409: "invalid_request_error", 500: "api_error", 503: "overloaded_error", 504: "api_error"}
+
+
+@pytest.mark.parametrize(("thinking", "is_on"), [(THINKING, True), ({"type": "disabled"}, False), (None, False)])
+def test_thinking_sets_both_switches_of_templates(thinking: Any, is_on: bool) -> None:
+    request = convert({"model": "m", "max_tokens": 4, "messages": USER, "thinking": thinking}, MessagesRequest, {})
+    variables = request.chat().template_variables
+    assert (variables["thinking"], variables["enable_thinking"]) == (is_on, is_on)
 
 
 def test_a_whole_message(scripted: Scripted) -> None:

@@ -31,6 +31,7 @@ from sglang.srt.utils.errors import RequestError
 MESSAGES = [{"role": "user", "content": "hi"}]
 ON = {"thinking": True, "enable_thinking": True}
 OFF = {"thinking": False, "enable_thinking": False}
+NONE = {**OFF, "reasoning_effort": "none"}
 
 
 def chat(**fields) -> ChatCompletionRequest:
@@ -47,10 +48,11 @@ def completion(**fields) -> CompletionRequest:
         ({}, {}),
         ({"reasoning_effort": None, "chat_template_kwargs": {"x": 1}}, {"x": 1}),
         ({"reasoning_effort": "high", "chat_template_kwargs": {"x": 1}}, {**ON, "reasoning_effort": "high", "x": 1}),
-        ({"reasoning_effort": "none"}, OFF),
+        ({"reasoning_effort": "none"}, NONE),
+        ({"reasoning_effort": "None"}, NONE),
         (
             {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
-            {"thinking": False, "enable_thinking": True},
+            {**NONE, "enable_thinking": True},
         ),
         ({"reasoning_effort": 0.5}, {**ON, "reasoning_effort": 0.5}),
         ({"reasoning_effort": 0}, {**ON, "reasoning_effort": 0.0}),
@@ -58,8 +60,8 @@ def completion(**fields) -> CompletionRequest:
         ({"reasoning": {}}, {}),
         ({"reasoning": {"effort": "low"}, "reasoning_effort": "high"}, {**ON, "reasoning_effort": "low"}),
         ({"reasoning": {"effort": None, "reasoning_effort": 0.25}}, {**ON, "reasoning_effort": 0.25}),
-        ({"reasoning": {"effort": "none", "enabled": True}}, OFF),
-        ({"reasoning": {"effort": "low", "enabled": False}}, {**ON, "reasoning_effort": "low"}),
+        ({"reasoning": {"effort": "none", "enabled": True}}, NONE),
+        ({"reasoning": {"effort": "low", "enabled": False}}, OFF),
         ({"reasoning": {"enabled": True}}, ON),
         ({"reasoning": {"enable": "yes"}}, ON),
         ({"reasoning": {"enabled": False}}, OFF),
@@ -71,7 +73,7 @@ def completion(**fields) -> CompletionRequest:
         ({"thinking": {"type": "disabled"}, "reasoning_effort": "high"}, OFF),
         ({"thinking": {"type": "disabled"}, "chat_template_kwargs": ON}, ON),
         ({"thinking": {"type": "adaptive"}}, {}),
-        ({"thinking": {"type": "adaptive"}, "reasoning_effort": "none"}, OFF),
+        ({"thinking": {"type": "adaptive"}, "reasoning_effort": "none"}, NONE),
         ({"thinking": {}, "reasoning": {"enabled": True}}, ON),
         ({"thinking": True, "reasoning_effort": "high"}, {**ON, "reasoning_effort": "high"}),
         ({"thinking": False}, OFF),
@@ -81,7 +83,18 @@ def test_the_effort_is_a_variable_of_the_template_and_the_clients_own_go_first(f
     assert chat(**fields).template_variables == variables
 
 
-@pytest.mark.parametrize("effort", [True, 1, -0.1, 0.995, "nan", [], {}, 10**400])
+@pytest.mark.parametrize(
+    "fields",
+    [{"thinking": {"type": "bogus"}}, {"thinking": {"type": "ENABLED"}}, {"thinking": {"type": []}}]
+    + [{"reasoning": {"enabled": enabled}} for enabled in ([], {}, 0.5)],
+)
+def test_a_switch_of_reasoning_is_on_or_off(fields):
+    with pytest.raises(RequestError) as error:
+        _ = chat(**fields).template_variables
+    assert error.value.param == next(iter(fields))
+
+
+@pytest.mark.parametrize("effort", [True, 1, -0.1, 0.995, "nan", "", "x" * 100, [], {}, 10**400])
 def test_an_effort_is_a_text_or_a_number_below_one(effort):
     with pytest.raises(RequestError) as error:
         _ = chat(reasoning={"effort": effort}).template_variables
@@ -145,6 +158,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
             "json_schema",
             {"type": "object", "additionalProperties": True},
         ),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, "json_schema", SCHEMA),
         (
             {
                 "response_format": {

@@ -455,7 +455,10 @@ def _eos_token_ids(local_path: Path, hf_config: Any) -> tuple[int, ...]:
     ids: dict[int, None] = {}
     try:
         if path.is_file():
-            found.append(json.loads(path.read_text()).get("eos_token_id"))
+            values = json.loads(path.read_text())
+            if not isinstance(values, dict):
+                raise ValueError("it is no JSON object")
+            found.append(values.get("eos_token_id"))
         # A model that was tuned to another end may have it there alone.
         found.append(tokenizer_end(local_path))
         for entry in found:

@@ -132,7 +132,7 @@ NOTHING_TO_DO = frozenset(
         *("conversation_id", "need_wait_for_mm_inputs", "num_items_assigned", "encoder_urls", "mm_hashes"),
         *("mm_content_hashes", "parallel_tool_calls", "separate_reasoning", "stream_reasoning", "bootstrap_pair_key"),
         *("stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized"),
-        *("ebnf_full_assistant", "abort_message", "betas"),
+        *("ebnf_full_assistant", "abort_message", "betas", "spaces_between_special_tokens"),
     }
 )
 

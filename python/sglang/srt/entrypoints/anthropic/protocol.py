@@ -76,7 +76,7 @@ class MessagesRequest(EngineFields, frozen=True, kw_only=True):
             # The last message may be the front of the answer.
             continue_final_message=bool(messages) and messages[-1]["role"] == "assistant",
             # Templates that know it let the model answer at once.
-            **self.engine_fields(enable_thinking=self.wants_thinking),
+            **self.engine_fields(thinking=self.wants_thinking, enable_thinking=self.wants_thinking),
         )
 
 

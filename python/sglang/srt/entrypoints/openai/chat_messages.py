@@ -62,6 +62,8 @@ def template_messages(messages: Sequence[Mapping[str, Any]], form: ChatFormat) -
 
 def _message(message: Mapping[str, Any], at: int) -> dict[str, Any]:
     role, content = message.get("role"), message.get("content")
+    if role == "assistant" and not content and isinstance(message.get("refusal"), str):
+        content = message["refusal"]  # as OpenAI's answers have it
     if role not in ROLES:
         raise RequestError(f"messages[{at}] has the role {role!r}; use one of {', '.join(ROLES)}", param="messages")
     if content is None and role not in _MAY_LACK_CONTENT:

@@ -103,7 +103,8 @@ def _response_format(given: Mapping[str, Any]) -> tuple[str, Any] | None:
     if kind == "text":
         return None
     if kind == "json_object":
-        return "json_schema", ANY_OBJECT
+        # Some servers' clients give it a schema, too.
+        return "json_schema", given["schema"] if isinstance(given.get("schema"), dict) else ANY_OBJECT
     if kind == "json_schema":
         # Some clients put the schema beside the type, as the Responses API has it.
         wrapped = given.get("json_schema") or given

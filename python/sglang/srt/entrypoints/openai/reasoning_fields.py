@@ -9,8 +9,9 @@ from typing import Any
 from sglang.srt.utils.errors import RequestError
 
 MAX_EFFORT = 0.99
-# Of `thinking`, by its type.
-_THINKING = {"enabled": True, "disabled": False}
+MAX_EFFORT_CHARS = 64
+# Of `thinking`, by its type; "adaptive" and none leave it to the other fields.
+_THINKING = {"enabled": True, "disabled": False, "adaptive": None, None: None}
 _ON = frozenset({"1", "true", "yes", "y", "on"})
 
 
@@ -31,17 +32,24 @@ def reasoning_variables(
     enabled = _first_given(reasoning, "enabled", "enable")
     if isinstance(enabled, str):
         enabled = enabled.strip().lower() in _ON
+    elif enabled is not None and not isinstance(enabled, bool | int):
+        raise RequestError("reasoning.enabled must be true or false", param="reasoning")
     if effort is not None:
-        enabled = effort != "none"
+        enabled = effort != "none" and enabled not in (False, 0)
     if isinstance(thinking, Mapping):
-        # "adaptive" leaves it to the model.
-        enabled = _THINKING.get(str(thinking.get("type")), enabled)
+        kind = thinking.get("type")
+        if not isinstance(kind, str | None) or kind not in _THINKING:
+            raise RequestError("thinking.type must be enabled, disabled or adaptive", param="thinking")
+        if (stated := _THINKING[kind]) is not None:
+            enabled = stated
     elif thinking is not None:
         enabled = thinking
     if enabled is None:
         return {}
     variables = {"thinking": bool(enabled), "enable_thinking": bool(enabled)}
-    return variables | {"reasoning_effort": effort} if enabled and effort not in (None, "none") else variables
+    # "none" goes on, too: else templates and the server's own variables would put another effort in its place.
+    is_of_use = effort is not None and bool(enabled) == (effort != "none")
+    return variables | {"reasoning_effort": effort} if is_of_use else variables
 
 
 def _first_given(table: Mapping[str, Any], *names: str) -> Any:
@@ -53,8 +61,8 @@ def _checked(effort: Any, name: str) -> str | float:
     try:
         number = float(effort) if not isinstance(effort, bool) else math.nan
     except (TypeError, ValueError, OverflowError):
-        if isinstance(effort, str):
-            return effort
+        if isinstance(effort, str) and 0 < len(effort) <= MAX_EFFORT_CHARS:
+            return "none" if effort.lower() == "none" else effort
         number = math.nan
     if not 0 <= number <= MAX_EFFORT:
         raise RequestError(
