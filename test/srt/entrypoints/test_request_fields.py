@@ -268,7 +268,8 @@ def test_patterns_and_rules_become_grammars():
         ({"guided_choice": []}, "guided_choice"),
         ({"guided_choice": "ab"}, "guided_choice"),
         ({"guided_choice": ["a\0"]}, "guided_choice"),
-        ({"guided_json": "{"}, "json_schema"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"structured_outputs": {"json": ""}}, "structured_outputs"),
         ({"guided_regex": "a", "min_tokens": 2}, "min_tokens"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs"),
         ({"structured_outputs": {"choice": ["a", 1]}}, "structured_outputs"),
@@ -284,6 +285,25 @@ def test_formats_that_are_refused(fields, param):
     with pytest.raises(RequestError) as error:
         chat(**fields).sampling_params(5)
     assert error.value.param == param
+
+
+@pytest.mark.parametrize(
+    "fields, kind, name",
+    [
+        ({"guided_regex": "("}, "regex", "guided_regex"),
+        ({"guided_choice": ["a"]}, "ebnf", "guided_choice"),
+        ({"structured_outputs": {"grammar": "root"}}, "ebnf", "structured_outputs.grammar"),
+        ({"response_format": {"type": "json_schema", "schema": {}}}, "json_schema", "response_format"),
+        ({"regex": "("}, "regex", "regex"),
+    ],
+)
+def test_errors_of_a_grammar_name_the_field_that_was_sent(fields, kind, name):
+    named = chat(**fields).named(RequestError(f"{kind} is not usable: why", param=kind))
+    assert (named.message, named.param) == (f"{name} is not usable: why", name.partition(".")[0])
+    cut = chat(**fields).named(RequestError("why", param=kind))
+    assert cut.message == ("why" if name == kind else f"{name}: why")
+    other = RequestError("too long", param="prompt")
+    assert chat(**fields).named(other) is other
 
 
 def test_unknown_fields_are_ignored():

@@ -72,6 +72,19 @@ class GrammarFields(msgspec.Struct, frozen=True, kw_only=True):
 
     def grammar(self) -> dict[str, Any]:
         """As a field of `SamplingFields`; empty: the answer is free. Raises RequestError that names the fields."""
+        return dict(self._grammars().values())
+
+    def named(self, error: RequestError) -> RequestError:
+        """An error about a kind of grammar, with the field that the client sent in the kind's place."""
+        for name, (kind, _) in self._grammars().items():
+            if error.param == kind != name:
+                rest = error.message.removeprefix(kind)
+                message = name + rest if rest != error.message else f"{name}: {error.message}"
+                return RequestError(message, error.status_code, name.partition(".")[0], error.retry_after_s)
+        return error
+
+    def _grammars(self) -> dict[str, tuple[str, Any]]:
+        """Field -> a kind of grammar and its source: one at most."""
         found = {
             name: (kind, getattr(self, name)) for name, kind in _KINDS.items() if getattr(self, name) is not None
         }
@@ -87,14 +100,14 @@ class GrammarFields(msgspec.Struct, frozen=True, kw_only=True):
                 f"{' and '.join(found)} exclude each other: give one of them",
                 param=next(iter(found)).partition(".")[0],
             )
-        return dict(found.values())
+        return found
 
 
 def _alternatives(texts: Sequence[str], name: str) -> str:
     """EBNF of an answer that is one of the texts. xgrammar reads JSON's escapes, but for that of a NUL."""
     if not texts or any("\0" in text for text in texts):
         raise RequestError(f"{name} must have at least one text to choose, and none with a NUL", param=name)
-    return "root ::= " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+    return "root ::= " + " | ".join(json.dumps(text, ensure_ascii=False) for text in dict.fromkeys(texts))
 
 
 def _response_format(given: Mapping[str, Any]) -> tuple[str, Any] | None:

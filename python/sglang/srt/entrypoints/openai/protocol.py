@@ -109,7 +109,10 @@ class OpenAIRequest(GrammarFields, frozen=True, kw_only=True):
             sampling_seed=self.seed,
             **self.grammar(),
         )
-        return sampling_params(fields, {**_OPENAI_NAMES, "max_new_tokens": limit_name}, least_new_tokens)
+        try:
+            return sampling_params(fields, {**_OPENAI_NAMES, "max_new_tokens": limit_name}, least_new_tokens)
+        except RequestError as error:
+            raise self.named(error) from None
 
     @property
     def num_choices(self) -> int:

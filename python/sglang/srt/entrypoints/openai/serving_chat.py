@@ -36,7 +36,7 @@ async def serve_chat(req: ChatCompletionRequest, manager: TokenizerManager, mode
     except RequestError as error:
         if error.param == "structural_tag" and form.tools.tools:
             raise RequestError(f"the grammar of tools: {error.message}", error.status_code, "tools") from None
-        raise
+        raise req.named(error) from None
     finally:
         await close(chunks)
 

@@ -13,6 +13,7 @@ from sglang.srt.entrypoints.request_fields import cache_mode, check_num_answers,
 from sglang.srt.entrypoints.streams import close, merge
 from sglang.srt.managers.tokenizer_manager import Chunk, GenerateRequest, TokenizerManager
 from sglang.srt.sampling.logprob_types import LogprobSpec
+from sglang.srt.utils.errors import RequestError
 
 Event = dict[str, Any]
 
@@ -50,6 +51,8 @@ async def serve_completions(req: CompletionRequest, manager: TokenizerManager, m
             yield {**common, "choices": in_order, "usage": usage.total(), **usage.extension()}
         elif req.include_usage:
             yield {**common, "choices": [], "usage": usage.total()}
+    except RequestError as error:
+        raise req.named(error) from None
     finally:
         await close(chunks)
 
