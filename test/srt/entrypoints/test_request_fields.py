@@ -349,8 +349,7 @@ def test_fields_of_tables_are_checked_too():
 def test_fields_of_other_engines_are_no_misspellings():
     others = """
         store metadata service_tier prediction audio verbosity prompt_cache_key safety_identifier
-        web_search_options use_beam_search length_penalty top_a typical_p repeat_penalty num_ctx
-        keep_alive provider kv_transfer_params echo"""
+        web_search_options top_a typical_p repeat_penalty num_ctx keep_alive provider kv_transfer_params"""
     for name in others.split():
         assert warnings(**{name: 1}) == []
         with pytest.raises(RequestError, match=f"no field '{name}'$"):
@@ -360,7 +359,7 @@ def test_fields_of_other_engines_are_no_misspellings():
 @pytest.mark.parametrize(
     "name, value, default",
     [
-        ("allowed_token_ids", [1], None),
+        ("allowed_token_ids", [1], []),
         ("bad_words", ["a"], []),
         ("prompt_logprobs", 0, None),
         ("truncate_prompt_tokens", 5, None),
@@ -369,6 +368,13 @@ def test_fields_of_other_engines_are_no_misspellings():
         ("documents", [{"text": "a"}], []),
         ("chat_template", "a", None),
         ("include_reasoning", False, True),
+        ("use_beam_search", True, False),
+        ("length_penalty", 0.5, 1.0),
+        ("guided_whitespace_pattern", " ", None),
+        ("thinking_token_budget", 5, None),
+        ("logits_processors", ["a"], []),
+        ("detokenize", False, True),
+        ("echo", True, False),
     ],
 )
 def test_a_field_that_changes_an_answer_of_vllm_is_named(name, value, default):

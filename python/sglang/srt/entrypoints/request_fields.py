@@ -133,13 +133,14 @@ NOTHING_TO_DO = frozenset(
         *("mm_content_hashes", "parallel_tool_calls", "separate_reasoning", "stream_reasoning", "bootstrap_pair_key"),
         *("stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized"),
         *("ebnf_full_assistant", "abort_message", "betas", "spaces_between_special_tokens"),
+        *("guided_decoding_backend", "return_token_strs"),
     }
 )
 
 # Fields of vLLM's that change an answer there and are ignored here -> the values, beside null, that change nothing.
 # Of chats, add_special_tokens is false there by default, elsewhere true.
 IGNORED_VLLM: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": (),
+    "allowed_token_ids": ([],),
     "bad_words": ([],),
     "prompt_logprobs": (),
     "truncate_prompt_tokens": (),
@@ -148,6 +149,13 @@ IGNORED_VLLM: dict[str, tuple[Any, ...]] = {
     "documents": ([],),
     "chat_template": (),
     "include_reasoning": (True,),
+    "use_beam_search": (False,),
+    "length_penalty": (1.0,),
+    "guided_whitespace_pattern": (),
+    "thinking_token_budget": (),
+    "logits_processors": ([],),
+    "detokenize": (True,),
+    "echo": (False,),
 }
 
 MAX_N = 128  # OpenAI's
