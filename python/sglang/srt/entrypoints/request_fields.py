@@ -124,8 +124,8 @@ UNSUPPORTED_GENERATE = {
     "custom_labels": ({},),
 }
 
-# Upstream's fields that change nothing here. They are about logs, tracing and upstream's own processes, or only add
-# to a field that is refused.
+# Fields of upstream's and vLLM's that change nothing here. They are about logs, tracing and processes of theirs, or
+# only add to a field that is refused.
 NOTHING_TO_DO = frozenset(
     {
         *("received_time", "http_worker_ipc", "external_trace_header", "log_metrics", "no_logs", "routing_key"),

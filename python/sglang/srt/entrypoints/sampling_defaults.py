@@ -35,10 +35,11 @@ def read_sampling_defaults(model_dir: Path, source: str) -> dict[str, float]:
             found[name] = getattr(fields, name)
     if unusable:
         logger.warning("%s of the model is not used for %s", _FILE, ", ".join(unusable))
-    if {name: value for name, value in found.items() if (name, value) != ("top_k", -1)}:
-        shown = ", ".join(f"{name} {value:g}" for name, value in found.items())
+    # A top_k of the whole vocabulary is OpenAI's, too.
+    if shown := [f"{name} {value:g}" for name, value in found.items() if (name, value) != ("top_k", -1)]:
         logger.info(
-            "chats that leave them out get the model's %s; --sampling-defaults openai leaves these out", shown
+            "chats that leave them out get the model's %s; --sampling-defaults openai leaves these out",
+            ", ".join(shown),
         )
     return found
 

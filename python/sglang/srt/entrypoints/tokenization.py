@@ -31,18 +31,8 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
 
     def chat(self) -> ChatCompletionRequest:
-        assert self.messages is not None
-        return ChatCompletionRequest(
-            messages=self.messages,
-            add_generation_prompt=self.add_generation_prompt,
-            continue_final_message=self.continue_final_message,
-            chat_template_kwargs=self.chat_template_kwargs,
-            reasoning_effort=self.reasoning_effort,
-            reasoning=self.reasoning,
-            thinking=self.thinking,
-            tools=self.tools,
-            tool_choice=self.tool_choice,
-        )
+        shared = set(self.__struct_fields__) & set(ChatCompletionRequest.__struct_fields__)
+        return ChatCompletionRequest(**{name: getattr(self, name) for name in shared})
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
