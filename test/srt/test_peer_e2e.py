@@ -247,6 +247,7 @@ def test_an_endpoint_that_others_could_reach_is_refused(tmp_path: Path) -> None:
     assert "only loopback" in server.output() and "Traceback" not in server.output()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("worker_ranks", "master_ranks"), [(2, 1), (1, 2)])
 def test_a_worker_with_other_ranks_is_refused(worker_ranks: int, master_ranks: int, tmp_path: Path) -> None:
     tmp_path.chmod(0o700)

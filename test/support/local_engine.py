@@ -27,7 +27,7 @@ from sglang.srt.layers.attention.attention_registry import make_attention_backen
 from sglang.srt.layers.attention.base_attn_backend import WINDOW_TILE, AttentionBackend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.sampler import Sampler
-from sglang.srt.managers.engine_core import EngineCore, StepRecorder
+from sglang.srt.managers.engine_core import EngineCore
 from sglang.srt.managers.io_struct import (
     AdminReqInput,
     PromptKeys,
@@ -41,6 +41,7 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_config import SchedulerConfig
 from sglang.srt.managers.startup.device import page_layout
 from sglang.srt.managers.startup.sizes import with_windows
+from sglang.srt.managers.step_record import StepRecorder
 from sglang.srt.managers.storage_setup import StorageSetup
 from sglang.srt.mem_cache.block_store import BlockStore
 from sglang.srt.mem_cache.check_link import CheckLink

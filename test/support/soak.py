@@ -22,7 +22,6 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from sglang.srt.managers.engine_core import StepRecorder, digest_of, replay
 from sglang.srt.managers.io_struct import (
     AdminReqInput,
     EraseSaltReqInput,
@@ -38,6 +37,7 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.managers.schedule_batch import BatchDecision, StorageRequest
 from sglang.srt.managers.schedule_policy import QUEUE_POLICIES
 from sglang.srt.managers.scheduler import SCHEDULING_COUNTERS, Scheduler
+from sglang.srt.managers.step_record import StepRecorder, digest_of, replay
 from sglang.srt.managers.storage_setup import PREFETCH_POLICIES
 from sglang.srt.mem_cache.eviction import EVICTION_POLICIES
 from sglang.srt.mem_cache.frame_table import FrameState

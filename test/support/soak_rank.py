@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from sglang.srt.constrained.grammar_rows import GrammarRows
-from sglang.srt.managers.engine_core import EngineCore, StepRecorder
+from sglang.srt.managers.engine_core import EngineCore
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.step_record import StepRecorder
 from sglang.srt.managers.storage_setup import StorageSetup
 from sglang.srt.mem_cache.block_store import BlockStore
 from sglang.srt.mem_cache.link import CopyOptions, HasPages

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.managers.engine_core import digest_of
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import BatchDecision
 from sglang.srt.managers.startup.sizes import replicas_of
+from sglang.srt.managers.step_record import digest_of
 from sglang.srt.utils.clock import monotonic
 from support.local_engine import LocalEngine
 from support.reduction import reduce_progress

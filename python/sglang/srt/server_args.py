@@ -38,6 +38,7 @@ from sglang.srt.utils.api_key import KEY_RULE, is_key
 from sglang.srt.utils.peer_endpoint import PeerError, check_endpoint
 from sglang.srt.utils.peer_timing import PeerTiming
 from sglang.srt.utils.template_variables import reserved_variable
+from sglang.srt.utils.unicode import is_unicode
 
 RATE_LIMITED_LINKS = ("h2d", "d2h", "fetch", "store")
 
@@ -546,7 +547,7 @@ class ServerArgs:
             if isinstance(value, float):
                 require(math.isfinite(value), field.name, "a finite number")
             if isinstance(value, str) and field.name not in _KEYS:
-                require(is_text(value), field.name, "text in UTF-8")
+                require(is_unicode(value), field.name, "text in UTF-8")
         require(1 <= self.port <= 65535, "port", "from 1 to 65535")
         require(self.page_size is None or self.page_size >= 1, "page_size", "at least 1")
         require(1 <= self.tp_size <= 64, "tp_size", "from 1 to 64")
@@ -797,15 +798,6 @@ class OneSentenceParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         sys.stderr.write(f"error: {message.removeprefix('argument ')}\n")
         sys.exit(2)
-
-
-def is_text(text: str) -> bool:
-    """Whether all of it is characters; bytes of the command line that are none stand as halves of surrogate pairs."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def is_origin(text: str) -> bool:

@@ -14,11 +14,11 @@ from managers.test_scheduler import request
 from sglang.srt.managers import crash_record, replay
 from sglang.srt.managers.crash_folder import remove_old_records, replay_hint
 from sglang.srt.managers.crash_record import CrashRecord
-from sglang.srt.managers.engine_core import ReplayMismatchError
-from sglang.srt.managers.engine_core import replay as replayed
 from sglang.srt.managers.schedule_batch import BatchDecision, StepInputs
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_config import SchedulerConfig
+from sglang.srt.managers.step_record import ReplayMismatchError
+from sglang.srt.managers.step_record import replay as replayed
 from sglang.srt.mem_cache.transfer import EXEC
 from support.crashing_scheduler import BAD_TOKEN, fail_on_a_bad_token
 from support.server_fixture import Server
@@ -66,7 +66,7 @@ def test_every_step_is_on_disk_before_it_is_taken(tmp_path):
 def test_a_changed_decision_is_noticed(tmp_path, monkeypatch):
     record, _ = record_of(tmp_path)
     record.keep()
-    monkeypatch.setattr("sglang.srt.managers.engine_core.digest_of", lambda decision: b"another")
+    monkeypatch.setattr("sglang.srt.managers.step_record.digest_of", lambda decision: b"another")
     with open(record.path, "rb") as file, pytest.raises(ReplayMismatchError, match="step 0 "):
         replayed(file)
 

@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from sglang.srt.managers.engine_core import EngineCore, ReplayMismatchError, StepRecorder, replay
+from sglang.srt.managers.engine_core import EngineCore
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
 from sglang.srt.managers.launch_batches import LaunchRecord
 from sglang.srt.managers.progress import COUNTS_PER_STEP, Progress, pack_progress
 from sglang.srt.managers.schedule_batch import StepInputs
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_config import SchedulerConfig
+from sglang.srt.managers.step_record import ReplayMismatchError, StepRecorder, replay
 from sglang.srt.mem_cache.slab_ledger import SlabReport
 from sglang.srt.mem_cache.transfer import (
     D2H,
@@ -137,9 +138,6 @@ def test_replay_notices_a_changed_decision_and_a_cut_off_record() -> None:
         replay(io.BytesIO(broken))
 
 
-# -- costs ----------------------------------------------------------------------------------------------------
-
-
 def test_a_disk_that_is_full_ends_the_record_alone(caplog) -> None:
     class Full(io.BytesIO):
         is_full = False
@@ -156,6 +154,9 @@ def test_a_disk_that_is_full_ends_the_record_alone(caplog) -> None:
     assert [each.message for each in caplog.records] == [
         "--record-steps: no more is recorded (No space left on device)"
     ]
+
+
+# -- costs ----------------------------------------------------------------------------------------------------
 
 
 def test_costs_are_rank_0_s_and_of_what_all_have_done() -> None:

@@ -34,8 +34,8 @@ from transformers import (
 )
 
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.managers.engine_core import replay
 from sglang.srt.managers.scheduler_config import LayerStreamConfig
+from sglang.srt.managers.step_record import replay
 from sglang.srt.managers.storage_setup import PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.layer_stream_cache import FilledPiece, LayerStreamCache, Piece

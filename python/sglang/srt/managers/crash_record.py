@@ -23,10 +23,10 @@ import msgspec
 import zstandard
 
 from sglang.srt.managers.crash_folder import new_record_path, remove_old_records
-from sglang.srt.managers.engine_core import RECORD_FORMAT, SNAPSHOT_FORMAT, digest_of, frame
 from sglang.srt.managers.schedule_batch import BatchDecision, StepInputs
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.snapshot import snapshot
+from sglang.srt.managers.step_record import RECORD_FORMAT, SNAPSHOT_FORMAT, digest_of, frame
 
 # Bytes from which on a file is begun anew when the engine is idle, and in any case.
 IDLE_BYTES = 4 << 20

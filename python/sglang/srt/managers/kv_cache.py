@@ -469,17 +469,14 @@ class KVCache:
     def will_free_pages(self) -> bool:
         """Whether a launch or a copy is under way, whose end may give device pages back. No operation of storage
         does."""
-        return self.clock.is_running or self._is_copying(COPY_LINKS)
+        return self.clock.is_running or self.ledger.is_busy(COPY_LINKS)
 
     @property
     def will_free_pages_soon(self) -> bool:
         """The same without copies by slow links, and whether device pages were given up that will be free soon."""
         quick = set(COPY_LINKS) - self.controller.links.slow
         is_due = self.num_free_soon > 0 or self.windowed.num_free_soon > 0
-        return self.clock.is_running or is_due or self._is_copying(quick)
-
-    def _is_copying(self, links: Iterable[str]) -> bool:
-        return any(self.ledger.oldest(link) is not None for link in links)
+        return self.clock.is_running or is_due or self.ledger.is_busy(quick)
 
     # -- links --------------------------------------------------------------------------------------------------
 

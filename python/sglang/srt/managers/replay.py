@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import msgspec
 import zstandard
 
-from sglang.srt.managers.engine_core import ReplayMismatchError, replay
+from sglang.srt.managers.step_record import ReplayMismatchError, replay
 
 
 def main(argv: Sequence[str]) -> int:

@@ -233,7 +233,7 @@ class StorageController:
     @property
     def has_outstanding(self) -> bool:
         """Whether an operation of storage is under way."""
-        return any(self.ledger.oldest(link) is not None for link in STORAGE_LINKS)
+        return self.ledger.is_busy(STORAGE_LINKS)
 
     def administer(self, action: StorageAction, setup: str = "") -> Ticket:
         """Attach, detach or clear; nothing else is in flight to storage."""
@@ -814,8 +814,7 @@ class StorageController:
 
     def _is_room_to_come(self) -> bool:
         """Whether an operation is in flight after which `begin_fetches` is called."""
-        links = [link for link in STALLING_LINKS if link != STORE or not self.writes.is_late]
-        return any(self.ledger.oldest(link) is not None for link in links)
+        return self.ledger.is_busy(link for link in STALLING_LINKS if link != STORE or not self.writes.is_late)
 
     def _match(self, prefetch: Prefetch, end: int) -> MatchResult:
         wanted = max(end, prefetch.end)

@@ -18,6 +18,7 @@ from sglang.srt.managers.token_reuse import TokenReuse
 from sglang.srt.utils.chat_template import all_chat_templates
 from sglang.srt.utils.errors import RequestError
 from sglang.srt.utils.tokenizer_parts import cut_tokens, ids_around, longest_token
+from sglang.srt.utils.unicode import is_unicode
 
 REUSE_BYTES = 64 << 20
 # Characters. Shorter segments are not worth an entry of the table.
@@ -74,7 +75,7 @@ class TextEncoder:
         try:
             return self._encode(text, add_special_tokens, namespace, max_tokens)
         except (TypeError, UnicodeEncodeError):
-            if _is_unicode(text):
+            if is_unicode(text):
                 raise
             raise RequestError("the text holds half of a surrogate pair, which is no character") from None
 
@@ -159,11 +160,3 @@ def _encoded(encoding: Any, max_tokens: int | None) -> EncodedText:
     """Counts first, because turning millions of ids into Python's integers takes the interpreter lock."""
     fits = max_tokens is None or len(encoding) <= max_tokens
     return EncodedText(len(encoding), _ids(encoding) if fits else None)
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -9,6 +9,7 @@ away.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +89,10 @@ class TransferLedger:
     def oldest(self, link: str) -> TransferOp | StorageOp | None:
         """The first operation of a link that is not over."""
         return next(iter(self._by_link[link].values()), None)
+
+    def is_busy(self, links: Iterable[str]) -> bool:
+        """Whether an operation of one of them is not over."""
+        return any(self._by_link[link] for link in links)
 
     def num_pages_on(self, link: str) -> int:
         """Pages that operations of a link are moving, or will."""

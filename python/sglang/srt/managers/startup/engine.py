@@ -24,7 +24,7 @@ from sglang.srt.layers.attention.attention_registry import make_attention_backen
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.managers.crash_record import CrashRecord
-from sglang.srt.managers.engine_core import EngineCore, Recorder, StepRecorder
+from sglang.srt.managers.engine_core import EngineCore
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_config import SchedulerConfig
 from sglang.srt.managers.startup.device import check_device, page_layout, pick_dtype, pick_page_size, with_kv_cache
@@ -43,6 +43,7 @@ from sglang.srt.managers.startup.sizes import (
     with_windows,
 )
 from sglang.srt.managers.startup.storage import StorageOpener
+from sglang.srt.managers.step_record import Recorder, StepRecorder
 from sglang.srt.mem_cache.check_link import CheckLink
 from sglang.srt.mem_cache.layer_stream_cache import LayerStreamCache
 from sglang.srt.mem_cache.link import CopyLink, CopyOptions, HasPages

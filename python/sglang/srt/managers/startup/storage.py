@@ -40,6 +40,7 @@ from sglang.srt.utils.registry import (
     shown,
     whole_number,
 )
+from sglang.srt.utils.unicode import is_unicode
 
 if TYPE_CHECKING:
     from sglang.srt.distributed.parallel_state import Replicas
@@ -321,8 +322,6 @@ def parse_extra_config(text: str) -> dict[str, Any]:
         raise StoreError(f"{CONFIG_FLAG} has to be JSON, or @ and a file with it: {error}") from None
     if not isinstance(config, dict):
         raise StoreError(f'{CONFIG_FLAG} has to be a JSON object, like {{"path": "/var/cache/kv"}}')
-    try:
-        json.dumps(config, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise StoreError(f"{CONFIG_FLAG} has half of a surrogate pair, or a byte that is no UTF-8") from None
+    if not is_unicode(json.dumps(config, ensure_ascii=False)):
+        raise StoreError(f"{CONFIG_FLAG} has half of a surrogate pair, or a byte that is no UTF-8")
     return config
