@@ -424,9 +424,7 @@ class LocalEngine:
         """Attach storage, detach or clear it; attaching calls `open_store`. Whether it succeeded, and why not."""
         decision = self.begin_to_administer(action, what)
         while not decision.replies:
-            progress = self.core.progress()
-            if self.core.has_work(self.clock()):
-                decision = self.core.step(self.clock(), progress)
+            decision = self._next_decision()
         return decision.replies[0].success, decision.replies[0].message
 
     def begin_to_administer(self, action: StorageAction, what: StorageSetup | None = None) -> BatchDecision:

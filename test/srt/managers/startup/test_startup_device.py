@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -194,6 +195,7 @@ def ask(core: EngineCore, prompts: list[list[int]]) -> list[list[int]]:
     while ended < len(prompts):
         progress = core.progress()
         if not (new or core.has_work(0.0)):
+            time.sleep(0.001)  # copies are other threads' work
             continue
         for output in core.step(0.0, progress, new).outputs:
             found[output.rid] += bytes_to_ids(output.output_ids).tolist()

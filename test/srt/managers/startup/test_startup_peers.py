@@ -176,6 +176,8 @@ class Rank:
                     answers[output.rid] += bytes_to_ids(output.output_ids).tolist()
                     num_left -= output.finish_reason is not None
                 new = []
+            else:
+                time.sleep(0.001)
             meanwhile()
         return list(answers.values())
 
