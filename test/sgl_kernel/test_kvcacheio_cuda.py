@@ -1,4 +1,4 @@
-"""The CUDA kernel without a GPU: compiled for sm_90, its arguments checked, its index arithmetic run in Python."""
+"""The CUDA kernels without a GPU: compiled for sm_90, their arguments checked, their text run on the CPU."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +33,8 @@ from sgl_kernel.kvcacheio.cuda_kernels import (
     Launch,
     bulk_segment_bytes,
 )
-from support.kv_model import DTYPES, ROUTES, Pool, expected, index_patterns, random_bytes
+from support.cuda_on_cpu import CudaOnCPU, needs_compiler
+from support.kv_model import ROUTES, Pool, expected, index_patterns, random_bytes
 
 TRITON = importlib.util.find_spec("triton")
 NVCC = shutil.which("nvcc")
@@ -185,97 +187,11 @@ def test_a_load_by_one_kernel_tells_what_to_wait_for(monkeypatch: pytest.MonkeyP
     assert kvcacheio.load_layers(src, dst, few, few, flags) == sum(grid for grid, _ in launches)
 
 
-@pytest.mark.parametrize("ends", [(3,), (1, 2, 3), (1, 3)], ids=str)
-def test_a_load_by_one_kernel_brings_its_layers_in_order(ends: tuple[int, ...]):
-    """Its loop over groups, in Python: what a group does not have is not touched before the group's turn."""
-    src, dst = Pool("page_first", 7, 3, 2, torch.int32, 1), Pool("layer_first", 9, 3, 2, torch.int32, 2)
-    src_pages, dst_pages = [5, 0, 3], [8, 1, 4]
-    indices = [torch.tensor(pages) for pages in (src_pages, dst_pages)]
-    base = {id(t): t.storage_offset() * t.dtype.itemsize for p in (src.pages, dst.pages) for t in (p.k, p.v)}
-    args = [int(a) for a in arguments_of(src.pages, dst.pages, indices, lambda t: base.get(id(t), 0))]
-    num_layers, (k_segments, v_segments), num_segments = args[16], args[17:19], args[20]
-    num_pages = num_segments // (num_layers * (k_segments + v_segments))
-    assert num_pages == 3
-    source, target = src.raw(), dst.buffer.view(torch.uint8).numpy()
-    first = 0
-    for end in ends:
-        args[16], args[20] = end - first, num_pages * (end - first) * (k_segments + v_segments)
-        before = dst.pages.k.clone(), dst.pages.v.clone()
-        run_kernel_model(source, target, src_pages, dst_pages, *args, first_layer=first)
-        for old, new, loaded in zip(before, dst.pages.components, src.pages.components):
-            assert torch.equal(new[:first], old[:first]) and torch.equal(new[end:], old[end:])
-            assert torch.equal(new[first:end, dst_pages], loaded[first:end, src_pages])
-        first = end
-
-
 def test_more_segments_than_the_kernel_counts_are_refused():
     src = Pool("page_first", 2, 3, 2, torch.float16, 1)
     many = torch.zeros(1, dtype=torch.int64).expand(1 << 30)
     with pytest.raises(KVLayoutError, match="in parts"):
         arguments_of(src.pages, src.pages, [many, many], lambda t: t.data_ptr())
-
-
-@pytest.mark.parametrize("seed", range(4), ids="seed{}".format)
-def test_its_index_arithmetic_reaches_every_byte_once(monkeypatch: pytest.MonkeyPatch, seed: int):
-    """The kernel's loop, line by line, in Python. That the CUDA text computes the same is for a GPU to show."""
-    monkeypatch.setattr(cuda_kernels, "SEGMENT_BYTES", 24)
-    rng = np.random.default_rng(seed)
-    for from_layout, to_layout in ROUTES[:5]:
-        uneven = {"v_shape": (2, 3)} if "block_major" not in (from_layout, to_layout) else {}
-        for what, src_pages, dst_pages in index_patterns(rng, 7, 9, 5):
-            dtype = DTYPES[seed]
-            src = Pool(from_layout, 7, 3, 3, dtype, seed, **uneven)
-            dst = Pool(to_layout, 9, 3, 3, dtype, seed + 1, **uneven)
-            result = expected(src, dst, src_pages, dst_pages)
-            indices = [torch.tensor(p, dtype=torch.int64) for p in (src_pages, dst_pages)]
-            base = {id(t): t.storage_offset() * t.dtype.itemsize for p in (src.pages, dst.pages) for t in (p.k, p.v)}
-            args = arguments_of(src.pages, dst.pages, indices, lambda t, b=base: b.get(id(t), 0))
-            source, target = src.raw(), dst.buffer.view(torch.uint8).numpy()
-            run_kernel_model(source, target, src_pages, dst_pages, *(int(a) for a in args))
-            assert np.array_equal(dst.raw(), result), what
-
-
-@pytest.mark.parametrize("num_components", [1, 2, 3, 4])
-def test_every_component_is_in_one_launch(num_components: int):
-    """Two in each, and the last one alone: then there is no V to copy."""
-    src, dst = (
-        KVPages(*(random_bytes((3, 5, 2, 7 + i), torch.uint8, seed + i) for i in range(num_components)))
-        for seed in (1, 100)
-    )
-    indices = [torch.tensor([4, 1]), torch.tensor([0, 3])]
-    for one, other in cuda_kernels.pairs(src, dst):
-        args = [int(a) for a in arguments_of(one, other, indices, lambda t: 0)]
-        sides = [[each.numpy().reshape(-1) for each in side.components] for side in (one, other)]
-        source, target = (np.concatenate(side) for side in sides)
-        if len(sides[0]) == 2:
-            # Where V begins in each.
-            args[1], args[3] = len(sides[0][0]), len(sides[1][0])
-        run_kernel_model(source, target, [4, 1], [0, 3], *args)
-        found = np.split(target, [len(sides[1][0])])
-        for a, b, result in zip(one.components, other.components, found):
-            wanted = b.numpy().copy()
-            wanted[:, [0, 3]] = a.numpy()[:, [4, 1]]
-            assert np.array_equal(result.reshape(b.shape), wanted)
-    assert len(cuda_kernels.pairs(src, dst)) == -(-num_components // 2)
-
-
-def run_kernel_model(
-    source, target, src_pages, dst_pages, src_k, src_v, dst_k, dst_v, _s, _d,
-    src_layer_k, src_page_k, src_layer_v, src_page_v, dst_layer_k, dst_page_k, dst_layer_v, dst_page_v,
-    k_bytes, v_bytes, num_layers, k_segments, v_segments, segment_bytes, num_segments, first_layer=0,
-) -> None:  # fmt: skip
-    per_layer = k_segments + v_segments
-    for item in range(num_segments):
-        index, in_page = divmod(item, per_layer * num_layers)
-        in_group, in_layer = divmod(in_page, per_layer)
-        layer = first_layer + in_group
-        is_v = in_layer >= k_segments
-        start = (in_layer - k_segments if is_v else in_layer) * segment_bytes
-        size = min((v_bytes if is_v else k_bytes) - start, segment_bytes)
-        s, d = src_pages[index], dst_pages[index]
-        src = src_v + layer * src_layer_v + s * src_page_v if is_v else src_k + layer * src_layer_k + s * src_page_k
-        dst = dst_v + layer * dst_layer_v + d * dst_page_v if is_v else dst_k + layer * dst_layer_k + d * dst_page_k
-        target[dst + start : dst + start + size] = source[src + start : src + start + size]
 
 
 def test_a_segment_is_an_access_of_each_lane():
@@ -296,24 +212,147 @@ def test_a_lane_of_bulk_copies_takes_a_run_at_a_time():
     assert BULK_RING_BYTES >= BULK_SLOTS * MOST_BULK_BYTES
 
 
-@pytest.mark.parametrize("count", range(1, 12))
-def test_a_lane_of_bulk_copies_loads_to_places_that_are_free(count: int):
-    """The loop of the bulk kernel, of one lane: each segment is loaded and stored once, from its own place, and the
-    barrier of a place is awaited in the phase that its load ends."""
-    held: dict[int, int] = {}
-    loads, stored = [0] * BULK_SLOTS, []
-    ahead = BULK_SLOTS - 2
-    for n in range(count + ahead):
-        if n < count:
-            # The last store may still be read from its place.
-            assert n % BULK_SLOTS not in held, "loaded over what is not stored yet"
-            assert not stored or n % BULK_SLOTS != stored[-1] % BULK_SLOTS
-            held[n % BULK_SLOTS] = n
-            loads[n % BULK_SLOTS] += 1
-        if n < ahead:
-            continue
-        done = n - ahead
-        assert done // BULK_SLOTS & 1 == (loads[done % BULK_SLOTS] - 1) & 1
-        stored.append(held.pop(done % BULK_SLOTS))
-        assert stored[-1] == done
-    assert stored == list(range(count)) and not held
+# -- run on the CPU ------------------------------------------------------------------------------------------------
+
+# Of a token, so that runs have three segments of sixteen bytes a lane, of words, and of single bytes.
+HEADS = {torch.float32: (2, 64), torch.bfloat16: (6, 38), torch.uint8: (5, 77)}
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> CudaOnCPU:
+    return CudaOnCPU(SOURCE.read_text(), tmp_path_factory.mktemp("cuda"), BULK_RING_BYTES)
+
+
+class OnCPU:
+    """In the place of what launches kernels on a GPU."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, compiled: CudaOnCPU) -> None:
+        self.seed = 0
+        self.on_add: Callable[[int], None] = lambda address: None
+        self._compiled = compiled
+        monkeypatch.setattr(cuda_kernels, "_current", lambda *_: nullcontext(torch.device("cpu")))
+        monkeypatch.setattr(cuda_kernels, "_kernel", lambda index, name: partial(self._launch, name))
+        monkeypatch.setattr(cuda_kernels, "device_address", lambda t: t.data_ptr())
+
+    def _launch(self, name: str, grid: tuple[int], block: tuple[int], arguments: Any, shared_mem: int = 0) -> None:
+        assert shared_mem == (BULK_RING_BYTES if name == BULK_KERNEL else 0)
+        self._compiled.launch(name, grid[0], block[0], arguments, self.seed, self.on_add)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch, compiled: CudaOnCPU) -> OnCPU:
+    return OnCPU(monkeypatch, compiled)
+
+
+def check_copies(on_cpu: OnCPU, seed: int, is_bulk: bool) -> None:
+    print(f"seed {seed}")
+    rng = np.random.default_rng(seed)
+    for number, (from_layout, to_layout) in enumerate(ROUTES[:5]):
+        dtype = list(HEADS)[(seed + number) % len(HEADS)]
+        heads = HEADS[dtype]
+        uneven = {"v_shape": (1, heads[1])} if "block_major" not in (from_layout, to_layout) else {}
+        src = Pool(from_layout, 17, 2, 3, dtype, seed, heads, **uneven)
+        dst = Pool(to_layout, 19, 2, 3, dtype, seed + 1, heads, **uneven)
+        for what, src_pages, dst_pages in index_patterns(rng, 17, 19, 12):
+            result = expected(src, dst, src_pages, dst_pages)
+            indices = [torch.tensor(pages) for pages in (src_pages, dst_pages)]
+            on_cpu.seed += 1
+            cuda_kernels.copy_pages(src.pages, dst.pages, *indices, num_warps=16, is_bulk=is_bulk)
+            assert np.array_equal(dst.raw(), result), what
+
+
+@needs_compiler
+@pytest.mark.parametrize("seed", range(2), ids="seed{}".format)
+@pytest.mark.parametrize("is_bulk", [False, True], ids=["kernel", "bulk"])
+def test_every_byte_is_copied_to_its_place(on_cpu: OnCPU, seed: int, is_bulk: bool) -> None:
+    check_copies(on_cpu, seed, is_bulk)
+
+
+@needs_compiler
+@pytest.mark.parametrize("num_pages", [1, 3, 9, 40])
+def test_bulk_copies_of_large_runs_use_their_places_again(on_cpu: OnCPU, num_pages: int) -> None:
+    """Four lanes of one block; the last segment of a run is shorter, and no bulk copy where it is odd."""
+    for tokens in (1125, 1126):
+        src, dst = (Pool("page_first", 40, 2, tokens, torch.uint8, seed, (2, 4)) for seed in (1, 2))
+        pages = torch.randperm(40, generator=torch.Generator().manual_seed(num_pages))[:num_pages]
+        result = expected(src, dst, pages.tolist(), pages.flip(0).tolist())
+        cuda_kernels.copy_pages(src.pages, dst.pages, pages, pages.flip(0), num_warps=32, is_bulk=True)
+        assert np.array_equal(dst.raw(), result)
+
+
+@needs_compiler
+@pytest.mark.parametrize("num_components", [1, 2, 3, 4])
+def test_every_component_is_copied(on_cpu: OnCPU, num_components: int) -> None:
+    """Two in each launch, and the last one alone: then there is no V."""
+    src, dst = (
+        KVPages(*(random_bytes((3, 5, 2, 700 + i), torch.uint8, seed + i) for i in range(num_components)))
+        for seed in (1, 100)
+    )
+    wanted = [each.clone() for each in dst.components]
+    for mine, other in zip(wanted, src.components):
+        mine[:, [0, 3]] = other[:, [4, 1]]
+    for is_bulk in (False, True):
+        cuda_kernels.copy_pages(src, dst, torch.tensor([4, 1]), torch.tensor([0, 3]), num_warps=16, is_bulk=is_bulk)
+        assert all(torch.equal(a, b) for a, b in zip(dst.components, wanted))
+        for each in dst.components:
+            each[:, [0, 3]] = 0
+    assert len(cuda_kernels.pairs(src, dst)) == -(-num_components // 2)
+
+
+@needs_compiler
+@pytest.mark.parametrize("ends", [(5,), (1, 2, 3, 4, 5), (1, 4, 5)], ids=str)
+def test_a_load_by_one_kernel_tells_when_layers_are_there(on_cpu: OnCPU, ends: tuple[int, ...]) -> None:
+    """Whoever has waited for a group's word finds its layers."""
+    src, dst = (
+        KVPages(*(random_bytes((5, 30, 2, 700), torch.uint8, seed + i) for i in range(2))) for seed in (1, 100)
+    )
+    flags = LayerFlags(ends, torch.device("cpu"), SimpleNamespace())
+    src_pages, dst_pages = torch.randperm(30)[:20], torch.randperm(30)[:20]
+    wanted: int | None = None
+    # Groups, and whether their layers were there.
+    seen: list[tuple[int, bool]] = []
+
+    def look(address: int) -> None:
+        group = (address - flags.words.data_ptr()) // flags.words.itemsize
+        if flags.words[group] == wanted:
+            both = zip(dst.components, src.components)
+            equal = (torch.equal(a[: ends[group], dst_pages], b[: ends[group], src_pages]) for a, b in both)
+            seen.append((group, all(equal)))
+
+    # Once to learn how many blocks there are; then from a word that is not 0.
+    on_cpu.on_add = look
+    first = kvcacheio.load_layers(src, dst, src_pages, dst_pages, flags)
+    assert first > 1 and flags.words.tolist() == [first] * len(ends)
+    wanted = 2 * first
+    for each in dst.components:
+        each.zero_()
+    assert kvcacheio.load_layers(src, dst, src_pages, dst_pages, flags) == wanted
+    assert seen == [(group, True) for group in range(len(ends))]
+    assert all(not each[:, [i for i in range(30) if i not in dst_pages.tolist()]].any() for each in dst.components)
+
+
+# What is changed in the text, and what is found then.
+BUGS = {
+    "a place too few": ("BULK_AHEAD = BULK_SLOTS - 2", "BULK_AHEAD = BULK_SLOTS - 1", "array_equal"),
+    "stores are not waited for": ("wait_group.read 1", "wait_group.read 2", "array_equal"),
+    "the other phase": ("done / BULK_SLOTS & 1)", "done / BULK_SLOTS + 1 & 1)", "in the wrong phase"),
+    "ends too early": ('asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");', "", "ended before its stores"),
+    "a lane stays away": ("if (lane < SEGMENTS_AT_ONCE && item", "if (lane == 31) return;\nif (item", "do not come"),
+    "layers are told of too early": ("__syncthreads();", "", "False"),
+    "words of odd bytes": ("(both & 3) == 0", "(both & 1) == 0", "4 bytes is not aligned"),
+}
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bug: str) -> None:
+    old, new, message = BUGS[bug]
+    text = SOURCE.read_text()
+    assert text.count(old) == 1
+    on_cpu = OnCPU(monkeypatch, CudaOnCPU(text.replace(old, new), tmp_path, BULK_RING_BYTES))
+    with pytest.raises(AssertionError, match=message):
+        for is_bulk in (False, True):
+            check_copies(on_cpu, 0, is_bulk)
+        test_bulk_copies_of_large_runs_use_their_places_again(on_cpu, 40)
+        test_a_load_by_one_kernel_tells_when_layers_are_there(on_cpu, (1, 4, 5))
