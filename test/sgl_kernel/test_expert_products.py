@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from sgl_kernel import experts
 from sgl_kernel.experts import Choice, Weights, reference
 from sgl_kernel.quantized import E2M1, FOUR_BITS, MatrixFormat, QuantizedMatrix
-from support.triton_runs import SHARED_BYTES, compile_kernel, needs_triton, run_interpreted
+from support.triton_runs import PRODUCT_INSTRUCTIONS, SHARED_BYTES, compile_kernel, needs_triton, run_interpreted
 
 FP8 = torch.float8_e4m3fn
 SCORES = ("softmax", "sigmoid", "softmax_of_chosen")
@@ -206,7 +206,7 @@ def test_under_the_interpreter():
 
 
 @needs_triton
-@pytest.mark.parametrize("capability", [90, 89, 80])
+@pytest.mark.parametrize("capability", [90, 89, 80, *(pytest.param(c, marks=pytest.mark.slow) for c in (100, 120))])
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_they_compile(format, capability):
     """For GPUs with such compute capabilities."""
@@ -235,7 +235,7 @@ def test_they_compile(format, capability):
                 kernels._product_kernel, types, constants, aligned, tile.warps, tile.stages, capability
             )
             ptx = compiled.asm["ptx"]
-            assert ("wgmma" if capability == 90 else "mma.sync") in ptx and "cp.async" in ptx
+            assert PRODUCT_INSTRUCTIONS[capability] in ptx and "cp.async" in ptx
             assert compiled.metadata.shared <= SHARED_BYTES[capability]
             if format is not None and format.dtype != FOUR_BITS:
                 # Values come many with one load.

@@ -18,8 +18,10 @@ import pytest
 
 TRITON = importlib.util.find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(not TRITON, reason="Triton is not installed: pip install '.[gpu]'")
-# Shared memory that a program may use, by capability: of Hopper, Ampere and Ada.
-SHARED_BYTES = {90: 227 << 10, 80: 163 << 10, 89: 99 << 10}
+# Shared memory that a program may use, by capability: of Hopper, Ampere, Ada, and Blackwell in data centres and not.
+SHARED_BYTES = {90: 227 << 10, 80: 163 << 10, 89: 99 << 10, 100: 227 << 10, 120: 99 << 10}
+# What multiplies matrices there.
+PRODUCT_INSTRUCTIONS = {90: "wgmma.mma_async", 80: "mma.sync", 89: "mma.sync", 100: "tcgen05.mma", 120: "mma.sync"}
 # Arguments of attention's kernels that are None unless keys have a part of its own for all heads.
 NO_ROTARY = ("rotary_ptr", "r_page_stride", "r_token_stride")
 

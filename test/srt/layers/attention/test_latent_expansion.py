@@ -39,7 +39,7 @@ from sglang.srt.model_executor.forward_batch_info import StreamedRows
 from support.no_waiting import DEVICE, NoWaiting
 from support.thread_group import thread_groups
 from support.tiny_runner import TinyRunner
-from support.triton_runs import SHARED_BYTES, compile_kernel, needs_triton, run_interpreted
+from support.triton_runs import PRODUCT_INSTRUCTIONS, SHARED_BYTES, compile_kernel, needs_triton, run_interpreted
 
 SHAPE: dict[str, Any] = dict(
     vocab_size=97,
@@ -267,6 +267,10 @@ def test_what_stays_absorbed(tmp_path):
         pytest.param(80, "bf16", True, marks=pytest.mark.slow),
         pytest.param(89, "bf16", False, marks=pytest.mark.slow),
         pytest.param(89, "bf16", True, marks=pytest.mark.slow),
+        pytest.param(100, "bf16", False, marks=pytest.mark.slow),
+        pytest.param(100, "bf16", True, marks=pytest.mark.slow),
+        pytest.param(120, "bf16", False, marks=pytest.mark.slow),
+        pytest.param(120, "bf16", True, marks=pytest.mark.slow),
     ],
 )
 def test_compiles_without_spills(capability: int, dtype: str, is_part: bool):
@@ -298,7 +302,7 @@ def test_compiles_without_spills(capability: int, dtype: str, is_part: bool):
     aligned = {*of_name, *(name for name in names if name.endswith("stride"))}
     types = {name: type_of(name) for name in names}
     result = compile_kernel(extend_kernel, types, constants, aligned, tile.warps, tiles.num_stages, capability)
-    assert ("wgmma.mma_async" if capability == 90 else "mma.sync") in result.asm["ptx"]
+    assert PRODUCT_INSTRUCTIONS[capability] in result.asm["ptx"]
     # The next keys come while others are multiplied.
     assert "cp.async.cg.shared.global" in result.asm["ptx"]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

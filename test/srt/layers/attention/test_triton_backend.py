@@ -232,7 +232,17 @@ def compiled(
 @needs_triton
 @pytest.mark.parametrize(
     ("capability", "dtype", "head_dim"),
-    [(89, "fp32", 64), (89, "bf16", 512), pytest.param(90, "fp32", 512, marks=pytest.mark.slow)],
+    [
+        (89, "fp32", 64),
+        (89, "bf16", 512),
+        pytest.param(89, "fp32", 512, marks=pytest.mark.slow),
+        *(
+            pytest.param(capability, dtype, head_dim, marks=pytest.mark.slow)
+            for capability in (90, 100, 120)
+            for dtype in ("fp32", "bf16")
+            for head_dim in (64, 128, 512)
+        ),
+    ],
 )
 def test_tiles_fit_into_shared_memory(capability: int, dtype: str, head_dim: int):
     """Of 64 query heads to a KV head, too."""

@@ -212,37 +212,59 @@ def test_merges_compile_for_sm_90(masked: tuple[str, ...]):
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("capability", "dtype", "kv"),
+    ("capability", "dtype", "kv", "heads"),
     [
-        (80, "bf16", "bf16"),
-        (80, "fp32", "fp8e5"),
-        (89, "bf16", "fp8e4nv"),
-        (89, "bf16", "bf16"),
-        (90, "fp32", "fp32"),
+        (80, "bf16", "bf16", 128),
+        (80, "fp32", "fp8e5", 128),
+        (89, "bf16", "fp8e4nv", 128),
+        (89, "bf16", "bf16", 128),
+        (90, "fp32", "fp32", 128),
+        # Rows of 40 heads are those of 64.
+        (90, "bf16", "bf16", 40),
+        (100, "bf16", "bf16", 128),
+        (100, "bf16", "bf16", 40),
+        (100, "fp16", "fp16", 16),
+        (100, "bf16", "fp8e4nv", 128),
+        (100, "bf16", "fp8e4nv", 16),
+        (100, "fp32", "fp32", 128),
+        (120, "bf16", "bf16", 128),
+        (120, "bf16", "fp8e4nv", 128),
     ],
 )
-def test_tiles_fit_into_shared_memory(capability: int, dtype: str, kv: str):
+def test_tiles_fit_into_shared_memory(capability: int, dtype: str, kv: str, heads: int):
     from sglang.srt.layers.attention.triton_kernels import decode_kernel, extend_kernel
 
-    tiles = tiles_of(128, kv, dtype, SHARED_BYTES[capability])
-    of_decode = {"BLOCK_H": tiles.decode_rows, "BLOCK_N": tiles.decode_keys, "LEAST": 64, "AT_ONCE": 128}
+    tiles = tiles_of(heads, kv, dtype, capability)
+    rows = min(tiles.decode_rows, 1 << (heads - 1).bit_length())
+    of_decode = {"BLOCK_H": rows, "BLOCK_N": tiles.decode_keys, "LEAST": 64, "AT_ONCE": 128}
     of_extend = {"BLOCK_M": tiles.extend.queries, "BLOCK_N": tiles.extend.keys}
     for kernel, given in ((decode_kernel, of_decode), (extend_kernel, of_extend)):
-        compiled(kernel, 128, kv, 16, given, tiles, dtype, capability)
+        compiled(kernel, heads, kv, 16, given, tiles, dtype, capability)
+
+
+@needs_triton
+def test_where_keys_take_more_memory_there_are_fewer_of_them():
+    hopper = [tiles_of(n, "bf16") for n in (16, 40, 128)]
+    assert [(each.decode_keys, each.decode_stages) for each in hopper] == [(64, 5), (64, 3), (64, 3)]
+    blackwell = [tiles_of(n, kv, capability=100) for kv in ("bf16", "fp8e4nv") for n in (16, 40, 128)]
+    assert [each.decode_keys for each in blackwell] == [64, 32, 32, 64, 64, 64]
+    assert [each.extend.keys for each in blackwell] == [32, 32, 32, 64, 64, 64]
 
 
 TORCH_TYPES = {
     "bf16": torch.bfloat16,
+    "fp16": torch.float16,
     "fp32": torch.float32,
     "fp8e4nv": torch.float8_e4m3fn,
     "fp8e5": torch.float8_e5m2,
 }
 
 
-def tiles_of(heads: int, kv: str, dtype: str = "bf16", shared_bytes: int = SHARED_BYTES[90]) -> Any:
+def tiles_of(heads: int, kv: str, dtype: str = "bf16", capability: int = 90) -> Any:
     from sglang.srt.layers.attention.triton_tiles import Tiles
 
-    return Tiles.of_latents(TORCH_TYPES[dtype], TORCH_TYPES[kv], heads, shared_bytes)
+    shared_bytes = SHARED_BYTES[capability]
+    return Tiles.of_latents(TORCH_TYPES[dtype], TORCH_TYPES[kv], heads, shared_bytes, capability == 100)
 
 
 def compiled(

@@ -34,6 +34,8 @@ _LENS_AT_ONCE = 128
 # The plans of partials that are kept. A request that streams has one for its pieces, one for its last piece, and a
 # few for the tokens on the device.
 _KEPT_PARTIALS = 16
+# Major compute capabilities of GPUs that keep the sums of products in a memory of their own: B200, B300 and Thor.
+_WITH_TENSOR_MEMORY = (10, 11)
 
 
 @dataclass(frozen=True)
@@ -467,7 +469,8 @@ class TritonAttnBackend:
             elif view.v.shape[3] == q.shape[2]:
                 found = Tiles.of(q.shape[2], q.dtype, view.page_size, shared_bytes)
             else:
-                found = Tiles.of_latents(q.dtype, view.k.dtype, _heads_of(q, view).group, shared_bytes)
+                group = _heads_of(q, view).group
+                found = Tiles.of_latents(q.dtype, view.k.dtype, group, shared_bytes, _has_tensor_memory(q.device))
             self._tiles[kind] = found
         return found
 
@@ -594,6 +597,10 @@ def _shared_bytes(device: torch.device) -> int:
         return HOPPER_SHARED_BYTES
     found: int = triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
     return found
+
+
+def _has_tensor_memory(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in _WITH_TENSOR_MEMORY
 
 
 def _cap_of(softcap: float | None) -> float | None:

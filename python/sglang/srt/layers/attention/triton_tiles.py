@@ -93,10 +93,13 @@ class Tiles:
         an H200 with heads of 128 (docs/records/experiments.md). More keys pay where a tile is no part of a page: its
         page numbers are looked up while others are multiplied."""
         head_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
+        is_small = shared_bytes < AMPERE_SHARED_BYTES
         if head_bytes > 1024:
             queries = 32 if shared_bytes >= HOPPER_SHARED_BYTES else 16
-            return cls(ExtendTile(queries, keys=16, keys_of_pages=16), decode_keys=16, decode_rows=16)
-        is_small = shared_bytes < AMPERE_SHARED_BYTES
+            # Where memory is too small to hold keys twice, they are held once.
+            stages = 3 if is_small else 5
+            tile = ExtendTile(queries, keys=16, keys_of_pages=16)
+            return cls(tile, decode_keys=16, decode_rows=16, num_stages=stages, decode_stages=stages)
         if head_bytes > 256:
             keys = 16 if head_bytes > 512 or shared_bytes < HOPPER_SHARED_BYTES else 32
             rows = 32 if head_bytes > 512 and is_small else 64
@@ -108,19 +111,30 @@ class Tiles:
         return cls(ExtendTile(keys_of_pages=128 if page_size % ExtendTile.keys else 64), SHORT_TILE)
 
     @classmethod
-    def of_latents(cls, dtype: torch.dtype, kv_dtype: torch.dtype, group: int, shared_bytes: int) -> Tiles:
+    def of_latents(
+        cls,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+        group: int,
+        shared_bytes: int,
+        has_tensor_memory: bool = False,
+    ) -> Tiles:
         """Of latents of 512 values and 64 rotated ones, or fewer; group: query heads. An SM has one program, of 64
         rows: the sums of their values take 8 warps 128 registers a thread. Decodes of fewer heads have as many rows.
-        Keys are looked up one by one, which takes fewer registers than one number for a page."""
+        Keys are looked up one by one, which takes fewer registers than one number for a page. has_tensor_memory: as
+        Blackwell's data-centre GPUs have, for whose products of 64 rows Triton takes more shared memory."""
         is_large = shared_bytes >= HOPPER_SHARED_BYTES and max(dtype.itemsize, kv_dtype.itemsize) <= 2
         rows, keys = (64, 64) if is_large else (16, 16)
+        # 64 keys of 16 bits would take 346 KiB.
+        keys_of_rows = 32 if is_large and has_tensor_memory and kv_dtype.itemsize == 2 else keys
+        has_few_rows = is_large and triton.next_power_of_2(group) < rows
         return cls(
-            ExtendTile(rows, keys, keys, least_split=256),
-            decode_keys=keys,
+            ExtendTile(rows, keys_of_rows, keys_of_rows, least_split=256),
+            decode_keys=keys if has_few_rows else keys_of_rows,
             decode_rows=rows,
             # The fewest at which Triton holds keys twice; with more, 64 rows of 16 bits do not fit.
             num_stages=5 if kv_dtype.itemsize == 1 else 3,
-            decode_stages=5 if kv_dtype.itemsize == 1 or (is_large and group < rows) else 3,
+            decode_stages=5 if kv_dtype.itemsize == 1 or has_few_rows else 3,
             warps=8,
             # Parts of 64 rows take longer to write and to merge.
             least_decode_split=128 if min(group, rows) > 32 else 64,
