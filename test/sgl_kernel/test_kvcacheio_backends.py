@@ -314,7 +314,8 @@ def test_what_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch):
         assert why_not(requested, "cuda") is None
     assert "host memory only" in str(why_not("reference", "cuda"))
     assert "needs Triton" in str(why_not("triton", "cuda"))
-    for capability, reason in (((8, 9), "it needs a GPU of compute capability 9.0 or more"), ((9, 0), None)):
+    other = "it needs a GPU of compute capability 9, 10 or 11; use kernel"
+    for capability, reason in (((8, 9), other), ((9, 0), None), ((10, 3), None), ((12, 0), other)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
         assert why_not("bulk", "cuda") == reason
     installed.update(cupy=False, triton=True)

@@ -23,8 +23,8 @@ from sgl_kernel.kvcacheio.plan import MAX_PITCH
 HOST_BACKENDS = ("cpu", "reference")
 # Those that run on a GPU's multiprocessors.
 KERNELS = ("kernel", "cuda", "triton", "bulk", "persistent")
-# Compute capability.
-_BULK_FROM = (9, 0)
+# Major compute capabilities of GPUs with bulk copies on which a block may have `BULK_RING_BYTES` of shared memory.
+_WITH_BULK = (9, 10, 11)
 # Bytes of a page and layer from which on `auto` is `dma`, and the same where a page is one 2-D copy, as in backups to
 # the host unless a layer of either pool is larger than a pitch may be.
 _DMA_FROM = 64 << 10
@@ -96,8 +96,8 @@ def why_not(requested: str, device: torch.device | str) -> str | None:
     if requested == "triton":
         return None if _installed("triton") else "it needs Triton"
     if _installed("cupy"):
-        if requested == "bulk" and torch.cuda.get_device_capability(device) < _BULK_FROM:
-            return "it needs a GPU of compute capability 9.0 or more"
+        if requested == "bulk" and torch.cuda.get_device_capability(device)[0] not in _WITH_BULK:
+            return "it needs a GPU of compute capability 9, 10 or 11; use kernel"
         if requested == "persistent" and layer_flags.driver() is None:
             return "it needs a driver of CUDA 11.7 or more"
         return None
