@@ -86,14 +86,18 @@ def test_a_link_that_is_slow_now_and_then_leaves_no_device_idle() -> None:
 
 @pytest.mark.slow
 def test_loads_that_are_far_slower_than_backups_are_tried_seldom() -> None:
-    """A load of 512 tokens takes 0.5 s, which launches wait for, and computing them 0.05 s."""
+    """A load of 512 tokens takes 0.5 s, which launches wait for, and computing them 0.05 s. How many requests
+    come meanwhile is chance, so that four runs are judged together."""
     texts = unique(12)
-    picked = np.random.default_rng(3).integers(0, 12, 200).tolist()
-    work = [asked([texts[i] for i in picked], per_s=5)]
-    beside = run_server(odd(h2d_bandwidth=0.1 * BYTES_PER_TOKEN / TOKEN_S), work)
-    alone = run_server(ALONE, work)
-    assert 0 < beside.loaded < 4 * 512 and beside.stall_s < 2.0
-    assert ms(beside)[0] < 1.5 * ms(alone)[0]
+    waits: dict[str, list[float]] = {"alone": [], "beside": []}
+    for seed in range(3, 7):
+        picked = np.random.default_rng(seed).integers(0, 12, 200).tolist()
+        work = [asked([texts[i] for i in picked], per_s=5)]
+        beside = run_server(odd(h2d_bandwidth=0.1 * BYTES_PER_TOKEN / TOKEN_S), work)
+        assert 0 < beside.loaded < 4 * 512 and beside.stall_s < 2.0, seed
+        waits["beside"] += beside.ttft_s
+        waits["alone"] += run_server(ALONE, work).ttft_s
+    assert np.mean(waits["beside"]) < 1.5 * np.mean(waits["alone"])
 
 
 @pytest.mark.slow
