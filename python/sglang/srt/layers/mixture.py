@@ -27,10 +27,10 @@ from sglang.srt.layers.linear import Weight, plain_product
 from sglang.srt.layers.weights import QuantizedTarget, WeightTarget
 
 # If experts have more rows in the mean, torch's kernel for groups computes those of bfloat16. It has one on GPUs with
-# such compute capabilities (Hopper, B200 and B300), for rows in pieces of so many bytes. Elsewhere it copies the
-# groups' sizes to the host first, and waits.
+# such compute capabilities (Hopper and B200), for rows in pieces of so many bytes. Elsewhere it may copy the groups'
+# sizes to the host first, and wait, or have no kernel: on a B300 it was not tried.
 _MEAN_FOR_LIBRARY = 64
-_HAVE_GROUPS = (9, 10)
+_HAVE_GROUPS = ((9, 0), (10, 0))
 _ALIGNMENT = 16
 
 
@@ -280,4 +280,4 @@ def _multiplies_groups(*weights: experts.Weights) -> bool:
 
 @cache
 def _has_groups(device: torch.device) -> bool:
-    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in _HAVE_GROUPS
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) in _HAVE_GROUPS

@@ -249,7 +249,7 @@ def test_tiles_fit_into_shared_memory(capability: int, dtype: str, head_dim: int
     from sglang.srt.layers.attention.triton_kernels import decode_kernel, extend_kernel
     from sglang.srt.layers.attention.triton_tiles import Tiles
 
-    tiles = Tiles.of(head_dim, TORCH_TYPES[dtype], 16, SHARED_BYTES[capability])
+    tiles = Tiles.of(head_dim, TORCH_TYPES[dtype], 16, SHARED_BYTES[capability], None, capability == 100)
     shape = {"PAGE_SIZE": 16, "BY_SLOT": False, "HEAD_DIM": head_dim, "BLOCK_D": head_dim, "GROUP": 64}
     shape |= {"IN_TOKENS": True, "TILE_IN_PAGE": False, "lse_ptr": None}
     of_extend = {**shape, "BLOCK_M": tiles.extend.queries, "BLOCK_N": tiles.extend.keys_of_pages}
@@ -258,6 +258,49 @@ def test_tiles_fit_into_shared_memory(capability: int, dtype: str, head_dim: int
     of_decode |= {"reqs_ptr": None, "row_starts_ptr": None}
     warps = tiles.decode_warps(tiles.decode_rows, head_dim, TORCH_TYPES[dtype])
     compiled(decode_kernel, dtype, of_decode, warps, tiles.decode_stages, "i32", capability=capability)
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("kv", ["bf16", "fp8e4nv"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_blackwell_multiplies_float32_exactly(head_dim: int, kv: str):
+    """Beside keys of fewer bits, too, where Triton takes TF32 for tiles of more rows."""
+    from sglang.srt.layers.attention.triton_kernels import decode_kernel, extend_kernel
+    from sglang.srt.layers.attention.triton_tiles import Tiles
+
+    kv_dtype = {"bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn}[kv]
+    tiles = Tiles.of(head_dim, torch.float32, 16, SHARED_BYTES[100], kv_dtype, True)
+    shape = {"PAGE_SIZE": 16, "BY_SLOT": False, "HEAD_DIM": head_dim, "BLOCK_D": head_dim, "GROUP": 64}
+    shape |= {"IN_TOKENS": True, "TILE_IN_PAGE": True, "lse_ptr": None}
+
+    def ptx_of(kernel: Any, given: dict[str, Any], warps: int, stages: int) -> str:
+        options = {"capability": 100, "kv": kv}
+        return compiled(kernel, "fp32", {**shape, **given}, warps, stages, "i32", **options).asm["ptx"]
+
+    extend, rows, keys = tiles.extend, tiles.decode_rows, tiles.decode_keys
+    of_decode = {"BLOCK_H": rows, "BLOCK_N": keys, "LEAST": 256, "AT_ONCE": 128, "reqs_ptr": None}
+    warps = tiles.decode_warps(rows, head_dim, torch.float32)
+    for ptx in (
+        ptx_of(extend_kernel, {"BLOCK_M": extend.queries, "BLOCK_N": extend.keys_of_pages}, extend.warps, 5),
+        ptx_of(decode_kernel, of_decode | {"row_starts_ptr": None}, warps, tiles.decode_stages),
+    ):
+        assert "tf32" not in ptx and "fma.rn.f32" in ptx
+
+
+@needs_triton
+def test_blackwell_gets_other_tiles():
+    from sglang.srt.layers.attention.triton_tiles import HOPPER_SHARED_BYTES, Tiles
+
+    def tiles_of(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> Tiles:
+        return Tiles.of(head_dim, dtype, 1, HOPPER_SHARED_BYTES, kv_dtype, True)
+
+    bf16, fp32 = torch.bfloat16, torch.float32
+    assert [tiles_of(head_dim, bf16, bf16).short.per_sm for head_dim in (64, 128)] == [2, 1]
+    assert tiles_of(128, bf16, bf16).extend.keys_of_pages == 64
+    assert tiles_of(128, fp32, fp32) == Tiles.of(128, fp32, 1, HOPPER_SHARED_BYTES)
+    narrow = tiles_of(128, fp32, bf16)
+    assert narrow.extend.queries == narrow.decode_rows == 32
 
 
 @needs_triton

@@ -23,6 +23,7 @@ from sglang.srt.managers.startup import engine as startup_engine
 from sglang.srt.managers.startup.device import (
     check_device,
     free_memory,
+    has_memory_of_its_own,
     kv_cache_bytes,
     pick_device,
     pick_dtype,
@@ -149,6 +150,12 @@ def test_weights_kv_and_storage_follow_the_type_that_is_picked(monkeypatch, tmp_
     assert seen[0] == seen[1] and seen[0][:2] == ({torch.float32}, torch.float32)
     assert seen[2][:2] == ({torch.bfloat16}, torch.bfloat16), "an explicit type is kept"
     assert seen[2][2] != seen[1][2] and seen[2][3] != seen[1][3]
+
+
+def test_an_integrated_gpu_has_the_hosts_memory(gpus, monkeypatch):
+    assert has_memory_of_its_own(CUDA) and not has_memory_of_its_own(CPU)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(is_integrated=1))
+    assert not has_memory_of_its_own(CUDA)
 
 
 def test_memory(gpus, monkeypatch):

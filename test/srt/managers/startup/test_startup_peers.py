@@ -205,6 +205,7 @@ def test_a_worker_on_a_gpu_lends_nothing_of_its_pool_for_windows(
     attention.computes_masked = True
     monkeypatch.setattr(startup_engine, "make_attention_backend", lambda name, device: attention)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**9, 2 * 10**9))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace())
     model = write_windowed_model(tmp_path / "model", 8)
     prompts = [np.random.default_rng(i).integers(3, 300, 250).astype(np.int32) for i in range(3)]
     small = f"--model {model} --dtype float32 --disable-cuda-graph --context-length 320 --chunked-prefill-size 64"
@@ -238,6 +239,7 @@ def test_ranks_on_a_gpu_lend_and_borrow(
     monkeypatch.setattr(device_setup, "pick_attention_backend", lambda name, device: "emulated")
     monkeypatch.setattr(startup_engine, "make_attention_backend", lambda name, device: TorchNativeAttnBackend())
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**9, 2 * 10**9))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace())
     prompts = [np.random.default_rng(i).integers(3, 300, 100).astype(np.int32) for i in range(3)]
     small = (
         f"--model {model} --dtype float32 --page-size 1 --disable-cuda-graph --context-length 120 --peer-slab-size 2"
@@ -280,6 +282,7 @@ def test_a_worker_on_a_gpu_decodes_as_graphs_while_slabs_come_and_go(
     backends = {"cuda": attention, "cpu": TorchNativeAttnBackend()}
     monkeypatch.setattr(startup_engine, "make_attention_backend", lambda name, device: backends[device.type])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**9, 2 * 10**9))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace())
     warm_up_transfers, copied = startup_engine.warm_up_transfers, []
 
     def warm_up(pool: Any, host_pages: Any, io_backend: str, windowed: list[bool]) -> None:

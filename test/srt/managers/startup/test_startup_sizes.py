@@ -18,7 +18,7 @@ from sglang.srt.layers.attention.latent_expansion import PIECE_BYTES
 from sglang.srt.managers.startup import sizes
 from sglang.srt.managers.startup.device import page_layout, pick_page_size
 from sglang.srt.managers.startup.sizes import build_config, device_pages, graph_batch_size_for, kernel_links
-from sglang.srt.mem_cache.memory_pool_host import _RESERVE_BYTES
+from sglang.srt.mem_cache.memory_pool_host import _RESERVE_BYTES, _RESERVE_BYTES_BESIDE_PINNED
 from sglang.srt.mem_cache.transfer import H2D, P2D
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.child_process import StartupError
@@ -90,6 +90,23 @@ def test_a_host_pool_without_room_for_a_page_is_refused(tmp_path: Path, flag: st
     )
     with pytest.raises(StartupError, match=f"--{flag.replace('_', '-')} {value:g} has no room for a page"):
         build_config(args, model, SINGLE_RANK)
+
+
+@pytest.mark.parametrize("has_its_own", [True, False])
+def test_a_gpu_in_host_memory_leaves_room_for_its_pool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_its_own: bool
+) -> None:
+    model, free = tiny_llama(tmp_path), 20 << 30
+    page_bytes = page_layout(model, 16, 1).page_bytes
+    monkeypatch.setattr(sizes, "free_memory", lambda device, num_ranks: free // num_ranks)
+    monkeypatch.setattr(sizes, "kv_cache_bytes", lambda args, device, num_ranks: 4 << 30)
+    monkeypatch.setattr(sizes, "has_memory_of_its_own", lambda device: has_its_own)
+    args = ServerArgs(
+        model_path="embedded", enable_hierarchical_cache=True, page_size=16, max_total_tokens=16384, hicache_size=50.0
+    )
+    left = free - (0 if has_its_own else 1024 * page_bytes)
+    found = build_config(args, model, SINGLE_RANK, GPU).num_host_pages
+    assert found == (left - _RESERVE_BYTES_BESIDE_PINNED) // page_bytes
 
 
 class Alike(TensorParallelGroup):

@@ -462,15 +462,15 @@ class TritonAttnBackend:
         kind = view.page_size, view.rotary is not None
         found = self._given_tiles or self._tiles.get(kind)
         if found is None:
-            shared_bytes = _shared_bytes(q.device)
+            shared_bytes, has_tensor_memory = _shared_bytes(q.device), _has_tensor_memory(q.device)
             if view.rotary is not None:
                 found = Tiles.of_expanded(shared_bytes)
                 assert found is not None, "_has_tiles_for_heads tells before"
             elif view.v.shape[3] == q.shape[2]:
-                found = Tiles.of(q.shape[2], q.dtype, view.page_size, shared_bytes)
+                found = Tiles.of(q.shape[2], q.dtype, view.page_size, shared_bytes, view.k.dtype, has_tensor_memory)
             else:
                 group = _heads_of(q, view).group
-                found = Tiles.of_latents(q.dtype, view.k.dtype, group, shared_bytes, _has_tensor_memory(q.device))
+                found = Tiles.of_latents(q.dtype, view.k.dtype, group, shared_bytes, has_tensor_memory)
             self._tiles[kind] = found
         return found
 

@@ -5,7 +5,7 @@ Owns no state, and imports no kernel.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -88,10 +88,19 @@ class Tiles:
     merge: MergeTile = MergeTile()
 
     @classmethod
-    def of(cls, head_dim: int, dtype: torch.dtype, page_size: int, shared_bytes: int) -> Tiles:
+    def of(
+        cls,
+        head_dim: int,
+        dtype: torch.dtype,
+        page_size: int,
+        shared_bytes: int,
+        kv_dtype: torch.dtype | None = None,
+        has_tensor_memory: bool = False,
+    ) -> Tiles:
         """Of the tiles that fit into an SM's shared memory, of which a program may have shared_bytes, the fastest on
         an H200 with heads of 128 (docs/records/experiments.md). More keys pay where a tile is no part of a page: its
-        page numbers are looked up while others are multiplied."""
+        page numbers are looked up while others are multiplied. kv_dtype: where it is not dtype. has_tensor_memory:
+        see `of_latents`."""
         head_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
         is_small = shared_bytes < AMPERE_SHARED_BYTES
         if head_bytes > 1024:
@@ -100,6 +109,9 @@ class Tiles:
             stages = 3 if is_small else 5
             tile = ExtendTile(queries, keys=16, keys_of_pages=16)
             return cls(tile, decode_keys=16, decode_rows=16, num_stages=stages, decode_stages=stages)
+        if has_tensor_memory and dtype.itemsize > 2 and kv_dtype is not None and kv_dtype.itemsize <= 2:
+            # Products of more rows, of which one side was widened, lose 13 bits there (Triton's issue 10176).
+            return cls(ExtendTile(32, keys=16, keys_of_pages=16), decode_keys=16, decode_rows=32)
         if head_bytes > 256:
             keys = 16 if head_bytes > 512 or shared_bytes < HOPPER_SHARED_BYTES else 32
             rows = 32 if head_bytes > 512 and is_small else 64
@@ -108,6 +120,9 @@ class Tiles:
             return cls(ExtendTile(keys=32, keys_of_pages=32))
         if shared_bytes < HOPPER_SHARED_BYTES or dtype.itemsize > 2:
             return cls()
+        if has_tensor_memory:
+            # Two short ones of heads of 128 take 1 KiB more than an SM has, and 128 keys all of it.
+            return cls(short=SHORT_TILE if head_bytes <= 128 else replace(SHORT_TILE, per_sm=1))
         return cls(ExtendTile(keys_of_pages=128 if page_size % ExtendTile.keys else 64), SHORT_TILE)
 
     @classmethod

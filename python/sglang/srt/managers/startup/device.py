@@ -132,6 +132,11 @@ def with_kv_cache(args: ServerArgs, model: ModelConfig, backend: str, device: to
     return replace(model, kv_scales=scales)
 
 
+def has_memory_of_its_own(device: torch.device) -> bool:
+    """Whether it is not the host's, as the CPU's and an integrated GPU's is."""
+    return device.type == "cuda" and not getattr(torch.cuda.get_device_properties(device), "is_integrated", 0)
+
+
 def free_memory(device: torch.device, num_ranks: int) -> int:
     """Bytes that a rank may still take. Ranks share the memory of a machine, and none of a GPU's."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory() // num_ranks

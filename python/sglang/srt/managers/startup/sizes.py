@@ -23,7 +23,7 @@ from sglang.srt.managers.scheduler_config import (
     PriorityConfig,
     SchedulerConfig,
 )
-from sglang.srt.managers.startup.device import free_memory, kv_cache_bytes, page_layout
+from sglang.srt.managers.startup.device import free_memory, has_memory_of_its_own, kv_cache_bytes, page_layout
 from sglang.srt.managers.startup.peers import lendable_pages
 from sglang.srt.mem_cache.border_slabs import border_between
 from sglang.srt.mem_cache.hybrid_pages import regions_of
@@ -116,9 +116,9 @@ def build_config(
     num_pages, page_bytes = device_pages(args, model, group, device)
     page, num_host_pages = args.page_size or 1, 0
     if args.enable_hierarchical_cache:
-        # The CPU's "device" is in the same memory.
+        # The CPU's "device" is in the same memory, and so is that of a GPU without its own.
         is_pinned = device.type != "cpu"
-        taken = 0 if is_pinned else num_pages * page_bytes * group.size
+        taken = 0 if has_memory_of_its_own(device) else num_pages * page_bytes * group.size
         num_owners = replicas_of(model, group).num_groups
         if num_owners < group.size:
             logger.info("hicache: %d ranks have %d host pools, as some cache the same", group.size, num_owners)
