@@ -156,6 +156,10 @@ def test_an_integrated_gpu_has_the_hosts_memory(gpus, monkeypatch):
     assert has_memory_of_its_own(CUDA) and not has_memory_of_its_own(CPU)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(is_integrated=1))
     assert not has_memory_of_its_own(CUDA)
+    monkeypatch.setattr(device_setup, "available_memory", lambda: 90 * 10**9)
+    assert free_memory(CUDA, 1) == 90 * 10**9
+    # Of 100 GB 12 are left free.
+    assert kv_cache_bytes(args(), CUDA, 1) == pytest.approx(78 * 10**9, abs=10)
 
 
 def test_memory(gpus, monkeypatch):

@@ -138,8 +138,11 @@ def has_memory_of_its_own(device: torch.device) -> bool:
 
 
 def free_memory(device: torch.device, num_ranks: int) -> int:
-    """Bytes that a rank may still take. Ranks share the memory of a machine, and none of a GPU's."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory() // num_ranks
+    """Bytes that a rank may still take. Ranks share the memory of a machine, and none of a GPU's. Of an integrated
+    GPU CUDA does not count what files are cached in, as weights are that were read."""
+    if has_memory_of_its_own(device):
+        return torch.cuda.mem_get_info(device)[0]
+    return available_memory() // num_ranks
 
 
 def kv_cache_bytes(args: ServerArgs, device: torch.device, num_ranks: int) -> int:
