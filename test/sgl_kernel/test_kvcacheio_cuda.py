@@ -339,6 +339,11 @@ BUGS = {
     "ends too early": ('asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");', "", "ended before its stores"),
     "a lane stays away": ("if (lane < SEGMENTS_AT_ONCE && item", "if (lane == 31) return;\nif (item", "do not come"),
     "layers are told of too early": ("__syncthreads();", "", "False"),
+    "other bytes are expected": (
+        ', %1;" ::"r"(barrier), "r"(s.size)',
+        ', %1;" ::"r"(barrier), "r"(16)',
+        "other bytes",
+    ),
     "words of odd bytes": ("(both & 3) == 0", "(both & 1) == 0", "4 bytes is not aligned"),
 }
 

@@ -1,7 +1,6 @@
 // CUDA C++ on the CPU, for tests of what a kernel computes. The threads of a block take turns, which change where they
 // wait for each other; blocks run one after the other; both in an order that is drawn. PTX statements have become calls
-// of ptx_INSTRUCTION, which this file has for the instructions of kvcacheio.cu; of another the compiler says that it is
-// missing.
+// of ptx_INSTRUCTION, which this file has for the instructions of kvcacheio.cu: another one does not compile.
 //
 // Asynchronous copies are carried out at a drawn moment between the first and the last that is allowed, so that code
 // that uses what it has not waited for is found. How a GPU orders plain accesses to memory is not modelled.
@@ -88,6 +87,8 @@ struct Copy {
 struct Barrier {
     unsigned int parity = 0;
     int arrivals = 0, wanted = 0;
+    // Of its loads in this phase.
+    long long expected_bytes = 0;
     std::vector<Copy> loads;
 };
 
@@ -219,7 +220,7 @@ inline void arrive(on_cpu::Barrier& barrier) {
 inline void ptx_mbarrier_arrive_shared_cta_b64(Word barrier) { arrive(barrier_at(barrier)); }
 inline void ptx_mbarrier_arrive_expect_tx_shared_cta_b64(Word barrier, int size) {
     arrive(barrier_at(barrier));
-    (void)size;
+    barrier_at(barrier).expected_bytes += size;
 }
 inline void ptx_cp_async_bulk_shared_cluster_global_mbarrier_complete_tx_bytes(
     Word dst, const char* src, int size, Word barrier) {
@@ -238,9 +239,13 @@ inline void ptx_mbarrier_try_wait_parity_shared_cta_b64(Word& is_there, Word bar
         return;
     }
     if (of.arrivals < of.wanted) on_cpu::fail("a barrier is awaited at which nothing will arrive");
-    for (on_cpu::Copy& load : of.loads) load.finish();
+    for (on_cpu::Copy& load : of.loads) {
+        load.finish();
+        of.expected_bytes -= load.size;
+    }
+    if (of.expected_bytes != 0) on_cpu::fail("a barrier expects other bytes than are loaded");
     of.loads.clear();
-    of.parity ^= 1, of.arrivals = 0;
+    of.parity ^= 1, of.arrivals = 0, of.expected_bytes = 0;
 }
 inline void ptx_cp_async_bulk_global_shared_cta_bulk_group(char* dst, Word src, int size) {
     if ((reinterpret_cast<std::uintptr_t>(dst) | reinterpret_cast<std::uintptr_t>(shared(src)) | size) & 15)

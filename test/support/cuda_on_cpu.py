@@ -75,14 +75,7 @@ class CudaOnCPU:
             f'extern "C" void tell_additions(void (*callback)(unsigned int*)) {{ on_cpu::on_add = callback; }}\n'
             f"{launches}\n"
         )
-        command = [
-            "g++",
-            "-std=c++17",
-            "-O1",
-            "-g",
-            "-shared",
-            "-fPIC",
-        ]
+        command = ["g++", "-std=c++17", "-O1", "-g", "-shared", "-fPIC"]
         library = folder / "kernels.so"
         done = subprocess.run(
             [*command, str(folder / "kernels.cpp"), "-o", str(library)], capture_output=True, text=True, timeout=300

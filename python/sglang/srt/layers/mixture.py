@@ -28,7 +28,7 @@ from sglang.srt.layers.weights import QuantizedTarget, WeightTarget
 
 # If experts have more rows in the mean, torch's kernel for groups computes those of bfloat16. It has one on GPUs with
 # such compute capabilities (Hopper and B200), for rows in pieces of so many bytes. Elsewhere it may copy the groups'
-# sizes to the host first, and wait, or have no kernel: on a B300 it was not tried.
+# sizes to the host first, and wait, or have no kernel: for a B300 none is known.
 _MEAN_FOR_LIBRARY = 64
 _HAVE_GROUPS = ((9, 0), (10, 0))
 _ALIGNMENT = 16

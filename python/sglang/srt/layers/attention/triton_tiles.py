@@ -121,7 +121,7 @@ class Tiles:
         if shared_bytes < HOPPER_SHARED_BYTES or dtype.itemsize > 2:
             return cls()
         if has_tensor_memory:
-            # Two short ones of heads of 128 take 1 KiB more than an SM has, and 128 keys all of it.
+            # Two short ones of heads of 128 take 2 KiB more than an SM has, and 128 keys all of it.
             return cls(short=SHORT_TILE if head_bytes <= 128 else replace(SHORT_TILE, per_sm=1))
         return cls(ExtendTile(keys_of_pages=128 if page_size % ExtendTile.keys else 64), SHORT_TILE)
 
