@@ -24,7 +24,6 @@ from sglang.srt.entrypoints.engine import private_directory
 from sglang.srt.managers.startup import device as device_setup
 from sglang.srt.managers.startup import sizes as startup_sizes
 from sglang.srt.utils.child_process import StartupError, log_uncaught
-from sglang.srt.utils.memory import available_memory
 from support.server_fixture import NO_TLS, PATIENCE_S, Server, wait_until
 
 pytestmark = pytest.mark.e2e
@@ -305,17 +304,6 @@ def test_weights_that_do_not_fit_end_start_up_with_a_sentence(monkeypatch, caplo
     monkeypatch.setattr(device_setup, "available_memory", lambda: 1000)
     with pytest.raises(StartupError, match=r"the weights need 16\.\d\d MB, but 1\.00 kB of memory are free"):
         startup_sizes.check_weights_fit(model, SINGLE_RANK)
-
-
-def test_a_containers_limit_counts(tmp_path):
-    machine = available_memory(tmp_path)
-    assert machine > 1 << 20
-    (tmp_path / "memory.current").write_text("300000\n")
-    (tmp_path / "memory.stat").write_text("anon 100000\ninactive_file 150000\nactive_file 50000\n")
-    (tmp_path / "memory.max").write_text("max\n")
-    assert available_memory(tmp_path) > 1 << 20
-    (tmp_path / "memory.max").write_text("1000000\n")
-    assert available_memory(tmp_path) == 900_000
 
 
 # Tracebacks
