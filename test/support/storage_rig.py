@@ -12,6 +12,7 @@ import numpy as np
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.managers.storage_controller import StorageController
 from sglang.srt.managers.storage_setup import PrefetchConfig, StorageLimits, StorageSetup
+from sglang.srt.managers.tier_switches import TierSwitches
 from sglang.srt.managers.transfer_ledger import Pools, TransferLedger
 from sglang.srt.mem_cache.block_keys import BlockKeys, to_bytes
 from sglang.srt.mem_cache.frame_table import FrameState, FrameTable
@@ -55,6 +56,7 @@ class StorageRig:
         window_reach: int = 0,
         windowed: int = 0,
         windowed_host: int = 0,
+        switches: TierSwitches | None = None,
         **config: object,
     ) -> None:
         self.tree = HiRadixTree(1, window_reach=window_reach)
@@ -70,7 +72,7 @@ class StorageRig:
         config = {"policy": "wait_complete", "threshold": 1} | config
         limits = StorageLimits(blocks_per_op, max_fetch_pages, max_store_pages, fetch_window_ops)
         prefetch = PrefetchConfig(**config)  # type: ignore[arg-type]
-        self.storage = StorageController(self.controller)
+        self.storage = StorageController(self.controller, switches)
         self.storage.attach_storage(
             StorageSetup("test", "", NAMES.secret, NAMES.block_tokens, limits, prefetch, "write_through")
         )

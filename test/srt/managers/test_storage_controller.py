@@ -11,6 +11,7 @@ from sglang.srt.managers.lost_hits import Lookup, LostHits
 from sglang.srt.managers.schedule_policy import FETCH_PATIENCE
 from sglang.srt.managers.storage_advice import StorageAdvice
 from sglang.srt.managers.storage_breaker import FAILURES_IN_A_ROW, TRIAL_PAUSE_S
+from sglang.srt.managers.tier_switches import TierSwitches
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.node import Node, is_hole, path_of
 from sglang.srt.mem_cache.transfer import (
@@ -630,6 +631,28 @@ def test_who_joins_another_keeps_its_fetch_alive():
     rig.assert_nothing_left()
 
 
+def test_who_joins_a_fetch_joins_those_above_it():
+    rig = Rig(LONG, OTHER, blocks_per_op=1, fetch_window_ops=2)
+    rig.finish(rig.begin("s", OTHER[:4])[0])
+    (probe,) = rig.begin("twin", LONG)
+    rig.finish(rig.begin("r", LONG)[0])
+    assert keys_of(rig, Ticket(FETCH, 0)) == keys_of(rig, Ticket(FETCH, 1)) == 1 and rig.ops.keys() >= {probe}
+    # In one step another's fetch ends and the answer comes: r begins its second block, which twin joins.
+    for ticket in (Ticket(FETCH, 0), probe):
+        del rig.ops[ticket]
+    rig.storage.end_fetch(Ticket(FETCH, 0), 1)
+    rig.storage.end_probe(probe, 4)
+    rig.storage.begin_fetches()
+    rig.collect()
+    rig.detach("r")
+    assert rig.cancelled == [], "the first block is the twin's as well"
+    rig.finish_all()
+    assert rig.on_host(LONG) == 16 and rig.found("twin") == (0, 16)
+    for rid in ("s", "twin"):
+        rig.detach(rid)
+    rig.assert_nothing_left()
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(8))
 def test_everybody_is_served_in_any_order(seed: int):
@@ -847,6 +870,47 @@ def rig_left_alone(host: int = 64) -> Rig:
     rig.storage.set_now(Seconds(100.0))
     rig.storage.watch()
     return rig
+
+
+def test_failures_let_those_go_that_wait():
+    rig = Rig(TEXT, OTHER, fetch_window_ops=1)
+    rig.finish(rig.begin("fetching", TEXT)[0])
+    rig.finish(rig.begin("to begin", OTHER)[0])
+    (probe,) = rig.begin("asking", "zzzz")
+    assert rig.over("fetching", "to begin", "asking") == [False] * 3
+    for _ in range(FAILURES_IN_A_ROW):
+        rig.storage.reads.end(PROBE, succeeded=False)
+    rig.storage.watch()
+    rig.collect()
+    assert rig.over("fetching", "to begin", "asking") == [True] * 3
+    assert sorted(rig.cancelled) == [Ticket(FETCH, 0), probe]
+    for rid in ("fetching", "to begin", "asking"):
+        rig.detach(rid)
+    rig.assert_nothing_left()
+
+
+@pytest.mark.parametrize("why", ["fails", "switched off"])
+def test_an_answer_that_is_not_waited_for_begins_nothing_where_nothing_is_read(why: str):
+    switches = TierSwitches()
+    rig = Rig(TEXT, switches=switches, policy="timeout")
+    (first,) = rig.begin("first", "zzzz")
+    rig.storage.set_now(Seconds(1.0))
+    rig.finish(first)
+    # A probe takes longer than what it may save.
+    rig.storage.set_advice(StorageAdvice(fetch_gain_s=lambda start, end: 1e-6))
+    (probe,) = rig.begin("r", TEXT, now=1.0)
+    assert rig.over("first", "r") == [True, True]
+    if why == "fails":
+        for _ in range(FAILURES_IN_A_ROW):
+            rig.storage.reads.end(PROBE, succeeded=False)
+        rig.storage.watch()
+    else:
+        switches.turn(HOST, reads=False, writes=None)
+        rig.storage.obey_switches()
+    assert rig.finish(probe) == [] and rig.over("r") == [True]
+    for rid in ("first", "r"):
+        rig.detach(rid)
+    rig.assert_nothing_left()
 
 
 def test_requests_of_one_step_begin_one_trial():

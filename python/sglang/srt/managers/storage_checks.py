@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sglang.srt.mem_cache.transfer import FETCH, OPS_OF_BLOCKS, OPS_OF_TENANTS, PROBE, STORAGE_LINKS, STORE, StorageOp
+from sglang.srt.mem_cache.node import path_of
+from sglang.srt.mem_cache.transfer import (
+    FETCH,
+    OPS_OF_BLOCKS,
+    OPS_OF_TENANTS,
+    PROBE,
+    STORAGE_LINKS,
+    STORE,
+    StorageOp,
+    Tier,
+)
 from sglang.srt.mem_cache.tree_checks import check_soft_pins
 
 if TYPE_CHECKING:
@@ -37,6 +47,10 @@ def check_storage(storage: StorageController) -> None:
         assert not wanted or ticket in storage._waiters, f"{ticket} goes on, but no request waits for it"
     for rid, prefetch in storage._prefetches.items():
         assert all(rid in storage._waiters[ticket] for ticket in prefetch.asked)
+        for ticket in prefetch.tickets:
+            above = {n.tickets[Tier.HOST] for node in storage.tree.nodes_of(ticket) for n in path_of(node)}
+            left_out = {t for t in above if t is not None and t.link == FETCH} - prefetch.tickets.keys()
+            assert not left_out, f"{rid} waits for {ticket}, but not for {left_out} above it"
         assert prefetch.is_over == (rid not in storage._waiting), rid
     assert storage._waiting.keys() <= storage._prefetches.keys()
     for rid in storage._unfinished:

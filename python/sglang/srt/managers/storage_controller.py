@@ -101,6 +101,8 @@ class StorageController:
         self.setup: StorageSetup | None = None
         # Whether something is attached, and not being emptied or detached.
         self.is_open = False
+        # How often reads had been given up at the last step; see `watch`.
+        self._num_opened = 0
         # Whether an administrator wants nothing read; and of two stores, the places of those that are not read.
         self.is_unread = False
         self._skips: tuple[int, ...] = ()
@@ -380,13 +382,14 @@ class StorageController:
     def watch(self) -> None:
         """After operations have been taken in, and again after they were begun: no request waits for storage that
         hangs or fails."""
-        was_open = self.reads.is_open
         for breaker in (self.reads, self.writes):
             oldest = [self.ledger.oldest(link) for link in breaker.links]
             # To erase a tenant's blocks may take long.
             breaker.watch(op for op in oldest if isinstance(op, StorageOp) and op.action in OPS_OF_BLOCKS)
-        if self.reads.is_open and not was_open:
+        # Failures have opened it before this call.
+        if self.reads.is_open and self.reads.num_opened > self._num_opened:
             self._let_all_go()
+        self._num_opened = self.reads.num_opened
         if self.writes.is_open or (self.writes.is_late and self._unfinished):
             self.writer.unpin()
             self.fetches_due |= bool(self._unfinished)
@@ -409,8 +412,10 @@ class StorageController:
         self.writer.turn(bool(tiers) and len(unwritten) == len(tiers), unwritten)
 
     def _let_all_go(self) -> None:
-        for rid in list(self._waiting):
-            self._let_go(rid, self._prefetches[rid])
+        for rid, prefetch in self._prefetches.items():
+            # An answer that is not waited for would begin fetches, too.
+            if not prefetch.is_over or prefetch.probe is not None:
+                self._let_go(rid, prefetch)
 
     def _let_go(self, rid: str, prefetch: Prefetch) -> None:
         """A request waits no longer."""
@@ -760,7 +765,7 @@ class StorageController:
         self._wait(rid, prefetch, ticket)
         self._pin(prefetch, self._match(prefetch, end))
         prefetch.begun_end = end
-        self._let_join(rid, prefetch, ticket, first)
+        self._let_join(rid, prefetch, [*self._fetching(match), ticket], first)
         return Attempt.OVER if end >= prefetch.end else Attempt.BEGUN
 
     def _without_room(self, prefetch: Prefetch, start: int) -> Attempt:
@@ -790,15 +795,17 @@ class StorageController:
         is_read = node.lock > 0 and not is_alone_and_partial(node)
         return is_apart and not is_read and self.setup is not None and not self.setup.is_lossy
 
-    def _let_join(self, rid: str, prefetch: Prefetch, ticket: Ticket, first: int) -> None:
-        """Others that lack the same block need not wait for their turn. A block's key names all before it."""
+    def _let_join(self, rid: str, prefetch: Prefetch, tickets: list[Ticket], first: int) -> None:
+        """Others that lack block `first`, too, need not wait for their turn. A block's key names all before it.
+        tickets: the fetches of the path up to that block, in its order: without one above, those below are dropped."""
         key = prefetch.keys[first].tobytes()
         for other in self._unfinished.alike(prefetch, first):
             joining = self._prefetches[other]
             if other == rid or joining.namespace != prefetch.namespace or len(joining.keys) <= first:
                 continue
             if joining.keys[first].tobytes() == key:
-                self._wait(other, joining, ticket)
+                for ticket in tickets:
+                    self._wait(other, joining, ticket)
 
     def _make_room(self, num_pages: int, num_whole: int, match: MatchResult) -> bool:
         """Make room on the host for a fetch, unless what was given up already will be enough. num_whole: so many of
