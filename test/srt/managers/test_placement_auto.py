@@ -7,6 +7,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from sglang.srt.managers.auto_copies import _TIDY_WAITING
 from sglang.srt.managers.slab_withdrawal import SlabWithdrawal
 from sglang.srt.mem_cache.block_names import BlockNames
 from sglang.srt.mem_cache.frame_table import FrameState
@@ -715,6 +716,20 @@ def test_a_link_that_hangs_holds_no_more_of_the_device_than_the_bound():
     held = rig.device.counts[FrameState.PENDING_FREE]
     assert 0 < held <= bound(MAX_COPYING_RATIO) and rig.device.num_free == 400 - held
     assert rig.ledger.num_pages_on(D2H) <= bound(MAX_COPYING_RATIO)
+
+
+def test_paths_that_wait_for_a_link_that_hangs_are_forgotten_when_they_leave():
+    rig = AutoRig(spare=40, host=400)
+    rig.controller.links.num_allowed = lambda tier: 0
+    for i in range(1000):
+        node = rig.computed(chr(1000 + i))
+        rig.at(10).evict(DEVICE, 1 if i >= 30 else 0)
+        rig.device.reap(10)
+    waiting = rig.controller.auto._to_write
+    assert len(waiting) < 2 * 40 + 2 * _TIDY_WAITING and waiting[node.id] is node
+    rig.controller.links.num_allowed = lambda tier: 400
+    rig.at(10).auto.write_ahead(1)
+    assert not rig.controller.auto._to_write and len(rig.begun()) == rig.tree.num_nodes > 20
 
 
 def test_peers_and_host_take_the_copies_of_a_path_together():

@@ -21,6 +21,9 @@ from sglang.srt.mem_cache.transfer import LOAD_LINKS, Tier
 if TYPE_CHECKING:
     from sglang.srt.managers.cache_controller import HiCacheController
 
+# So many paths that wait for a link, and those that have left the tree are looked for.
+_TIDY_WAITING = 64
+
 
 class AutoCopies:
     def __init__(self, controller: HiCacheController) -> None:
@@ -31,6 +34,7 @@ class AutoCopies:
         self._tree = controller.tree
         # Ends of paths that are to be written through when the link takes more.
         self._to_write: dict[int, Node] = {}
+        self._tidy_at = _TIDY_WAITING
         # Of what was looked at last, pages that are copied when loads have ended.
         self._num_put_off = 0
 
@@ -58,7 +62,7 @@ class AutoCopies:
         if nodes:
             controller.back_up(nodes, Tier.HOST)
         if num_pages < 0 or (len(nodes) < len(lacking) and (num_free or passes_on)):
-            self._to_write[node.id] = node
+            self._write_later(node)
 
     def write_ahead(self, num_pages: int) -> None:
         """Copy what the device gives up next, so that it can give up num_pages at once. With another write policy,
@@ -144,11 +148,21 @@ class AutoCopies:
         unwritten = self._controller.unwritten
         return [tier for tier in self._tree.order.load_order if tier in self._tables and tier not in unwritten]
 
+    def _write_later(self, end: Node) -> None:
+        """A link that hangs may take nothing for long, and nodes that have left the tree keep their tokens alive."""
+        self._to_write[end.id] = end
+        if len(self._to_write) >= self._tidy_at:
+            self._to_write = {node.id: node for node in self._waiting_ends()}
+            self._tidy_at = 2 * len(self._to_write) + _TIDY_WAITING
+
+    def _waiting_ends(self) -> list[Node]:
+        return [node for end in self._to_write.values() if (node := survivor_of(end)) is not None]
+
     def _write_rest(self) -> None:
         """Write through what found the link busy."""
-        ends, self._to_write = self._to_write, {}
-        for end in ends.values() if Tier.HOST not in self._controller.unwritten else ():
-            if (node := survivor_of(end)) is not None:
+        ends, self._to_write, self._tidy_at = self._waiting_ends(), {}, _TIDY_WAITING
+        for node in ends if Tier.HOST not in self._controller.unwritten else ():
+            if node.parent is not None:
                 self.write_through(node)
 
     def _tier_for(self, node: Node, planned: dict[Tier, list[Node]], is_ahead: bool) -> Tier | None:

@@ -797,7 +797,7 @@ class StorageController:
 
     def _let_join(self, rid: str, prefetch: Prefetch, tickets: list[Ticket], first: int) -> None:
         """Others that lack block `first`, too, need not wait for their turn. A block's key names all before it.
-        tickets: the fetches of the path up to that block, in its order: without one above, those below are dropped."""
+        tickets: the fetches of the path up to that block, in its order; if one is cancelled, so are those below."""
         key = prefetch.keys[first].tobytes()
         for other in self._unfinished.alike(prefetch, first):
             joining = self._prefetches[other]
