@@ -104,7 +104,7 @@ def measure(page_size: int, num_tokens: int, rounds: int) -> list[dict[str, obje
         timed("keys of the prompt", start)
         start = clock()
         match = tree.match("", tokens, fetching=True)
-        ticket = storage.begin_fetch(match, tokens, keys, far_from=num_tokens)
+        ticket = storage.begin_fetch(match, tokens, keys)
         timed("fetch, begin", start)
         start = clock()
         storage.end_fetch(ticket, len(keys))
@@ -114,15 +114,15 @@ def measure(page_size: int, num_tokens: int, rounds: int) -> list[dict[str, obje
         ticket = controller.begin_backup(node)
         assert ticket is not None
         # The part of the commit that hands the blocks to storage.
-        storage.writer.turn(is_off=True, skips=())
+        storage.stores.near.writer.obey_switch(True)
         controller.commit(ticket)
-        storage.writer.turn(is_off=False, skips=())
+        storage.stores.near.writer.obey_switch(False)
         start = clock()
-        storage.writer.store_path(node)
+        storage.stores.near.writer.store_path(node)
         timed("store, begin", start)
         for ticket, op in [(t, op) for t, op in stored.ledger.in_flight.items() if t.link == STORE]:
             start = clock()
-            storage.writer.end(ticket, len(op.keys))
+            storage.stores.near.writer.end(ticket, len(op.keys))
             timed("store, end", start)
         assert not any(t.link == FETCH for t in stored.ledger.in_flight)
         stored.clean(node)

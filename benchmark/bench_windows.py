@@ -349,7 +349,7 @@ class StoreRig(PoolRig):
         cache.flush()
         fetched = cache.links_state(has_storage=True)[FETCH]["bytes_done"]
         times: list[float] = []
-        costs = self.engine.scheduler.planner.expected.costs
+        costs = self.engine.scheduler.planner.expected.costs.stores[0]
         add = costs.add_fetch
         costs.add_fetch = lambda num_bytes, seconds: (times.append(seconds), add(num_bytes, seconds))  # type: ignore[method-assign,assign]
         (answer,) = self.engine.generate([prompt], ONE_TOKEN)
@@ -407,7 +407,7 @@ class DiskRig(StoreRig):
         self.page_bytes = page_layout(model, 1, 1).page_bytes
         super().__init__(model, disk != "one", open_one)
         if disk == "all":
-            self.engine.scheduler.cache.storage.writer._window_blocks = None
+            self.engine.scheduler.cache.storage.stores.near.writer._window_blocks = None
 
     def ask_some(self, rng: np.random.Generator) -> dict[str, float]:
         """Tokens found per token of the documents, of prompts that leave theirs at its end and before, bytes written

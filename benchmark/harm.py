@@ -29,7 +29,7 @@ from sglang.srt.managers.schedule_batch import BatchDecision
 from sglang.srt.managers.scheduler_config import SchedulerConfig
 from sglang.srt.managers.storage_setup import PrefetchConfig
 from sglang.srt.mem_cache.placement import WRITE_POLICIES
-from sglang.srt.mem_cache.transfer import StorageAction, StorageOp, Tier, TransferOp
+from sglang.srt.mem_cache.transfer import STORE_LINKS, StorageAction, StorageOp, Tier, TransferOp
 from sglang.srt.peer.memory.copy_session import COPY_TIMEOUT_S
 
 # -- what is compared -----------------------------------------------------------------------------------------------
@@ -42,6 +42,9 @@ ADDITIONS: tuple[tuple[tuple[Tier, ...], Tier], ...] = (
     ((Tier.DEVICE, Tier.HOST), Tier.PEER),
     ((Tier.DEVICE, Tier.HOST), Tier.DISK),
     ((Tier.DEVICE, Tier.HOST), Tier.REMOTE),
+    ((Tier.DEVICE, Tier.HOST, Tier.DISK), Tier.REMOTE),
+    ((Tier.DEVICE, Tier.HOST, Tier.REMOTE), Tier.DISK),
+    ((Tier.DEVICE, Tier.HOST, Tier.DISK), Tier.PEER),
 )
 # How many times faster than computing a token the added link moves one, each way.
 SPEEDS = (100.0, 10.0, 1.0, 0.1, 0.01)
@@ -266,8 +269,8 @@ class _Writes:
             if isinstance(op, TransferOp) and op.dst != Tier.DEVICE:
                 self.tokens[op.dst] += len(op.dst_frames) * self._machine.page_size
             elif isinstance(op, StorageOp) and op.action == StorageAction.SET:
-                assert self._machine.storage is not None
-                self.tokens[self._machine.storage] += len(op.frames) * self._machine.page_size
+                tier = self._machine.storage[STORE_LINKS.index(op.ticket.link)]
+                self.tokens[tier] += len(op.frames) * self._machine.page_size
 
 
 # -- the gate -------------------------------------------------------------------------------------------------------

@@ -184,4 +184,4 @@ def _store(sim: Simulation, workload: Workload, settings: RemoteSettings, partia
         part = int(rng.integers(0, len(keys) + 1))
         if settings.stored == "mixed" and i % 3:
             keys = keys[:part] if i % 3 == 1 and partial_hits else keys[:0]
-        sim.storage.add(keys)
+        sim.stores[0].add(keys)

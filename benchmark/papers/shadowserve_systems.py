@@ -25,7 +25,7 @@ from benchmark.simulator.profiles import (
     Hardware,
 )
 
-from sglang.simulator.simulation import SimulatedHardware
+from sglang.simulator.simulation import SimulatedHardware, SimulatedStore
 from sglang.srt.mem_cache.transfer import FETCH, Tier, TransferOp
 from sglang.srt.model_executor.launch import LaunchMode
 
@@ -100,7 +100,10 @@ class System:
             return by_links(mode, link) if self.on_host else 0.0
 
         changed = replace(
-            simulated, probe_s=PROBE_S, fetch=plane.fetch, fetch_blocks=plane.blocks, interference=interference
+            simulated,
+            stores=(SimulatedStore(plane.fetch, probe_s=PROBE_S),),
+            fetch_blocks=plane.blocks,
+            interference=interference,
         )
         if self.on_host:
             return changed

@@ -275,4 +275,5 @@ def _hardware(model: ModelShape, has_remote: bool) -> SimulatedHardware:
         return 0.0 if link in STORAGE_LINKS else by_links(mode, link)
 
     rate = NETWORK_BYTES_PER_S / assumed.compressed
-    return replace(hardware, interference=interference, store_bandwidth=rate)
+    stores = (replace(hardware.stores[0], store_bandwidth=rate),)
+    return replace(hardware, interference=interference, stores=stores)

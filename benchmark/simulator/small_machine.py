@@ -13,10 +13,10 @@ from benchmark.simulator.data_plane import Codec, DataPlane, Stage, smart_nic_st
 from benchmark.simulator.profiles import CHUNK_COMPRESSED_SHARE, CHUNK_QUANTIZED_SHARE, L40S_BLUEFIELD3
 
 from sglang.simulator.health import LinkHealth
-from sglang.simulator.simulation import SimulatedHardware
+from sglang.simulator.simulation import SimulatedHardware, SimulatedStore
 from sglang.srt.managers.scheduler_config import SchedulerConfig
 from sglang.srt.managers.storage_setup import PrefetchConfig, StorageLimits, StorageSetup
-from sglang.srt.mem_cache.transfer import D2H, D2P, FETCH, H2D, P2D, PROBE, STORE, Tier
+from sglang.srt.mem_cache.transfer import D2H, D2P, FETCH_LINKS, H2D, P2D, PROBE, STORE_LINKS, Tier
 from sglang.srt.model_executor.launch import Launch, LaunchMode
 
 # A launch takes so long, and each new token of a prefill so much more.
@@ -34,8 +34,6 @@ BLOCK_TOKENS, BLOCKS_PER_OP = 64, 8
 LINKS_OF = {
     Tier.HOST: (H2D, D2H),
     Tier.PEER: (P2D, D2P),
-    Tier.DISK: (PROBE, FETCH, STORE),
-    Tier.REMOTE: (PROBE, FETCH, STORE),
 }
 # What a link is usually like: a token takes so many times less to bring than to compute.
 USUAL_SPEEDS = {Tier.PEER: 50.0, Tier.HOST: 20.0, Tier.DISK: 5.0, Tier.REMOTE: 2.0}
@@ -47,8 +45,8 @@ _NIC_STAGES = smart_nic_stages(L40S_BLUEFIELD3.nic.together, _CODEC, float("inf"
 
 @dataclass(frozen=True)
 class SmallMachine:
-    """sizes: tier -> tokens; the device is one, and disk and remote exclude each other. A machine without a host has
-    a single page of it where peers need one."""
+    """sizes: tier -> tokens; the device is one. A machine without a host has a single page of it where peers need
+    one."""
 
     sizes: Mapping[Tier, int]
     # Tier -> how many times faster than computing a token its link brings one, and takes one.
@@ -62,8 +60,15 @@ class SmallMachine:
     context_len: int = 2048
 
     @property
-    def storage(self) -> Tier | None:
-        return next((tier for tier in (Tier.DISK, Tier.REMOTE) if self.sizes.get(tier)), None)
+    def storage(self) -> tuple[Tier, ...]:
+        return tuple(tier for tier in (Tier.DISK, Tier.REMOTE) if self.sizes.get(tier))
+
+    def links_of(self, tier: Tier) -> tuple[str, ...]:
+        """Probes go by the link of the first store."""
+        if tier not in self.storage:
+            return LINKS_OF.get(tier, ())
+        place = self.storage.index(tier)
+        return (*(() if place else (PROBE,)), FETCH_LINKS[place], STORE_LINKS[place])
 
     @property
     def sum_tokens(self) -> int:
@@ -88,7 +93,12 @@ class SmallMachine:
         )
 
     def hardware(self) -> SimulatedHardware:
-        storage = self.storage
+        stores = tuple(
+            SimulatedStore(
+                self._data_plane(tier).fetch, self._bandwidth(tier), self.sizes[tier] // BLOCK_TOKENS, PROBE_S[tier]
+            )
+            for tier in self.storage
+        )
         return SimulatedHardware(
             num_layers=NUM_LAYERS,
             launch_seconds=launch_seconds,
@@ -97,11 +107,8 @@ class SmallMachine:
             p2d_bandwidth=self._bandwidth(Tier.PEER),
             d2p_bandwidth=self._bandwidth(Tier.PEER),
             link_latency_s=LINK_LATENCY_S,
-            probe_s=PROBE_S[storage] if storage is not None else 0.0,
-            fetch=self._data_plane(storage).fetch if storage is not None else None,
-            store_bandwidth=self._bandwidth(storage) if storage is not None else 0.0,
-            storage_blocks=self.sizes[storage] // BLOCK_TOKENS if storage is not None else None,
-            health={link: health for tier, health in self.health.items() for link in LINKS_OF[tier]},
+            stores=stores,
+            health={link: health for tier, health in self.health.items() for link in self.links_of(tier)},
         )
 
     def _bandwidth(self, tier: Tier) -> float:
@@ -117,18 +124,19 @@ class SmallMachine:
         return DataPlane(_NIC_STAGES, overlaps=True, slower=byte_s / nic.pace(1.0))
 
     def _storage_setup(self, write_policy: str, num_host_pages: int) -> StorageSetup | None:
-        tier = self.storage
-        if tier is None:
+        if not self.storage:
             return None
         return StorageSetup(
             backend="simulated",
             setup="",
             secret=b"small machine",
             block_tokens=BLOCK_TOKENS,
-            limits=StorageLimits.of_host(num_host_pages, BLOCK_TOKENS // self.page_size, BLOCKS_PER_OP),
+            limits=StorageLimits.of_host(
+                num_host_pages, BLOCK_TOKENS // self.page_size, BLOCKS_PER_OP, num_stores=len(self.storage)
+            ),
             prefetch=PrefetchConfig(),
             write_policy=write_policy,
-            tiers=(tier,),
+            tiers=self.storage,
         )
 
 

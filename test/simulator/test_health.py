@@ -78,7 +78,7 @@ def test_full_storage_evicts_what_was_used_least_recently_and_keeps_fronts() -> 
 def test_a_failed_storage_operation_counts_nothing_and_stores_nothing() -> None:
     now, storage = [0.0], SimulatedStorage()
     health = LinkHealth(failing=((0.0, 1.0),))
-    link = SimulatedStorageLink(STORE, lambda: now[0], storage, lambda op, at: health.outcome(now[0], 0.5))
+    link = SimulatedStorageLink(STORE, lambda: now[0], [storage], lambda op, at: health.outcome(now[0], 0.5))
     for seq in range(3):
         link.submit(storage_op(STORE, seq, StorageAction.SET, seq))
     results = []
@@ -201,7 +201,7 @@ def test_storage_that_hangs_for_ever_costs_the_first_request_alone(link: str) ->
     assert max(each.ttft for each in late[1:]) < 0.13, "96 tokens are computed in 0.1 s"
     assert sum(each.cached_tokens_details.get("disk", 0) for each in early) > 0
     assert sum(each.cached_tokens_details.get("disk", 0) for each in late) == 0
-    assert sim.core.scheduler.storage.reads.num_opened == 1
+    assert sim.core.scheduler.storage.stores.near.reads.num_opened == 1
 
 
 @pytest.mark.parametrize("link", [PROBE, FETCH])
@@ -212,13 +212,13 @@ def test_storage_that_hung_is_used_again_within_seconds(link: str) -> None:
     served = [each.arrival for each in times.values() if each.cached_tokens_details.get("disk", 0)]
     assert any(arrival < 5.0 for arrival in served) and not any(6.0 < arrival < 12.0 for arrival in served)
     assert min(arrival for arrival in served if arrival >= 12.0) < 15.0
-    assert not sim.core.scheduler.storage.reads.is_open
+    assert not sim.core.scheduler.storage.stores.near.reads.is_open
 
 
 def test_storage_whose_reads_fail_is_left_alone_and_tried_without_anybody_waiting() -> None:
     sim = simulation({FETCH: LinkHealth(failing=((5.0, 12.0),))}, storage=True)
     times = sim.run(arrivals(6, 60), after_step=lambda decision: sim.core.scheduler.check_invariants())
-    reads = sim.core.scheduler.storage.reads
+    reads = sim.core.scheduler.storage.stores.near.reads
     assert reads.num_opened == 1 and not reads.is_open
     served = [each.arrival for each in times.values() if each.cached_tokens_details.get("disk", 0)]
     assert min(arrival for arrival in served if arrival >= 12.0) < 15.0
@@ -230,10 +230,10 @@ def test_writes_that_hang_hold_on_to_no_more_than_their_limit() -> None:
 
     def look(decision: Any) -> None:
         sim.core.scheduler.check_invariants()
-        pinned.append(sim.core.scheduler.storage.writer.storing_pages)
+        pinned.append(sim.core.scheduler.storage.stores.near.writer.storing_pages)
 
     times = sim.run(arrivals(16, 80), after_step=look)
-    writes = sim.core.scheduler.storage.writes
+    writes = sim.core.scheduler.storage.stores.near.writes
     assert {each.finish_reason for each in times.values()} == {"length"}
     assert max(pinned) <= 60 and writes.num_opened == 1 and not writes.is_open
     assert pinned[-1] == 0

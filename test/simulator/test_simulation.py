@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sglang.simulator.links import SimulatedLink
-from sglang.simulator.simulation import RequestSource, SimulatedHardware, Simulation
+from sglang.simulator.simulation import RequestSource, SimulatedHardware, SimulatedStore, Simulation
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
 from sglang.srt.managers.schedule_batch import BatchDecision
 from sglang.srt.managers.scheduler_config import LayerStreamConfig, SchedulerConfig
@@ -281,8 +281,7 @@ def stored(
         launch_seconds,
         1e9,
         1e9,
-        probe_s=0.005,
-        fetch=changes.pop("fetch", lambda: one_by_one(block_s)),  # type: ignore[arg-type]
+        stores=(SimulatedStore(changes.pop("fetch", lambda: one_by_one(block_s)), probe_s=0.005),),  # type: ignore[arg-type]
         fetch_blocks=bool(changes.pop("fetch_blocks", False)),
     )
     settings = {
@@ -296,7 +295,7 @@ def stored(
     }
     sim = Simulation(SchedulerConfig(**settings), hardware)  # type: ignore[arg-type]
     for prompt in prompts:
-        sim.storage.add(NAMES.of_prompt("", np.array(prompt, np.int32)))
+        sim.stores[0].add(NAMES.of_prompt("", np.array(prompt, np.int32)))
     return sim
 
 
@@ -360,7 +359,7 @@ def test_what_is_computed_is_stored_when_it_is_written_through() -> None:
     ) is not None:
         sim.now = end
         sim.core.step(sim.now, sim.core.progress())
-    assert {k.tobytes() for k in NAMES.of_prompt("", np.array(text, np.int32))} <= sim.storage.blocks.keys()
+    assert {k.tobytes() for k in NAMES.of_prompt("", np.array(text, np.int32))} <= sim.stores[0].blocks.keys()
 
 
 @pytest.mark.sampled(1)
@@ -389,7 +388,9 @@ def test_every_mix_of_tiers_runs_on_the_virtual_clock(tiers: str, write_policy: 
         write_policy=write_policy,
         load_or_recompute=False,
     )
-    hardware = SimulatedHardware(LAYERS, launch_seconds, 1e6, 1e6, 1e7, 1e7, probe_s=1e-4, store_bandwidth=1e6)
+    hardware = SimulatedHardware(
+        LAYERS, launch_seconds, 1e6, 1e6, 1e7, 1e7, stores=(SimulatedStore(None, 1e6, probe_s=1e-4),)
+    )
     sim = Simulation(config, hardware)
     documents = [rng.integers(10, 1000, n).tolist() for n in rng.integers(60, 170, 8)]
     arrivals = []
@@ -487,14 +488,13 @@ def test_a_queue_on_the_link_is_shared_with_the_device() -> None:
 def test_all_that_a_fetch_slows_is_booked() -> None:
     """While prompts are fetched one after another, decoding takes half as long again, whatever the window."""
     texts = [numbers(1000 * i, 105) for i in range(5)]
-    slow = SimulatedHardware(
-        LAYERS, launch_seconds, 1e9, 1e9, fetch=lambda: one_by_one(0.02), interference=lambda mode, link: 0.5
-    )
+    stores = (SimulatedStore(lambda: one_by_one(0.02)),)
+    slow = SimulatedHardware(LAYERS, launch_seconds, 1e9, 1e9, stores=stores, interference=lambda mode, link: 0.5)
     for window in (1, 2, 8):
         config = stored(window=window, load_or_recompute=False).core.scheduler.config
         sim = Simulation(config, slow)
         for text in texts:
-            sim.storage.add(NAMES.of_prompt("", np.array(text, np.int32)))
+            sim.stores[0].add(NAMES.of_prompt("", np.array(text, np.int32)))
         arrivals = [
             (0.0, request("d", numbers(9000, 5), 150)),
             *((0.1, request(f"r{i}", t, 1)) for i, t in enumerate(texts)),

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from sglang.simulator.simulation import SimulatedHardware, Simulation
+from sglang.simulator.simulation import SimulatedHardware, SimulatedStore, Simulation
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, ids_to_bytes
 from sglang.srt.managers.schedule_batch import BatchDecision
 from sglang.srt.managers.scheduler_config import LayerStreamConfig, SchedulerConfig
@@ -80,9 +80,7 @@ def draw_hardware(rng: random.Random) -> SimulatedHardware:
         lambda launch: TOKEN_S * int(launch.lens.sum()),
         *(bandwidth() for _ in range(4)),
         load_fails=lambda op: rng.random() < fail_rate,
-        probe_s=rng.choice((1e-4, 0.05)),
-        fetch=lambda: fetch_ends,
-        store_bandwidth=rng.choice((1e4, 1e7)),
+        stores=(SimulatedStore(lambda: fetch_ends, rng.choice((1e4, 1e7)), probe_s=rng.choice((1e-4, 0.05))),),
         swap_bandwidth=1e6,
     )
 

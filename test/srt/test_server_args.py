@@ -141,7 +141,7 @@ def test_the_served_name():
             "--default-chat-template-kwargs may not hold tools, which the engine sets itself",
         ),
         ('--model m --default-chat-template-kwargs {"a":1,"messages":[]}', "may not hold messages"),
-        ("--model m --hicache-rate-limit nvlink=3", "some of h2d, d2h, fetch, store"),
+        ("--model m --hicache-rate-limit nvlink=3", "some of h2d, d2h, fetch, fetch_far, store, store_far"),
         ("--model m --hicache-rate-limit h2d", "GB/s above 0"),
         ("--model m --hicache-rate-limit h2d=0", "GB/s above 0"),
         ("--model m --hicache-rate-limit h2d=nan", "GB/s above 0"),

@@ -155,7 +155,7 @@ class StorageRig(Rig):
         match = self.tree.match("", tokens(text), fetching=True)
         assert match.total_len == start
         keys = NAMES.of_prompt("", tokens(text))[start // 2 :]
-        ticket = self.storage.begin_fetch(match, tokens(text[start:]), keys, 1 << 62)
+        ticket = self.storage.begin_fetch(match, tokens(text[start:]), keys)
         self.check()
         return ticket
 
@@ -182,7 +182,7 @@ class StorageRig(Rig):
         self.check()
 
     def end_store(self, seq: int, count: int = 1) -> None:
-        self.storage.writer.end(Ticket(STORE, seq), count)
+        self.storage.stores.near.writer.end(Ticket(STORE, seq), count)
         self.check()
 
 

@@ -43,7 +43,6 @@ from sglang.srt.managers.startup.device import page_layout
 from sglang.srt.managers.startup.sizes import with_windows
 from sglang.srt.managers.step_record import StepRecorder
 from sglang.srt.managers.storage_setup import StorageSetup
-from sglang.srt.mem_cache.block_store import BlockStore
 from sglang.srt.mem_cache.check_link import CheckLink
 from sglang.srt.mem_cache.hybrid_pages import HybridPages
 from sglang.srt.mem_cache.layer_stream_cache import LayerStreamCache
@@ -53,6 +52,7 @@ from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.rate_limit import RateLimit
 from sglang.srt.mem_cache.shared_host import LEADERS_LINKS, LeftToLeader
 from sglang.srt.mem_cache.staged_pages import StagedPages
+from sglang.srt.mem_cache.storage.tiered_store import AnyStore
 from sglang.srt.mem_cache.storage_link import StorageLink, StoreSlot
 from sglang.srt.mem_cache.swap_file import SwapFile
 from sglang.srt.mem_cache.transfer import (
@@ -154,7 +154,7 @@ class LocalEngine:
         model: Any = None,
         record: Any = None,
         group: TensorParallelGroup = SINGLE_RANK,
-        open_store: Callable[[MHATokenToKVPoolHost], BlockStore] | None = None,
+        open_store: Callable[[MHATokenToKVPoolHost], AnyStore] | None = None,
         host_layout: str = "page_first",
         shared_host: MHATokenToKVPoolHost | None = None,
         load_bytes_per_s: float | None = None,

@@ -21,7 +21,7 @@ from sglang.srt.configs.smollm2_model import SMOLLM2, FetchError, ensure_smollm2
 from sglang.srt.layers.attention.attention_registry import make_attention_backend, pick_attention_backend
 from sglang.srt.managers.schedule_batch import BatchDecision
 from sglang.srt.managers.startup.storage import StorageOpener
-from sglang.srt.mem_cache.block_store import BlockStore
+from sglang.srt.mem_cache.storage.tiered_store import AnyStore
 from sglang.srt.mem_cache.transfer import StorageAction, Tier
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory
@@ -98,7 +98,7 @@ class RealEngine(LocalEngine):
         if num_slabs:
             self._wait_for_slabs(num_slabs)
 
-    def _open_store(self, _pool: object) -> BlockStore:
+    def _open_store(self, _pool: object) -> AnyStore:
         return self._opener.open(self._setup)
 
     def _wait_for_slabs(self, count: int) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from sglang.srt.managers.kv_cache import KVCache
 from sglang.srt.mem_cache.node import Dropped, Node, is_hole
-from sglang.srt.mem_cache.transfer import FETCH, FRAME_TIERS, STORE, Ticket, Tier
+from sglang.srt.mem_cache.transfer import FETCH, FRAME_TIERS, STORE_LINKS, Ticket, Tier
 
 # Kinds of events.
 HOLE = "a hole"
@@ -148,7 +148,7 @@ class ResidencyEvents:
         self.counts[TWO_LOADS] += changes > 0
         self.counts[ALTERNATING_LOADS] += changes > 1
 
-    def _fetching(self, match: Any, run: Any, block_keys: Any, launch: Any, is_lossy: bool) -> None:
+    def _fetching(self, match: Any, run: Any, block_keys: Any, launch: Any, is_lossy: bool, lacking: Any) -> None:
         self.counts[LOSSY] += is_lossy
 
     def _is_store_lossy(self) -> bool:
@@ -156,7 +156,7 @@ class ResidencyEvents:
         return setup is not None and setup.is_lossy
 
     def _storing(self, link: str, action: Any, keys: Any = None, frames: Any = None, **more: Any) -> None:
-        if link != STORE or not self.counts[LOSSY] or self._is_store_lossy():
+        if link not in STORE_LINKS or not self.counts[LOSSY] or self._is_store_lossy():
             return
         for node in self._cache.tree.walk():
             host_frames = node.frames[Tier.HOST]

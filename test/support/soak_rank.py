@@ -15,12 +15,11 @@ from sglang.srt.managers.engine_core import EngineCore
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.step_record import StepRecorder
 from sglang.srt.managers.storage_setup import StorageSetup
-from sglang.srt.mem_cache.block_store import BlockStore
 from sglang.srt.mem_cache.link import CopyOptions, HasPages
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.page_layout import PageLayout
-from sglang.srt.mem_cache.storage.tiered_store import TieredStore, parts_of
+from sglang.srt.mem_cache.storage.tiered_store import AnyStore, TieredStore, parts_of
 from sglang.srt.mem_cache.storage.windowed_store import WindowedStore
 from sglang.srt.mem_cache.storage_link import StoreSlot
 from sglang.srt.mem_cache.swap_file import SwapFile
@@ -176,7 +175,7 @@ def build_rank(
             )
         if config.storage is not None:
             stores = _build_stores(config, config.storage, host, emulator, rank)
-            store: BlockStore = TieredStore(*stores) if len(stores) > 1 else stores[0]
+            store: AnyStore = TieredStore(*stores) if len(stores) > 1 else stores[0]
             if config.has_windowed_store:
                 halves = [
                     MemoryStore(region, config.storage.block_tokens, config.seed + i, config.store_fail_rate)
@@ -235,7 +234,7 @@ def _build_stores(
     return stores
 
 
-def _reopen(store: BlockStore, setup: str) -> BlockStore:
+def _reopen(store: AnyStore, setup: str) -> AnyStore:
     """What was stored before is still there, as on a disk."""
     for part in [store.full, store.of_windows] if isinstance(store, WindowedStore) else parts_of(store):
         assert isinstance(part, MemoryStore)

@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.hiradix_tree import HiRadixTree
 from sglang.srt.mem_cache.node import Node, ready_frames
 from sglang.srt.mem_cache.transfer import (
     COPY_LINKS,
-    FETCH,
+    FETCH_LINKS,
     PROBE,
     STALLING_LINKS,
     StorageAction,
@@ -57,6 +57,7 @@ class StorageRig:
         windowed: int = 0,
         windowed_host: int = 0,
         switches: TierSwitches | None = None,
+        tiers: tuple[Tier, ...] = (Tier.DISK,),
         **config: object,
     ) -> None:
         self.tree = HiRadixTree(1, window_reach=window_reach)
@@ -74,7 +75,7 @@ class StorageRig:
         prefetch = PrefetchConfig(**config)  # type: ignore[arg-type]
         self.storage = StorageController(self.controller, switches)
         self.storage.attach_storage(
-            StorageSetup("test", "", NAMES.secret, NAMES.block_tokens, limits, prefetch, "write_through")
+            StorageSetup("test", "", NAMES.secret, NAMES.block_tokens, limits, prefetch, "write_through", tiers)
         )
         self.stored = {key for text in stored for key in to_bytes(NAMES.of_prompt("", tokens(text)))}
         self.ops: dict[Ticket, object] = {}
@@ -125,10 +126,10 @@ class StorageRig:
                 count += op.action == StorageAction.TOUCH
             if ticket.link == PROBE:
                 self.storage.end_probe(ticket, count, far_count, part_count)
-            elif ticket.link == FETCH:
+            elif ticket.link in FETCH_LINKS:
                 self.storage.end_fetch(ticket, count)
             else:
-                self.storage.writer.end(ticket, count)
+                self.storage.stores.of_link(ticket.link).writer.end(ticket, count)
         if ticket.link in STALLING_LINKS or self.storage.fetches_due:
             self.storage.begin_fetches()
         self.host.reap(DONE)
@@ -160,7 +161,7 @@ class StorageRig:
 
     def assert_nothing_left(self) -> None:
         self.finish_all()
-        assert not self.ledger.in_flight and self.storage.fetching_pages == 0
+        assert not self.ledger.in_flight and self.storage.stores.fetching_pages == 0
         assert not self.storage._waiters and not self.storage._unfinished
         self.host.reap(DONE)
         counts = self.host.counts

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from sglang.srt.mem_cache.block_keys import to_bytes
 from sglang.srt.mem_cache.transfer import (
+    STORE_LINKS,
     GateError,
     LoadFailedError,
     OpResult,
@@ -176,6 +177,11 @@ class SimulatedStorage:
             del self.blocks[next(iter(self.blocks))]
             self.num_evicted += 1
 
+    def count(self, keys: np.ndarray) -> int:
+        """How many of the leading blocks are stored."""
+        found = (i for i, key in enumerate(to_bytes(keys)) if key not in self.blocks)
+        return next(found, len(keys))
+
     def _touch(self, keys: Sequence[bytes]) -> None:
         for key in reversed(keys):
             self.blocks.pop(key, None)
@@ -191,8 +197,7 @@ class SimulatedStorage:
         if op.action == StorageAction.SET:
             self.add(op.keys)
         if op.action in (StorageAction.EXISTS, StorageAction.GET):
-            keys = to_bytes(op.keys)
-            count = next((i for i, key in enumerate(keys) if key not in self.blocks), len(keys))
+            keys, count = to_bytes(op.keys), self.count(op.keys)
             if op.action == StorageAction.GET and self._is_exclusive and not self.has_room:
                 self._demote(keys[:count])
             elif op.action == StorageAction.GET:
@@ -208,7 +213,7 @@ class SimulatedStorage:
 
 
 class SimulatedStorageLink:
-    """One of the links to a `SimulatedStorage`. Its content is looked up when an operation ends.
+    """One of the links to one or two `SimulatedStorage`. Their content is looked up when an operation ends.
 
     ends: (operation, virtual time of its submission in seconds) -> when it ends, and whether it succeeds. It is
     called when the operation before has ended. A model of storage that works on several operations at once may answer
@@ -220,13 +225,13 @@ class SimulatedStorageLink:
         self,
         name: str,
         now: Callable[[], float],
-        storage: SimulatedStorage,
+        stores: Sequence[SimulatedStorage],
         ends: Callable[[StorageOp, float], tuple[float, bool]],
     ) -> None:
         self.name = name
         self.busy_s = 0.0
         self._now = now
-        self._storage = storage
+        self._stores = stores
         self._ends = ends
         self._next_seq = 0
         # Operations that are not over, with the times of their submission.
@@ -240,7 +245,8 @@ class SimulatedStorageLink:
 
     @property
     def has_room(self) -> bool:
-        return self._storage.has_room
+        place = STORE_LINKS.index(self.name) if self.name in STORE_LINKS else 0
+        return self._stores[place].has_room if place < len(self._stores) else True
 
     def submit(self, op: StorageOp) -> None:
         link, seq = op.ticket
@@ -263,12 +269,23 @@ class SimulatedStorageLink:
             op, _ = self._waiting.popleft()
             cancelled = op.ticket.seq in self._cancelled
             self._cancelled.discard(op.ticket.seq)
-            count = self._storage.carry_out(op) if succeeds and not cancelled else 0
+            count, far_count = self._carry_out(op) if succeeds and not cancelled else (0, 0)
             self.busy_s += end - begin
-            results.append(OpResult(op.ticket.seq, not cancelled, count=count, seconds=end - begin))
+            results.append(OpResult(op.ticket.seq, not cancelled, "", count, far_count, seconds=end - begin))
             self._free_at, self._current = end, None
             self._begin_next()
         return results
+
+    def _carry_out(self, op: StorageOp) -> tuple[int, int]:
+        """The count, and of a probe how many of the last counted blocks are in the second store."""
+        stores = [store for place, store in enumerate(self._stores) if place not in op.skips]
+        if op.action != StorageAction.EXISTS:
+            return min(store.carry_out(op) for store in stores), 0
+        near = stores[0].carry_out(op)
+        if len(stores) == 1:
+            return near, near if stores[0] is not self._stores[0] else 0
+        far = stores[1].carry_out(replace(op, keys=op.keys[near:]))
+        return near + far, far
 
     def busy_between(self, start: float, end: float) -> float:
         """Seconds of [start, end) in which operations are under way. Operations of the future are not known. For a

@@ -35,6 +35,7 @@ from sglang.srt.mem_cache.transfer import (
     D2P,
     D2S,
     FETCH,
+    FETCH_LINKS,
     H2D,
     LOAD_LINKS,
     P2D,
@@ -42,6 +43,7 @@ from sglang.srt.mem_cache.transfer import (
     P2P,
     PROBE,
     STORAGE_LINKS,
+    STORE_LINKS,
     StorageOp,
     Tier,
     TransferOp,
@@ -51,6 +53,20 @@ from sglang.srt.utils.time_units import Seconds
 
 # (operation, when it was submitted, whether the device computes) -> when it ends. It may remember earlier calls.
 FetchTimes = Callable[[StorageOp, float, bool], float]
+
+
+@dataclass(frozen=True)
+class SimulatedStore:
+    """One store of blocks."""
+
+    # Makes the model of how long reads take; None: they take no time.
+    fetch: Callable[[], FetchTimes] | None = None
+    # Bandwidth of writes.
+    store_bandwidth: float = float("inf")
+    # Blocks that it holds, see `SimulatedStorage`; None for no limit.
+    num_blocks: int | None = None
+    # Seconds of a probe.
+    probe_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -73,12 +89,8 @@ class SimulatedHardware:
     op_seconds: Callable[[TransferOp], float] | None = None
     # (mode, link) -> the share by which an operation of the link slows a launch while both run.
     interference: Callable[[LaunchMode, str], float] | None = None
-    # Seconds of a probe of storage.
-    probe_s: float = 0.0
-    # Makes the model of how long reads of storage take; None: they take no time.
-    fetch: Callable[[], FetchTimes] | None = None
-    # Bandwidth of writes to storage.
-    store_bandwidth: float = float("inf")
+    # The stores, the nearest first, as many as are attached.
+    stores: tuple[SimulatedStore, ...] = (SimulatedStore(),)
     # Reads of storage and launches take turns, as where the engine reads storage itself.
     fetch_blocks: bool = False
     # Seconds to copy one layer of some pages to a stream buffer, where they depend on more than the pages' number.
@@ -88,8 +100,6 @@ class SimulatedHardware:
     attention_seconds: Callable[[Launch], float] | None = None
     # Bandwidth of the swap file, each way.
     swap_bandwidth: float = float("inf")
-    # Blocks that storage holds, see `SimulatedStorage`.
-    storage_blocks: int | None = None
     # By link, those that are not healthy all the time.
     health: Mapping[str, LinkHealth] = field(default_factory=dict)
 
@@ -199,10 +209,14 @@ class SimulatedEngine:
                 self.executor.launch_end,
                 _outcome(name, hardware),
             )
-        is_exclusive = config.storage is not None and config.storage.is_exclusive
-        self.storage = SimulatedStorage(hardware.storage_blocks, is_exclusive)
+        num_stores = len(config.storage.tiers) if config.storage is not None else 0
+        assert len(hardware.stores) >= num_stores, "each store has its own hardware"
+        self.stores = tuple(
+            SimulatedStorage(store.num_blocks, config.storage is not None and config.storage.is_exclusive(place))
+            for place, store in enumerate(hardware.stores[:num_stores])
+        )
         for name in STORAGE_LINKS if config.storage is not None else ():
-            links[name] = SimulatedStorageLink(name, now, self.storage, self._storage_ends(name, hardware))
+            links[name] = SimulatedStorageLink(name, now, self.stores, self._storage_ends(name, hardware))
         self.links = links
         scheduler = Scheduler(replace(config, num_layers=hardware.num_layers))
         self.core = EngineCore(scheduler, self.executor, dict(links), slabs=slabs)
@@ -259,11 +273,23 @@ class SimulatedEngine:
 
     def _healthy_storage_ends(self, name: str, hardware: SimulatedHardware) -> Callable[[StorageOp, float], float]:
         if name == PROBE:
-            return lambda op, submitted: self.now + hardware.probe_s
-        if name == FETCH and hardware.fetch is not None:
-            return partial(self._fetch_ends, hardware.fetch(), hardware.fetch_blocks)
-        rate = hardware.store_bandwidth if name != FETCH else float("inf")
+            return lambda op, submitted: self.now + self._probe_seconds(op, hardware)
+        links = FETCH_LINKS if name in FETCH_LINKS else STORE_LINKS
+        place = links.index(name)
+        store = hardware.stores[place] if place < len(hardware.stores) else SimulatedStore()
+        if name in FETCH_LINKS and store.fetch is not None:
+            return partial(self._fetch_ends, store.fetch(), hardware.fetch_blocks)
+        rate = store.store_bandwidth if name in STORE_LINKS else float("inf")
         return lambda op, submitted: self.now + op.size_bytes / rate
+
+    def _probe_seconds(self, op: StorageOp, hardware: SimulatedHardware) -> float:
+        """The second store is asked for what the first one lacks."""
+        seconds, keys = 0.0, op.keys
+        for place, store in enumerate(self.stores):
+            if place not in op.skips and len(keys):
+                seconds += hardware.stores[place].probe_s
+                keys = keys[store.count(keys) :]
+        return seconds
 
     def _fetch_ends(self, times: FetchTimes, takes_turns: bool, op: StorageOp, submitted: float) -> float:
         begin = max(submitted, self.executor.free_at) if takes_turns else submitted

@@ -40,7 +40,7 @@ from sglang.srt.utils.peer_timing import PeerTiming
 from sglang.srt.utils.template_variables import reserved_variable
 from sglang.srt.utils.unicode import is_unicode
 
-RATE_LIMITED_LINKS = ("h2d", "d2h", "fetch", "store")
+RATE_LIMITED_LINKS = ("h2d", "d2h", "fetch", "fetch_far", "store", "store_far")
 
 
 # The groups of --help and of docs/reference/flags.md, in their order.

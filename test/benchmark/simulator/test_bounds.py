@@ -157,5 +157,5 @@ def test_a_link_takes_as_long_as_its_speed_says() -> None:
     )
     hardware = machine.hardware()
     assert 100 * BYTES_PER_TOKEN / hardware.h2d_bandwidth == pytest.approx(100 * TOKEN_S / 4)
-    assert 100 * BYTES_PER_TOKEN / hardware.store_bandwidth == pytest.approx(100 * TOKEN_S / 0.5)
+    assert 100 * BYTES_PER_TOKEN / hardware.stores[0].store_bandwidth == pytest.approx(100 * TOKEN_S / 0.5)
     assert machine._data_plane(Tier.REMOTE).pace(100 * BYTES_PER_TOKEN) == pytest.approx(100 * TOKEN_S / 0.5)

@@ -45,7 +45,7 @@ def stored_rig(*texts: str) -> Rig:
 
 def tell(rig: Rig) -> list[bytes]:
     """The keys of the operation that tells storage; none if nothing is to be told."""
-    rig.storage.writer.begin_step(0)
+    rig.storage.stores.near.writer.begin_step(0)
     for ticket in rig.collect():
         op = rig.ops[ticket]
         assert ticket.link == STORE and isinstance(op, StorageOp)
@@ -56,7 +56,7 @@ def tell(rig: Rig) -> list[bytes]:
 
 def use(rig: Rig, text: str) -> None:
     path = rig.tree.match("", tokens(text)).path
-    rig.storage.writer.touches.note_request(path[-1] if path else rig.tree.roots[""])
+    rig.storage.stores.near.writer.touches.note_request(path[-1] if path else rig.tree.roots[""])
 
 
 def names(rig: Rig, text: str) -> list[bytes]:
@@ -97,10 +97,9 @@ def test_what_memory_had_before_is_stored_when_it_is_used():
 
 def test_a_store_that_gets_nothing_is_told_nothing():
     rig = stored_rig(LONG)
-    rig.storage.writer.turn(False, (1,))
+    rig.storage.stores.near.writer.obey_switch(is_off=True)
     use(rig, LONG)
-    assert tell(rig) == names(rig, LONG)
-    assert [op.skips for op in rig.ops.values()] == [(1,)]  # type: ignore[attr-defined]
+    assert tell(rig) == []
     rig.assert_nothing_left()
 
 
@@ -151,8 +150,8 @@ def written(rig: Rig, tickets: Iterable[Ticket]) -> list[bytes]:
 
 def test_full_storage_gets_back_the_front_as_far_as_it_has_saved_up():
     rig = stored_rig(LONG)
-    rig.storage.note_room(has_room=False)
-    touches, keys = rig.storage.writer.touches, names(rig, LONG)
+    rig.storage.note_room((False, True))
+    touches, keys = rig.storage.stores.near.writer.touches, names(rig, LONG)
     touches.num_back = MAX_BACK / 2 + 1
     use(rig, LONG)
     assert lose(rig, 2) == keys[2:3], "half is for what many share"
@@ -165,7 +164,7 @@ def test_full_storage_gets_back_the_front_as_far_as_it_has_saved_up():
         rig.finish_all()
     touches.num_back = MAX_BACK / 2 + 2
     use(rig, LONG)
-    rig.storage.writer.begin_step(0)
+    rig.storage.stores.near.writer.begin_step(0)
     assert written(rig, rig.collect()) == keys[1:3]
     rig.finish_all()
     use(rig, LONG)
@@ -176,8 +175,8 @@ def test_full_storage_gets_back_the_front_as_far_as_it_has_saved_up():
 
 def test_full_storage_gets_back_what_many_share_first():
     rig = stored_rig(LONG, OTHER)
-    rig.storage.note_room(has_room=False)
-    rig.storage.writer.touches.num_back = MAX_BACK / 2
+    rig.storage.note_room((False, True))
+    rig.storage.stores.near.writer.touches.num_back = MAX_BACK / 2
     for _ in range(8):
         use(rig, LONG)
     use(rig, OTHER)
@@ -189,10 +188,10 @@ def test_full_storage_gets_back_what_many_share_first():
 
 def test_full_storage_that_cannot_hold_what_many_share_is_not_written_without_end():
     rig = stored_rig(LONG)
-    rig.storage.note_room(has_room=False)
+    rig.storage.note_room((False, True))
     for _ in range(8):
         use(rig, LONG)
-    rig.storage.writer.touches.num_back = 5.0
+    rig.storage.stores.near.writer.touches.num_back = 5.0
     num_written = 0
     for _ in range(20):
         use(rig, LONG)
@@ -207,7 +206,7 @@ def test_full_storage_that_cannot_hold_what_many_share_is_not_written_without_en
 def test_storage_that_gives_up_what_it_just_got_is_not_written_without_end():
     """As a store that is smaller than one prompt, and that tells of no limit. No request is there."""
     rig = stored_rig(LONG)
-    rig.storage.writer.touches.num_back = MAX_BACK / 2 + 5
+    rig.storage.stores.near.writer.touches.num_back = MAX_BACK / 2 + 5
     use(rig, LONG)
     # What is stored again is told of by itself, and all of it is gone again.
     num_written = sum(len(lose(rig, 0)) for _ in range(50))
@@ -218,7 +217,7 @@ def test_storage_that_gives_up_what_it_just_got_is_not_written_without_end():
 
 def test_storage_that_is_emptied_now_and_then_gets_all_back_each_time():
     rig = stored_rig(LONG)
-    rig.storage.writer.touches.num_back = 0.0
+    rig.storage.stores.near.writer.touches.num_back = 0.0
     for _ in range(3):
         use(rig, LONG)
         assert lose(rig, 0) == names(rig, LONG)
@@ -229,13 +228,13 @@ def test_storage_that_is_emptied_now_and_then_gets_all_back_each_time():
 
 def test_holes_are_filled_when_there_is_room_again():
     rig = stored_rig(LONG)
-    rig.storage.note_room(has_room=False)
-    rig.storage.writer.touches.num_back = 0.0
+    rig.storage.note_room((False, True))
+    rig.storage.stores.near.writer.touches.num_back = 0.0
     use(rig, LONG)
     assert lose(rig, 3) == []
-    rig.storage.note_room(has_room=True)
+    rig.storage.note_room((True, True))
     use(rig, LONG)
-    rig.storage.writer.begin_step(0)
+    rig.storage.stores.near.writer.begin_step(0)
     assert written(rig, rig.collect()) == names(rig, LONG)[3:]
     rig.finish_all()
     rig.assert_nothing_left()
@@ -266,7 +265,7 @@ def test_what_was_merged_meanwhile_still_counts(merged: str):
     rig = stored_rig(LONG)
     (node,) = rig.tree.match("", tokens(LONG)).path
     upper = rig.tree.split(node, 8)
-    rig.storage.writer.touches.note_request(upper)
+    rig.storage.stores.near.writer.touches.note_request(upper)
     told = names(rig, LONG[:8]) if merged == "while it is told" else names(rig, LONG)
     if merged == "while it is told":
         assert tell(rig) == told
@@ -282,8 +281,8 @@ def test_what_was_merged_meanwhile_still_counts(merged: str):
 
 def test_a_full_exclusive_disk_is_told_of_what_many_use_alone():
     rig = stored_rig(LONG, OTHER)
-    rig.storage.writer.setup = replace(rig.storage.setup, write_policy="auto")
-    rig.storage.note_room(has_room=False)
+    rig.storage.stores.near.writer.setup = replace(rig.storage.setup, write_policy="auto")
+    rig.storage.note_room((False, True))
     for i in range(63):
         use(rig, LONG if i % 8 == 0 else OTHER if i % 30 == 1 else "")
     assert tell(rig) == names(rig, LONG)
@@ -294,12 +293,12 @@ def test_a_full_exclusive_disk_is_told_of_what_many_use_alone():
 def test_what_many_use_is_known_however_it_is_cut():
     """As where one prompt comes again and again: its last token is cut off, and joined again."""
     rig = stored_rig(LONG)
-    rig.storage.writer.setup = replace(rig.storage.setup, write_policy="auto")
-    rig.storage.note_room(has_room=False)
+    rig.storage.stores.near.writer.setup = replace(rig.storage.setup, write_policy="auto")
+    rig.storage.note_room((False, True))
     for i in range(8):
         assert tell(rig) == [], i
         (node,) = rig.tree.match("", tokens(LONG)).path
-        rig.storage.writer.touches.note_request(rig.tree.split(node, 8))
+        rig.storage.stores.near.writer.touches.note_request(rig.tree.split(node, 8))
         rig.tree.compact(node, LaunchSeq(99))
     assert tell(rig) == names(rig, LONG[:8])
     rig.finish_all()
@@ -308,14 +307,14 @@ def test_what_many_use_is_known_however_it_is_cut():
 def test_nothing_is_told_to_what_hangs_or_is_detached():
     rig = stored_rig(LONG)
     use(rig, LONG)
-    rig.storage.writes.reason, rig.storage.writes._trial_at = "hangs", 1.0
+    rig.storage.stores.near.writes.reason, rig.storage.stores.near.writes._trial_at = "hangs", 1.0
     assert tell(rig) == []
     # Where a trial is due, what is lost has to become known, or nothing would ever be written again.
     rig.storage.set_now(Seconds(1.0))
     assert tell(rig)
-    rig.storage.writes.reset()
+    rig.storage.stores.near.writes.reset()
     use(rig, LONG)
-    rig.storage.writer.close()
+    rig.storage.stores.near.writer.close()
     assert tell(rig) == []
 
 
@@ -343,7 +342,7 @@ class Engine(LocalEngine):
             block_bytes = BLOCK // PAGE * pool.page_bytes
             options = FileStoreOptions(
                 120 * block_bytes + 16 * 4096,
-                is_exclusive=setup.is_exclusive,
+                is_exclusive=setup.is_exclusive(0),
                 daily_write_bytes=daily_blocks * block_bytes,
             )
             return HiCacheFile(root, "model", pool, BLOCK, options)
@@ -426,6 +425,6 @@ def test_a_disk_whose_daily_limit_is_used_up_is_read_and_left_alone(model_config
     stats = engine.store.stats()
     assert stats["last_day_written_bytes"] >= stats["daily_limit_bytes"] and stats["write_errors"] == 0
     # Three operations fail, then one block is tried per second.
-    assert 0 < stats["refused_blocks"] < 40 and engine.scheduler.storage.writes.is_open
+    assert 0 < stats["refused_blocks"] < 40 and engine.scheduler.storage.stores.near.writes.is_open
     assert engine.ask(first).cached_tokens_details == {"device": 0, "host": 0, "disk": 80}
     engine.stop()

@@ -27,11 +27,11 @@ def test_a_fetch_from_begin_to_end() -> None:
     ticket = rig.fetch("abcd")
     assert rig.begun() == [(FETCH, 0, ["ab", "cd"], [0, 1, 2, 3])] and ticket == Ticket(FETCH, 0)
     assert rig.states(HOST) == "IIIIFF" and rig.host.pins.tolist() == [1, 1, 1, 1, 0, 0]
-    assert rig.lengths("abcd") == (0, 0) and rig.storage.fetching_pages == 4
+    assert rig.lengths("abcd") == (0, 0) and rig.storage.stores.fetching_pages == 4
     assert rig.storage.has_outstanding
     rig.end_fetch(ticket, 2)
     assert rig.states(HOST) == "CCCCFF" and not rig.host.pins.any() and rig.lengths("abcd") == (0, 4)
-    assert rig.storage.fetching_pages == 0 and not rig.ledger.in_flight
+    assert rig.storage.stores.fetching_pages == 0 and not rig.ledger.in_flight
     assert rig.storage.counters == {"prefetched_tokens": 4}
     assert rig.begun() == [], "storage has it: it is not written back"
 
@@ -76,7 +76,7 @@ def test_a_fetch_that_is_given_up_keeps_its_memory_until_it_is_over() -> None:
     rig.fetch("ab")
     rig.end_fetch(ticket, 2)
     assert rig.lengths("abcd") == (0, 0), "what came is not wanted"
-    assert rig.states(HOST) == "FFFFII" and rig.storage.fetching_pages == 2
+    assert rig.states(HOST) == "FFFFII" and rig.storage.stores.fetching_pages == 2
 
 
 def test_giving_up_a_fetch_gives_up_what_is_fetched_below() -> None:
@@ -160,13 +160,13 @@ def test_each_block_is_written_once_from_the_host_pages() -> None:
     assert [link for link, *_ in rig.begun()] == [D2H]
     rig.commit(0)
     assert rig.begun() == [(STORE, 0, ["ab", "cd"], [0, 1, 2, 3])], "the last letter is no whole block"
-    assert rig.host.pins.tolist()[:6] == [1, 1, 1, 1, 0, 0] and rig.storage.writer.storing_pages == 4
+    assert rig.host.pins.tolist()[:6] == [1, 1, 1, 1, 0, 0] and rig.storage.stores.near.writer.storing_pages == 4
     # While it is written, the path grows: the block that began in the node above is written with its head.
     rig.back_up(rig.insert("fgh", below=rig.tree.match("", tokens("abcde")).path[-1]))
     assert rig.begun() == [(STORE, 1, ["ef", "gh"], [4, 5, 6, 7])]
     rig.end_store(0, 2)
     rig.end_store(1, 2)
-    assert not rig.host.pins.any() and rig.storage.writer.storing_pages == 0
+    assert not rig.host.pins.any() and rig.storage.stores.near.writer.storing_pages == 0
     assert rig.storage.counters["backuped_tokens"] == 8
     rig.back_up(rig.insert("xy", below=rig.tree.lock(rig.tree.match("", tokens("abcd")), 0).node))
     assert [len(keys) for _, _, keys, _ in _named(rig)] == [1], "only the new branch"
@@ -219,7 +219,7 @@ def test_too_much_at_once_is_stored_later() -> None:
     rig.back_up(rig.insert("abcdefgh"))
     assert rig.begun() == [(STORE, 0, ["ab"], [0, 1]), (STORE, 1, ["cd"], [2, 3])]
     rig.back_up(rig.insert("uv"))
-    assert rig.begun() == [] and rig.storage.writer.storing_pages == 4
+    assert rig.begun() == [] and rig.storage.stores.near.writer.storing_pages == 4
     rig.end_store(0)
     assert rig.begun() == [(STORE, 2, ["ef"], [4, 5])]
     rig.end_store(1)
@@ -227,7 +227,7 @@ def test_too_much_at_once_is_stored_later() -> None:
     assert sorted(keys[0] for _, _, keys, _ in rig.begun()) == ["gh", "uv"]
     rig.end_store(3)
     rig.end_store(4)
-    assert rig.begun() == [] and rig.storage.writer.storing_pages == 0
+    assert rig.begun() == [] and rig.storage.stores.near.writer.storing_pages == 0
 
 
 def test_what_is_gone_by_then_is_not_stored() -> None:
@@ -258,10 +258,10 @@ def test_a_path_to_be_stored_that_is_merged_into_what_is_fetched_below() -> None
     # Storage has lost it, and can take no more.
     node = rig.tree.match("", tokens("ab")).path[-1]
     rig.tree.names.forget_stored(node)
-    rig.storage.writer.store_path(node)
+    rig.storage.stores.near.writer.store_path(node)
     rig.begun()
     # What has soft pins is merged with nothing.
-    rig.storage.writer.unpin()
+    rig.storage.stores.near.writer.unpin()
     rig.at(10).evict(DEVICE, 2)
     rig.end_fetch(rig.fetch("abcd", start=2), 1)
     assert rig.tree.num_nodes == 2
@@ -279,7 +279,7 @@ def test_what_waits_to_be_stored_does_not_keep_what_has_left_the_tree() -> None:
         for tier in (DEVICE, HOST):
             rig.controller.drop(node, tier)
             rig.controller.tables[tier].reap(10)
-    assert len(rig.storage.writer._deferred) <= 2 * 64
+    assert len(rig.storage.stores.near.writer._deferred) <= 2 * 64
     rig.end_store(0)
     rig.check()
 
@@ -329,15 +329,15 @@ def test_another_storage_knows_nothing() -> None:
 
 
 def forget_what_is_fetched(rig: StorageRig) -> None:
-    rig.storage.fetching_pages -= 1
+    rig.storage.stores.near.fetching_pages -= 1
 
 
 def forget_what_is_stored(rig: StorageRig) -> None:
-    rig.storage.writer.storing_pages = 0
+    rig.storage.stores.near.writer.storing_pages = 0
 
 
 def forget_a_fetch(rig: StorageRig) -> None:
-    rig.storage._fetches.clear()
+    rig.storage.stores.near.fetches.clear()
 
 
 def unpin_a_fetch(rig: StorageRig) -> None:
@@ -419,7 +419,7 @@ def test_a_hole_that_is_computed_counts_as_stored_no_more() -> None:
 def test_the_oldest_path_of_too_many_that_wait_to_be_stored_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_writer, "_MAX_DEFERRED_STORES", 2)
     rig = StorageRig(device=16, host=16, store=2)
-    writer = rig.storage.writer
+    writer = rig.storage.stores.near.writer
     writer._tidy_at = 2
     rig.back_up(rig.insert("ab"))  # holds all that may be written at once
     nodes = [rig.insert(text) for text in ("uv", "pq", "kl")]
@@ -470,18 +470,18 @@ def test_what_the_host_has_too_is_not_kept_on_peers_for_being_unstored() -> None
 
 def test_a_full_exclusive_store_gets_what_the_host_gives_up_next() -> None:
     rig = StorageRig(16, 4)
-    rig.storage.writer.setup = replace(rig.storage.setup, write_policy="auto")
-    rig.storage.note_room(has_room=False)
+    rig.storage.stores.near.writer.setup = replace(rig.storage.setup, write_policy="auto")
+    rig.storage.note_room((False, True))
     rig.on_host_only("ab")
     rig.begun()
-    rig.storage.writer.begin_step(2)
+    rig.storage.stores.near.writer.begin_step(2)
     assert rig.begun() == [], "two pages are free"
-    rig.storage.writer.begin_step(3)
+    rig.storage.stores.near.writer.begin_step(3)
     assert [(link, blocks) for link, _, blocks, _ in rig.begun()] == [(STORE, ["ab"])]
-    rig.storage.writer.begin_step(3)
+    rig.storage.stores.near.writer.begin_step(3)
     assert rig.begun() == [], "it is on its way"
     rig.end_store(0)
-    rig.storage.writer.begin_step(3)
+    rig.storage.stores.near.writer.begin_step(3)
     assert rig.begun() == [], "it was not used since"
 
 

@@ -258,11 +258,11 @@ def test_a_tiny_copy_says_nothing_of_a_large_one():
 
 def test_a_tiny_fetch_says_nothing_of_a_large_one():
     costs = CostModel(bytes_per_token=2048)
-    costs.add_fetch(2048, 4e-4)
-    costs.add_store(512 * 2048, 1e-3)
-    assert costs.fetch_seconds(1, 512 * 2048) == pytest.approx(1e-3, rel=1e-3)
-    assert costs.fetch_seconds(512, 512 * 2048) == pytest.approx(512 * 4e-4, rel=1e-3)
-    assert costs.storage_seconds(1024) == pytest.approx(2e-3, rel=1e-3)
+    costs.stores[0].add_fetch(2048, 4e-4)
+    costs.stores[0].add_store(512 * 2048, 1e-3)
+    assert costs.stores[0].fetch_seconds(1, 512 * 2048) == pytest.approx(1e-3, rel=1e-3)
+    assert costs.stores[0].fetch_seconds(512, 512 * 2048) == pytest.approx(512 * 4e-4, rel=1e-3)
+    assert costs.stores[0].usual_seconds(1024) == pytest.approx(2e-3, rel=1e-3)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -401,22 +401,22 @@ def test_a_long_prompt_takes_at_most_some_times_as_long_as_its_pieces():
 
 def test_fetches_cost_by_operation_and_byte_until_storage_is_another():
     model = CostModel(BYTES_PER_TOKEN)
-    assert model.fetch_seconds(1, 100) is None
+    assert model.stores[0].fetch_seconds(1, 100) is None
     for n in (1, 2, 3, 8) * 10:
-        model.add_fetch(n << 20, 2e-3 + n * 1e-3)
-    assert model.fetch_seconds(3, 5 << 20) == pytest.approx(3 * 2e-3 + 5e-3, rel=0.05)
+        model.stores[0].add_fetch(n << 20, 2e-3 + n * 1e-3)
+    assert model.stores[0].fetch_seconds(3, 5 << 20) == pytest.approx(3 * 2e-3 + 5e-3, rel=0.05)
     assert model.state()["fetch_latency_s"] == pytest.approx(2e-3, rel=0.1)
     model.forget_storage()
-    assert model.fetch_seconds(1, 100) is None
+    assert model.stores[0].fetch_seconds(1, 100) is None
 
 
 def test_two_fast_fetches_refute_slow_ones_of_any_number():
     model = CostModel(BYTES_PER_TOKEN)
     for _ in range(40):
-        model.add_fetch(10 << 20, 1.0)
-    model.add_fetch(1 << 20, 1e-3)
-    assert model.fetch_seconds(1, 10 << 20) > 0.5, "one may be chance"
-    model.add_fetch(10 << 20, 1.0)
+        model.stores[0].add_fetch(10 << 20, 1.0)
+    model.stores[0].add_fetch(1 << 20, 1e-3)
+    assert model.stores[0].fetch_seconds(1, 10 << 20) > 0.5, "one may be chance"
+    model.stores[0].add_fetch(10 << 20, 1.0)
     for _ in range(2):
-        model.add_fetch(1 << 20, 1e-3)
-    assert model.fetch_seconds(1, 10 << 20) == pytest.approx(1e-2, rel=0.1)
+        model.stores[0].add_fetch(1 << 20, 1e-3)
+    assert model.stores[0].fetch_seconds(1, 10 << 20) == pytest.approx(1e-2, rel=0.1)

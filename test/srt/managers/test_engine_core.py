@@ -24,7 +24,7 @@ from sglang.srt.mem_cache.transfer import (
     LINKS,
     PROBE,
     STALL,
-    STORE,
+    STORAGE_LINKS,
     OpResult,
     Ticket,
     TransferOp,
@@ -72,7 +72,7 @@ def test_storage_has_brought_what_every_rank_has(consumed: int) -> None:
     ranks = [stored((4, 2, 9), consumed), stored((3, 5), consumed)]
     reduced = reduce_progress(ranks)
     assert reduced.done[FETCH] == consumed + 2
-    assert reduced.counts == {PROBE: (), FETCH: (3, 2), STORE: ()}
+    assert reduced.counts == dict.fromkeys(STORAGE_LINKS, ()) | {FETCH: (3, 2)}
     # As many as one reduction has room for.
     many = tuple(range(1, COUNTS_PER_STEP + 1))
     assert reduce_progress([stored(many, consumed)] * 2).counts[FETCH] == many
@@ -101,7 +101,7 @@ def test_slabs_are_what_all_ranks_have_and_as_late_as_on_the_slowest() -> None:
     assert reduce_progress(ranks).slab_report == SlabReport(b"\0\0", readable=b"\0\0")
     assert reduce_progress(ranks[:2]).slab_report == SlabReport(b"\1\0", readable=b"\1\0")
     assert reduce_progress(ranks[1:2]).slab_report.is_readable(1)
-    assert reduce_progress(ranks[:1]) == replace(ranks[0], counts={PROBE: (), FETCH: (), STORE: ()})
+    assert reduce_progress(ranks[:1]) == replace(ranks[0], counts=dict.fromkeys(STORAGE_LINKS, ()))
 
 
 def test_what_ranks_reduce_has_one_shape() -> None:
@@ -305,7 +305,7 @@ def test_a_record_with_costs_replays() -> None:
     soak.run()
     scheduler = soak.ranks[0].core.scheduler
     costs = scheduler.planner.expected.costs
-    fits = (costs._prefill, costs._decode, costs._copies[H2D], costs._fetch)
+    fits = (costs._prefill, costs._decode, costs._copies[H2D], costs.stores[0]._fetch)
     assert all(fit.num_samples > 0 for fit in fits)
     assert soak.ranks[1].core.scheduler.planner.expected.costs.state() == scheduler.planner.expected.costs.state()
     data = soak.record.getvalue()

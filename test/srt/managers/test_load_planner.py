@@ -76,9 +76,9 @@ def planner_at(
         Any,
         SimpleNamespace(
             now=now,
-            fetches=SimpleNamespace(free_at=0.0),
+            fetches=(SimpleNamespace(free_at=0.0), SimpleNamespace(free_at=0.0)),
             launches=SimpleNamespace(free_at=0.0),
-            fetch_seconds=lambda num_tokens, per_op, seen_only=False: SECOND_PER_BLOCK * num_tokens / BLOCK,
+            fetch_seconds=lambda num_tokens, per_op, seen_only=False, place=0: SECOND_PER_BLOCK * num_tokens / BLOCK,
             costs=SimpleNamespace(
                 recompute_seconds=compute_s, most_prompt_seconds=compute_s, prompt_seconds=compute_s
             ),
@@ -104,20 +104,20 @@ def test_as_many_blocks_are_fetched_as_come_while_others_are_computed():
     mine = Req(rid="mine", num_known=8 * BLOCK)
     # They take 2 and 4 seconds.
     other, computed = Req(rid="other", num_known=8 * BLOCK, prefix=4 * BLOCK), Req(num_known=8 * BLOCK, computed=0)
-    assert planner_at(5.0, mine).blocks_worth_fetching("mine", 0, 8, 0) == 0
-    assert planner_at(5.0, mine, other).blocks_worth_fetching("mine", 0, 8, 0) == 2
-    assert planner_at(5.0, mine, other, stalled=("other",)).blocks_worth_fetching("mine", 0, 8, 0) == 0
-    assert planner_at(5.0, mine, prompts=(computed,)).blocks_worth_fetching("mine", 0, 8, 0) == 4
-    assert planner_at(5.0, mine, other, prompts=(computed,)).blocks_worth_fetching("mine", 0, 8, 0) == 6
+    assert planner_at(5.0, mine).blocks_worth_fetching("mine", 0, (8, 0), 0) == 0
+    assert planner_at(5.0, mine, other).blocks_worth_fetching("mine", 0, (8, 0), 0) == 2
+    assert planner_at(5.0, mine, other, stalled=("other",)).blocks_worth_fetching("mine", 0, (8, 0), 0) == 0
+    assert planner_at(5.0, mine, prompts=(computed,)).blocks_worth_fetching("mine", 0, (8, 0), 0) == 4
+    assert planner_at(5.0, mine, other, prompts=(computed,)).blocks_worth_fetching("mine", 0, (8, 0), 0) == 6
     # What is on the link comes first.
     busy = planner_at(5.0, mine, other, prompts=(computed,))
-    assert busy.blocks_worth_fetching("mine", 0, 8, 3) == 3
-    busy.expected.fetches.free_at = 8.0
-    assert busy.blocks_worth_fetching("mine", 0, 8, 0) == 3
+    assert busy.blocks_worth_fetching("mine", 0, (8, 0), 3) == 3
+    busy.expected.fetches[0].free_at = 8.0
+    assert busy.blocks_worth_fetching("mine", 0, (8, 0), 0) == 3
     # Launches that are issued take their time.
     launched = planner_at(5.0, mine)
     launched.expected.launches.free_at = 8.0
-    assert launched.blocks_worth_fetching("mine", 0, 8, 0) == 3
+    assert launched.blocks_worth_fetching("mine", 0, (8, 0), 0) == 3
 
 
 def test_other_work_is_a_prompt_that_needs_no_load():

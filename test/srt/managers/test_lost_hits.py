@@ -215,11 +215,11 @@ def test_reads_that_are_on_again_when_a_request_starts(model_config: ModelConfig
     engine = storage_engine(model_config, prompt(14, 16))
     storage = engine.scheduler.storage
     if cause == "storage_off":
-        storage.reads.reason = "it failed"
+        storage.stores.near.reads.reason = "it failed"
     else:
         engine.switch("disk", reads=False)
     storage.begin("rid", "", prompt(16, LENGTH), Seconds(0.0))
-    storage.reads.reason = ""
+    storage.stores.near.reads.reason = ""
     if cause == "switched_off":
         engine.switch("disk", reads=True)
     assert storage.outcome("rid").reason == cause and storage.may_start("rid")

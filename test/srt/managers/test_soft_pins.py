@@ -275,7 +275,7 @@ def test_what_waits_to_be_stored_goes_last():
     rig = Rig(LONG, OTHER, max_store_pages=8, max_fetch_pages=32, host=40)
     for text in (LONG, OTHER):
         backed_up(rig, text)
-    assert rig.storage.writer.storing_pages == 8 and rig.tree.counts.soft_pinned[HOST] == 32
+    assert rig.storage.stores.near.writer.storing_pages == 8 and rig.tree.counts.soft_pinned[HOST] == 32
     other = "qrstuvwx"
     backed_up(rig, other)
     assert rig.tree.counts.soft_pinned[HOST] == 32, "so much is pinned that no more is"
@@ -294,7 +294,7 @@ def test_nothing_is_kept_for_writes_that_hang():
     for now in (0.0, 1000.0):
         rig.storage.set_now(Seconds(now))
         rig.storage.watch()
-    assert rig.storage.writes.is_open and rig.tree.counts.soft_pinned[HOST] == 0
+    assert rig.storage.stores.near.writes.is_open and rig.tree.counts.soft_pinned[HOST] == 0
     backed_up(rig, "qrstuvwx")
     assert rig.tree.counts.soft_pinned[HOST] == 0
     rig.finish_all()
@@ -305,7 +305,7 @@ def test_nothing_is_kept_for_writes_that_hang():
 def test_nothing_stays_pinned_once_storage_is_detached():
     rig = Rig(max_store_pages=8)
     backed_up(rig, OTHER)
-    rig.storage.writer.close()
+    rig.storage.stores.near.writer.close()
     assert rig.tree.counts.soft_pinned[HOST] == 0
     rig.finish_all()
     rig.check()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -18,6 +18,9 @@ from sglang.srt.managers.scheduler_config import LayerStreamConfig
 from sglang.srt.managers.storage_setup import PrefetchConfig, StorageLimits, StorageSetup
 from sglang.srt.mem_cache.block_keys import BlockKeys, to_bytes
 from sglang.srt.mem_cache.frame_table import FrameState
+from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.storage.guarded_store import GuardedStore
+from sglang.srt.mem_cache.storage.tiered_store import TieredStore
 from sglang.srt.mem_cache.transfer import STORE, StorageAction, Tier
 from sglang.srt.sampling.sampling_params import SamplingParams
 from support.faults import Gate
@@ -265,7 +268,7 @@ def test_what_is_in_flight_stays_within_its_limits(model_config: ModelConfig) ->
 
     def look(_: object) -> None:
         storage = engine.scheduler.storage
-        seen.append((storage.fetching_pages, storage.writer.storing_pages))
+        seen.append((storage.stores.fetching_pages, storage.stores.near.writer.storing_pages))
         if max(seen[-1]) == 8:
             gates[-1].open.set()
 
@@ -360,7 +363,7 @@ def test_slow_storage_gets_everything_if_it_is_written_through(
 ) -> None:
     setup = dataclasses.replace(SETUP, write_policy=policy)
     engine = Engine(model_config, num_device_pages=200, num_host_pages=200, storage=setup)
-    engine.scheduler.cache.controller.is_worth_storing = lambda start, end: False
+    engine.scheduler.storage.stores.near.writer.is_worth_storing = lambda start, end: False
     for seed in (11, 12):
         engine.generate([prompt(seed, 100)], PARAMS)
         engine.assert_nothing_left()
@@ -373,8 +376,8 @@ def test_trials_of_slow_storage_hold_memory_a_fifth_of_the_time(model_config: Mo
     setup = dataclasses.replace(SETUP, write_policy="auto")
     clock = Clock()
     engine = Engine(model_config, num_device_pages=900, num_host_pages=900, storage=setup, clock=clock)
-    writer = engine.scheduler.cache.storage.writer
-    writer.controller.is_worth_storing = lambda start, end: False
+    writer = engine.scheduler.cache.storage.stores.near.writer
+    writer.is_worth_storing = lambda start, end: False
     gate = Gate(engine.store, "set")
     engine.generate([prompt(0, 100)], PARAMS)
     engine.step_until(gate.entered.is_set)
@@ -583,11 +586,11 @@ def test_storage_that_was_slow_is_measured_again_and_used_again(
     costs = engine.scheduler.planner.expected.costs
     for _ in range(5):
         costs.add_prefill(100, 0, 5050.0, 0.1)
-        costs.add_fetch(6 * BLOCK * 1024, 50.0)
+        costs.stores[0].add_fetch(6 * BLOCK * 1024, 50.0)
     # From now on it is fast, and launches take as long as before, on a busy machine too.
     monkeypatch.setattr(costs, "add_prefill", lambda *work: None)
-    add_fetch = costs.add_fetch
-    monkeypatch.setattr(costs, "add_fetch", lambda num_bytes, _: add_fetch(num_bytes, 0.001))
+    add_fetch = costs.stores[0].add_fetch
+    monkeypatch.setattr(costs.stores[0], "add_fetch", lambda num_bytes, _: add_fetch(num_bytes, 0.001))
     hits = []
     for text in texts:
         got = engine.generate([text], PARAMS)[0]
@@ -624,3 +627,53 @@ def test_no_fetch_waits_for_what_a_hung_write_holds(model_config: ModelConfig) -
     gate.open.set()
     engine.assert_nothing_left()
     engine.close()
+
+
+class StoppedProxy(MemoryStore):
+    """It stops while a read is under way, and answers that, and any question, only when it goes on."""
+
+    goes_on = threading.Event()
+    ends: list[Callable[[int], None]]
+    is_stopped = False
+
+    def exists(self, keys: Sequence[bytes]) -> int:
+        if self.is_stopped:
+            self.goes_on.wait()
+        return super().exists(keys)
+
+    def start_get(
+        self, keys: Sequence[bytes], frames: np.ndarray, on_end: Callable[[int], None]
+    ) -> Callable[[], None]:
+        self.is_stopped = True
+        self.ends.append(on_end)
+        return lambda: None
+
+
+def test_the_disk_goes_on_while_a_read_of_the_far_store_hangs(model_config: ModelConfig) -> None:
+    far_text, near_texts = prompt(1, 10 * BLOCK), [prompt(10 + i, 10 * BLOCK) for i in range(3)]
+    stores: list[StoppedProxy] = []
+
+    def open_store(pool: MHATokenToKVPoolHost) -> TieredStore:
+        near, far = MemoryStore(pool, BLOCK), StoppedProxy(pool, BLOCK)
+        near.blocks = {key: kv for text in near_texts for key, kv in stored(model_config, text).blocks.items()}
+        far.blocks, far.ends = dict(stored(model_config, far_text).blocks), []
+        stores.append(far)
+        return TieredStore(near, GuardedStore(far, limit_s=0.05))
+
+    patience = PrefetchConfig(policy="timeout", threshold=1, timeout_base_s=0.2)
+    setup = dataclasses.replace(SETUP, tiers=(Tier.DISK, Tier.REMOTE), prefetch=patience)
+    engine = LocalEngine(
+        model_config, open_store=open_store, storage=setup, num_host_pages=400, page_size=PAGE, num_device_pages=200
+    )
+    try:
+        for text in (far_text, *near_texts):
+            assert engine.generate([text], PARAMS)[0].tokens == computed(model_config, text)
+        storage, counters = engine.scheduler.storage, engine.scheduler.state()["counters"]
+        assert storage.stores.far.reads.hangs and not storage.stores.near.reads.is_open
+        assert counters["hit_tokens_disk"] == sum(len(text) // BLOCK * BLOCK - BLOCK for text in near_texts)
+    finally:
+        (far,) = stores
+        far.goes_on.set()
+        for end in far.ends:
+            end(0)
+        engine.close()

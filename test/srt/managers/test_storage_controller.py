@@ -17,6 +17,7 @@ from sglang.srt.mem_cache.node import Node, is_hole, path_of
 from sglang.srt.mem_cache.transfer import (
     D2P,
     FETCH,
+    FETCH_FAR,
     PROBE,
     PROBE_FAILED,
     STORE,
@@ -28,6 +29,7 @@ from support.storage_rig import StorageRig as Rig
 from support.storage_rig import expire, keys_of, tokens
 
 DEVICE, PEER, HOST = Tier.DEVICE, Tier.PEER, Tier.HOST
+TWO = (Tier.DISK, Tier.REMOTE)
 TEXT = "aaaabbbbccccddddeeee"
 
 
@@ -359,7 +361,7 @@ def test_no_fetch_waits_for_pages_of_a_write_that_is_late():
     rig.storage.watch()
     rig.storage.set_now(Seconds(3.0))
     rig.storage.watch()
-    assert rig.storage.writes.is_late and rig.host.counts[FrameState.PENDING_FREE] == 4
+    assert rig.storage.stores.near.writes.is_late and rig.host.counts[FrameState.PENDING_FREE] == 4
     rig.begin("r", "ccccdddd", 3.0)
     assert rig.finish(Ticket(PROBE, 0)) == [Ticket(FETCH, 0), Ticket(FETCH, 1)], "the other text makes room"
     rig.detach("r")
@@ -501,7 +503,7 @@ def test_what_is_too_much_goes_on_later_oldest_first():
         before = {rid: rig.found(rid) for rid in "rst"}
         rig.finish(ticket)
         order += [rid for rid in "rst" if rig.found(rid) != before[rid]]
-        assert rig.storage.fetching_pages <= 8
+        assert rig.storage.stores.fetching_pages <= 8
         rig.start_ready("rst")
     assert order == list("rrrrsssst")
     rig.assert_nothing_left()
@@ -538,7 +540,7 @@ def test_one_that_leaves_the_queue_does_not_stop_it():
     rig.finish(rig.begin("r", LONG)[0])
     rig.finish(rig.begin("s", OTHER)[0])
     rig.detach("r")
-    assert rig.storage.fetching_pages == 4, "its operation still runs"
+    assert rig.storage.stores.fetching_pages == 4, "its operation still runs"
     assert rig.finish(Ticket(FETCH, 0)) == [Ticket(FETCH, 1)]
     rig.finish_all()
     assert rig.on_host(OTHER) == 16 and rig.on_host(LONG) == 0
@@ -793,15 +795,22 @@ def test_without_storage_nobody_waits():
 
 def test_what_came_is_told_apart_by_storage_tier():
     """The first two blocks lie near, the other three far."""
-    rig = Rig(TEXT)
+    rig = Rig(TEXT, tiers=TWO)
     (probe,) = rig.begin("r", TEXT)
     fetches = rig.finish(probe, 5, far_count=3)
     assert rig.storage.found_by_tier("r") == ()
-    seen = []
-    while fetches:
-        fetches += rig.finish(fetches.pop(0))
+    assert [(t.link, keys_of(rig, t), rig.ops[t].skips) for t in fetches] == [
+        (FETCH, 2, (1,)),
+        (FETCH_FAR, 2, (0,)),
+        (FETCH_FAR, 1, (0,)),
+    ]
+    seen, begun = [], []
+    for ticket in fetches:
+        begun += rig.finish(ticket)
         seen.append(rig.storage.found_by_tier("r"))
     assert seen == [(((0, 8),), ()), (((0, 8),), ((8, 16),)), (((0, 8),), ((8, 20),))]
+    # The near store gets what the far one had; that of the near one is believed to be on both.
+    assert [(t.link, keys_of(rig, t), rig.ops[t].skips) for t in begun] == [(STORE, 2, (1,)), (STORE, 1, (1,))]
     rig.detach("r")
     rig.assert_nothing_left()
 
@@ -824,7 +833,7 @@ def test_who_has_ceased_to_wait_is_told_once():
 
 def test_a_request_that_joins_a_fetch_is_told_the_storage_tier_too():
     """It has asked storage itself for nothing."""
-    rig = Rig(TEXT)
+    rig = Rig(TEXT, tiers=TWO)
     (probe,) = rig.begin("first", TEXT)
     fetches = rig.finish(probe, 5, far_count=3)
     rig.begin("second", TEXT)
@@ -838,7 +847,7 @@ def test_a_request_that_joins_a_fetch_is_told_the_storage_tier_too():
 
 def test_one_trial_of_slow_storage_at_a_time():
     rig = Rig(TEXT)
-    trial, breaker = rig.storage._trial, rig.storage.reads
+    trial, breaker = rig.storage.stores.near.trial, rig.storage.stores.near.reads
     key = rig.tree.names.keys.of_prompt("", tokens(TEXT)[:4])
     breaker.now = 10.0
     trial.begin_doubt(key, is_slow=True)
@@ -866,7 +875,7 @@ def rig_left_alone(host: int = 64) -> Rig:
         (probe,) = rig.begin(f"failed {i}", TEXT)
         rig.finish(probe, PROBE_FAILED)
         rig.detach(f"failed {i}")
-    assert rig.storage.reads.is_open
+    assert rig.storage.stores.near.reads.is_open
     rig.storage.set_now(Seconds(100.0))
     rig.storage.watch()
     return rig
@@ -879,7 +888,7 @@ def test_failures_let_those_go_that_wait():
     (probe,) = rig.begin("asking", "zzzz")
     assert rig.over("fetching", "to begin", "asking") == [False] * 3
     for _ in range(FAILURES_IN_A_ROW):
-        rig.storage.reads.end(PROBE, succeeded=False)
+        rig.storage.stores.near.reads.end(PROBE, succeeded=False)
     rig.storage.watch()
     rig.collect()
     assert rig.over("fetching", "to begin", "asking") == [True] * 3
@@ -897,12 +906,12 @@ def test_an_answer_that_is_not_waited_for_begins_nothing_where_nothing_is_read(w
     rig.storage.set_now(Seconds(1.0))
     rig.finish(first)
     # A probe takes longer than what it may save.
-    rig.storage.set_advice(StorageAdvice(fetch_gain_s=lambda start, end: 1e-6))
+    rig.storage.set_advice(StorageAdvice(fetch_gain_s=lambda place, start, end: 1e-6))
     (probe,) = rig.begin("r", TEXT, now=1.0)
     assert rig.over("first", "r") == [True, True]
     if why == "fails":
         for _ in range(FAILURES_IN_A_ROW):
-            rig.storage.reads.end(PROBE, succeeded=False)
+            rig.storage.stores.near.reads.end(PROBE, succeeded=False)
         rig.storage.watch()
     else:
         switches.turn(HOST, reads=False, writes=None)
@@ -919,7 +928,7 @@ def test_requests_of_one_step_begin_one_trial():
     assert [len(each) for each in begun] == [1, 0, 0, 0, 0] and rig.storage.counters["storage_trials"] == 1
     (read,) = rig.finish(*begun[0])
     rig.finish(read)
-    assert not rig.storage.reads.is_open
+    assert not rig.storage.stores.near.reads.is_open
     rig.assert_nothing_left()
 
 
@@ -941,7 +950,7 @@ def test_what_would_come_too_late_counts_as_recomputed():
     storage = rig.storage
     assert storage.setup is not None
     storage.attach_storage(replace(storage.setup, has_windowed_store=True))
-    storage.set_advice(StorageAdvice(fetch_s=lambda num_tokens: 5.0))
+    storage.set_advice(StorageAdvice(fetch_s=lambda place, num_tokens: 5.0))
     (probe,) = rig.begin("r", TEXT)
     assert rig.finish(probe, 5) == [] and rig.over("r") == [True]
     assert storage.counters["fetches_cut"] == 1 and storage.counters["fetch_cut_tokens"] == 20

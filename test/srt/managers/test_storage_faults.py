@@ -609,7 +609,10 @@ def test_what_is_left_alone_stays_so_where_storage_cannot_be_emptied(model: Mode
     engine = Engine(model.config, over(plugin))
     engine.ask(prompt(8))
     engine.settle()
-    clear, breakers = plugin.clear, (engine.core.scheduler.storage.reads, engine.core.scheduler.storage.writes)
+    clear, breakers = (
+        plugin.clear,
+        (engine.core.scheduler.storage.stores.near.reads, engine.core.scheduler.storage.stores.near.writes),
+    )
     for breaker in breakers:
         breaker._open("it fails")
 

@@ -129,7 +129,7 @@ def test_switches_stay_when_other_storage_is_attached(model_config: ModelConfig)
     engine = Engine(model_config)
     engine.switch("disk", reads=False, writes=False)
     engine.scheduler.storage.attach_storage(engine.scheduler.storage.setup)
-    assert engine.scheduler.storage.is_unread and engine.scheduler.storage.writer.is_off
+    assert engine.scheduler.storage.is_unread and engine.scheduler.storage.stores.near.writer.is_off
     engine.close()
 
 
@@ -161,9 +161,8 @@ def test_one_of_two_stores_is_left_out():
     near, far = MemoryStore(pool, 4), MemoryStore(pool, 4)
     both = TieredStore(near, far)
     keys, frames = [b"a" * 16, b"b" * 16], np.arange(2, dtype=np.int32)
-    assert both.without((0,)).set(keys, frames) == 2 and not near.blocks and len(far.blocks) == 2
-    assert both.locate(keys) == (0, 2, 2) and both.without((1,)).locate(keys) == (0, 0, 0)
-    assert both.without((0,)).get(keys, frames) == 2 and both.without((1,)).get(keys, frames) == 0
+    assert both.only((0,)) is far and both.only((1,)) is near
+    far.set(keys, frames)
+    assert both.locate(keys) == (0, 2, 2) and both.locate(keys, (1,)) == (0, 0, 0)
     near.set(keys[:1], frames[:1])
-    assert both.locate(keys) == (1, 1, 2) and both.without((0,)).locate(keys) == (0, 2, 2)
-    assert both.without((0,)).touch(keys) == 2 and both.touch(keys) == 1
+    assert both.locate(keys) == (1, 1, 2) and both.locate(keys, (0,)) == (0, 2, 2)

@@ -79,14 +79,14 @@ def make_rig() -> StorageRig:
     rig.storage.setup = replace(
         rig.storage.setup, has_windowed_store=True, limits=StorageLimits(64, 256, 256, fetch_window_ops=8)
     )
-    rig.storage.writer.open(rig.storage.setup)
+    rig.storage.stores.near.writer.open(rig.storage.setup)
     return rig
 
 
 def answer(rig: StorageRig, end: Node) -> None:
     """The request whose path ends there is answered."""
     rig.tree.note_answer(end, end.end + 1)
-    rig.storage.writer.note_answer(end, leaves_at=0)
+    rig.storage.stores.near.writer.note_answer(end, leaves_at=0)
 
 
 def written(rig: StorageRig) -> tuple[list[int], list[int]]:
@@ -172,7 +172,7 @@ def test_what_storage_has_lost_is_stored_again_as_it_was():
     written(rig)
     rig.tree.names.forget_stored(end)
     assert not end.stored.any() and NOT_STORED == 0
-    rig.storage.writer.store_path(end)
+    rig.storage.stores.near.writer.store_path(end)
     assert written(rig) == (list(range(16)), WITH_END)
 
 
@@ -180,7 +180,7 @@ def test_one_store_gets_all_layers():
     rig = make_rig()
     setup = replace(rig.storage.setup, has_windowed_store=False)
     rig.storage.setup = setup
-    rig.storage.writer.open(setup)
+    rig.storage.stores.near.writer.open(setup)
     end = rig.insert(LONG)
     back_up(rig, end)
     assert written(rig) == (list(range(16)), list(range(16)))
@@ -197,7 +197,7 @@ def test_where_a_prompt_leaves_what_storage_has_others_may(count: int, part_coun
     rig.detach("r")
     rig.finish_all()
     end = rig.insert(LONG)
-    rig.storage.writer.note_answer(end, part_count * BLOCK)
+    rig.storage.stores.near.writer.note_answer(end, part_count * BLOCK)
     wanted = WindowBlocks(BLOCK, 1).of(rig.tree.path_of(end))
     assert wanted[part_count - 2 : part_count].all()
 
@@ -227,7 +227,7 @@ def test_what_came_without_windows_and_was_computed_is_copied_anew():
     assert host.drop_partial_ends(end, 54) and not host.drop_partial_ends(end, 54)
     back_up(rig, end)
     assert written(rig) == ([], [])
-    rig.storage.writer.note_answer(end, leaves_at=54)
+    rig.storage.stores.near.writer.note_answer(end, leaves_at=54)
     assert written(rig)[1] == [12]
 
 

@@ -342,7 +342,7 @@ def test_a_store_of_their_own_takes_what_is_partial_on_the_host():
     rig = rig_of_storage(windowed_host=6, max_store_pages=0)
     assert rig.storage.setup is not None
     rig.storage.setup = replace(rig.storage.setup, has_windowed_store=True, limits=StorageLimits(8, 64, 64, 8))
-    rig.storage.writer.setup = rig.storage.setup
+    rig.storage.stores.near.writer.setup = rig.storage.setup
     ticket = rig.controller.begin_backup(rig.insert(TEXT))
     assert ticket is not None
     rig.collect()
@@ -370,7 +370,7 @@ def test_what_waits_to_be_stored_leaves_the_pool_to_others():
         assert ticket is not None
         rig.collect()
         rig.finish(ticket)
-    assert rig.storage.writer.storing_pages == 8 and rig.tree.counts.soft_pinned[HOST] <= 16
+    assert rig.storage.stores.near.writer.storing_pages == 8 and rig.tree.counts.soft_pinned[HOST] <= 16
     assert [marks(rig, text)[-4:] for text in texts] == ["wwww"] * 8
     # What is oldest of what is not being stored, or is one of those that wait first.
     rig.clock.next += 16  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""`BlockTouches`: tells storage which of its blocks serve requests from memory, so that it keeps them, fronts first.
+"""`BlockTouches`: tells a store which of its blocks serve requests from memory, so that it keeps them, fronts first.
 
 Owns the paths that are to be told, the operation that tells some of them, one at a time, and which blocks many of the
 last requests used. The answer shows what storage has lost; `BlockWriter` stores it again. Nothing waits for it.
@@ -16,10 +16,11 @@ from itertools import takewhile
 import numpy as np
 
 from sglang.srt.managers.cache_controller import HiCacheController
+from sglang.srt.managers.storage_setup import others_than
 from sglang.srt.mem_cache.block_keys import to_bytes
 from sglang.srt.mem_cache.block_names import NOT_STORED
 from sglang.srt.mem_cache.node import Node, survivor_of
-from sglang.srt.mem_cache.transfer import STORE, StorageAction, Ticket
+from sglang.srt.mem_cache.transfer import STORE_LINKS, StorageAction, Ticket
 
 # Of paths that wait to be told.
 _MAX_PENDING = 256
@@ -48,11 +49,12 @@ class _Told:
 
 
 class BlockTouches:
-    """store_path: stores what storage lacks of a path."""
+    """store_path: stores what the store lacks of a path. place: the store's."""
 
     def __init__(
-        self, controller: HiCacheController, counters: Counter[str], store_path: Callable[[Node], None]
+        self, controller: HiCacheController, counters: Counter[str], store_path: Callable[[Node], None], place: int
     ) -> None:
+        self.place = place
         self.ledger = controller.ledger
         self.tree = controller.tree
         self.counters = counters
@@ -70,8 +72,6 @@ class BlockTouches:
         # Blocks that full storage has lost and not got back, oldest first. What is behind them is not told: without
         # them it is of no use, and is to go first.
         self._holes: dict[bytes, None] = {}
-        # See `StorageOp`.
-        self.skips: tuple[int, ...] = ()
         # What is under way.
         self.ticket: Ticket | None = None
         self._told: list[_Told] = []
@@ -137,7 +137,7 @@ class BlockTouches:
             if not path:
                 continue
             of_path = np.concatenate(self._keys_of(path))
-            stored = np.concatenate([node.stored for node in path])  # type: ignore[misc]
+            stored = self.tree.names.stored_in(path, self.place)
             if only_shared:
                 num_shared = self._num_shared(of_path)
                 of_path, stored = of_path[:num_shared], stored[:num_shared]
@@ -155,7 +155,8 @@ class BlockTouches:
             num_blocks += len(blocks)
         if keys:
             joined = np.concatenate(keys)
-            self.ticket = self.ledger.begin_storage_op(STORE, StorageAction.TOUCH, joined, skips=self.skips)
+            link, skips = STORE_LINKS[self.place], others_than(self.place, self.tree.names.num_stores)
+            self.ticket = self.ledger.begin_storage_op(link, StorageAction.TOUCH, joined, skips=skips)
 
     def end(self, count: int) -> None:
         """count: see `StorageOp`."""
@@ -223,7 +224,7 @@ class BlockTouches:
             # The front first.
             blocks = blocks[:affordable]
             self.num_back -= len(blocks)
-        self.tree.names.mark_stored(path, blocks, NOT_STORED)
+        self.tree.names.mark_stored(path, self.place, blocks, NOT_STORED)
         self.counters["storage_losses"] += 1
         self._got_back[last] = None
         if len(self._got_back) > _MAX_HOLES:

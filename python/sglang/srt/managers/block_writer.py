@@ -1,4 +1,5 @@
-"""`BlockWriter`: what of the host goes to storage, and when.
+"""`BlockWriter`: what of the host goes to a store, and when. Of two stores each has one, so that neither waits for
+the other.
 
 Owns the writes in flight and the paths that wait for room; the host keeps these longer than others, by soft pins. All
 goes through the host: `store_nodes` is called when a copy has brought nodes there, `begin_step` in every step.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
+from collections.abc import Callable
 from itertools import takewhile
 
 import numpy as np
@@ -22,12 +24,12 @@ import numpy as np
 from sglang.srt.managers.block_touches import BlockTouches
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.managers.storage_breaker import StorageBreaker
-from sglang.srt.managers.storage_setup import StorageSetup
+from sglang.srt.managers.storage_setup import StorageSetup, others_than
 from sglang.srt.managers.window_blocks import WindowBlocks, ends_within
 from sglang.srt.mem_cache.block_names import NOT_STORED, STORED, WITHOUT_WINDOWS
 from sglang.srt.mem_cache.namespaces import is_alone, salt_of
 from sglang.srt.mem_cache.node import Node, is_ready, is_whole, survivor_of
-from sglang.srt.mem_cache.transfer import FRAME_TIERS, STORE, StorageAction, StorageOp, Ticket, Tier
+from sglang.srt.mem_cache.transfer import FRAME_TIERS, STORE_LINKS, StorageAction, StorageOp, Ticket, Tier
 from sglang.srt.utils.time_units import Seconds
 
 # Paths that are to be stored when there is room: the most that are remembered, and when those that have left the tree
@@ -42,30 +44,34 @@ _STORED_SHARE = 8
 
 
 class BlockWriter:
-    """counters: takes what is counted. breaker: of writes."""
+    """counters: takes what is counted. breaker: of writes to the store. place: the store's."""
 
-    def __init__(self, controller: HiCacheController, counters: Counter[str], breaker: StorageBreaker) -> None:
+    def __init__(
+        self, controller: HiCacheController, counters: Counter[str], breaker: StorageBreaker, place: int = 0
+    ) -> None:
+        self.place = place
+        self.link = STORE_LINKS[place]
         self.controller = controller
         self.ledger = controller.ledger
         self.tree = controller.tree
         self.counters = counters
         self.breaker = breaker
-        # None while no storage is attached, or is being emptied or detached.
+        # None while the store is not attached, or is being emptied or detached.
         self.setup: StorageSetup | None = None
         # None where all layers of a block are stored.
         self._window_blocks: WindowBlocks | None = None
         # Whether an administrator wants nothing stored.
         self.is_off = False
-        # Of two stores, the places of those that get nothing.
-        self.skips: tuple[int, ...] = ()
         # Host pages that writes hold on to.
         self.storing_pages = 0
-        self.touches = BlockTouches(controller, counters, self.store_path)
+        self.touches = BlockTouches(controller, counters, self.store_path, place)
         # Ends of paths that are to be stored when writes have ended, oldest first.
         self._deferred: dict[int, Node] = {}
         # Those of them that are soft-pinned.
         self.pinned: dict[int, Node] = {}
         self._tidy_at = _TIDY_DEFERRED_STORES
+        # Whether tokens [start, end) of a path are worth it.
+        self.is_worth_storing: Callable[[int, int], bool] = lambda start, end: True
         # The write that shows whether storage has become faster, when it began, and when the next one may.
         self._trial: Ticket | None = None
         self._trial_began = self._next_trial_at = Seconds(-math.inf)
@@ -76,7 +82,7 @@ class BlockWriter:
         return not self.touches.is_full
 
     def open(self, setup: StorageSetup | None) -> None:
-        """Storage was attached, emptied or detached."""
+        """Storage was attached, emptied or detached. None: nothing at this place is attached any more."""
         self.setup = setup
         self._window_blocks = None
         if setup is not None and setup.has_windowed_store:
@@ -92,16 +98,15 @@ class BlockWriter:
         self.touches.close()
         self.setup, self._deferred = None, {}
 
-    def turn(self, is_off: bool, skips: tuple[int, ...]) -> None:
-        """See `TierSwitches`. skips: see `StorageOp`."""
+    def obey_switch(self, is_off: bool) -> None:
+        """See `TierSwitches`."""
         if is_off and not self.is_off:
             self.unpin()
             self.touches.close()
             self._deferred = {}
         # What was not stored meanwhile is, when it is used.
         self.touches.catches_up |= self.is_off and not is_off
-        self.is_off, self.skips = is_off, skips
-        self.touches.skips = skips
+        self.is_off = is_off
 
     def unpin(self) -> None:
         """What waits for room is kept no longer than anything else."""
@@ -113,7 +118,7 @@ class BlockWriter:
         """The first `count` blocks are stored, on every rank. The others are marked as stored too, until a request
         misses them and computes them."""
         if ticket == self.touches.ticket:
-            self.breaker.answer(STORE)
+            self.breaker.answer(self.link)
             self.touches.end(count)
             return
         op = self.ledger.end(ticket)
@@ -123,7 +128,7 @@ class BlockWriter:
             now = self.breaker.now
             pause_s = min(_TRIAL_PAUSE_TIMES * (now - self._trial_began), _MAX_TRIAL_PAUSE_S)
             self._trial, self._next_trial_at = None, Seconds(now + pause_s)
-        self.breaker.end(STORE, succeeded=count > 0)
+        self.breaker.end(self.link, succeeded=count > 0)
         self.touches.note_stored(count)
         self.tree.pages.stored(ticket, count, op.skips)
         block_tokens = len(op.frames) * self.tree.page_size // len(op.keys)
@@ -159,7 +164,7 @@ class BlockWriter:
     def store_leaving(self, nodes: list[Node]) -> None:
         """The host has these nodes whole, and soon partial: what storage lacks of them is stored before."""
         if not self.is_off:
-            self._store_ends(self.tree.take_to_store(nodes) if self.stores_late else nodes)
+            self._store_ends(self.tree.take_to_store(nodes, self.place) if self.stores_late else nodes)
 
     def _store_ends(self, nodes: list[Node]) -> None:
         if self.setup is None or self.tree.names.keys is None:
@@ -177,7 +182,7 @@ class BlockWriter:
     @property
     def stores_late(self) -> bool:
         """Whether only what leaves memory is stored. What the disk still has is not written again."""
-        return self.setup is not None and self.setup.is_exclusive and not self.has_room
+        return self.setup is not None and self.setup.is_exclusive(self.place) and not self.has_room
 
     def begin_step(self, num_pages: int) -> None:
         """Tell storage what is used, and store what the host gives up next, with num_pages to spare, where storage is
@@ -192,7 +197,7 @@ class BlockWriter:
 
     def _store_ahead(self, num_pages: int) -> None:
         if wanted := self.controller.num_to_look_at(Tier.HOST, num_pages):
-            self._store_ends(self.tree.take_to_store(self.tree.victims(Tier.HOST, wanted)))
+            self._store_ends(self.tree.take_to_store(self.tree.victims(Tier.HOST, wanted), self.place))
             self.controller.num_looked_at[Tier.HOST] = wanted
 
     def store_path(self, end: Node) -> None:
@@ -222,7 +227,7 @@ class BlockWriter:
         while path[top].start > begin:
             top -= 1
         keys = np.concatenate([n.block_keys for n in path[first:]])  # type: ignore[misc]
-        stored = np.concatenate([n.stored for n in path[first:]])  # type: ignore[misc]
+        stored = tree.names.stored_in(path[first:], self.place)
         by_page = np.concatenate([self._host_frames(n) for n in path[top:]])[(begin - path[top].start) // page :]
         frames = by_page[: len(keys) * (size // page)].reshape(len(keys), size // page)
         is_whole = self._gets_windows(frames, wanted[begin // size :] if wanted is not None else None)
@@ -230,7 +235,7 @@ class BlockWriter:
         lacking = np.flatnonzero(is_there & ((stored == NOT_STORED) | ((stored == WITHOUT_WINDOWS) & is_whole)))
         # write_through promises all of it.
         controller = self.controller
-        is_worth_it = controller.write_policy == "write_through" or controller.is_worth_storing(begin, end.end)
+        is_worth_it = controller.write_policy == "write_through" or self.is_worth_storing(begin, end.end)
         if not is_worth_it:
             # An open breaker has a pace of its own.
             is_due = self.breaker.is_open or self.breaker.now >= self._next_trial_at
@@ -243,19 +248,20 @@ class BlockWriter:
         for i in range(0, len(lacking), per_op):
             blocks = lacking[i : i + per_op]
             ticket = self.ledger.begin_storage_op(
-                STORE,
+                self.link,
                 StorageAction.SET,
                 keys[blocks],
                 frames[blocks].ravel(),
                 without_windows=np.repeat(~is_whole[blocks], size // page),
-                skips=self.skips,
+                skips=others_than(self.place, len(self.setup.tiers)),
                 tenant=tenant,
             )
             tree.pages.storing(ticket, path[top:], keys[blocks], begin + blocks * size)
             self.storing_pages += frames[blocks].size
             if not is_worth_it:
                 self._trial, self._trial_began = ticket, self.breaker.now
-        tree.names.mark_stored(path[first:], lacking, np.where(is_whole[lacking], STORED, WITHOUT_WINDOWS))
+        stored_now = np.where(is_whole[lacking], STORED, WITHOUT_WINDOWS)
+        tree.names.mark_stored(path[first:], self.place, lacking, stored_now)
         if len(lacking):
             self.touches.note(end)
 
@@ -273,14 +279,13 @@ class BlockWriter:
             return frames
         return np.full(len(node.key) // self.tree.page_size, -1, np.int32)
 
-    @staticmethod
-    def _first_lacking(path: list[Node], wanted: np.ndarray | None) -> int | None:
-        """The place of the first node of which storage may lack something. wanted: of the path's blocks, see
+    def _first_lacking(self, path: list[Node], wanted: np.ndarray | None) -> int | None:
+        """The place of the first node of which the store may lack something. wanted: of the path's blocks, see
         `WindowBlocks`; None: all are stored whole."""
-        if wanted is None:
-            return next((i for i, node in enumerate(path) if node.stored is not None and not node.stored.all()), None)
-        stored = np.concatenate([node.stored for node in path])  # type: ignore[misc]
-        lacks = (stored == NOT_STORED) | (wanted & (stored == WITHOUT_WINDOWS))
+        stored = self.tree.names.stored_in(path, self.place)
+        lacks = stored == NOT_STORED
+        if wanted is not None:
+            lacks |= wanted & (stored == WITHOUT_WINDOWS)
         if not lacks.any():
             return None
         ends = np.cumsum([len(node.stored) for node in path])  # type: ignore[arg-type]
@@ -330,6 +335,8 @@ class BlockWriter:
         most = min(self.setup.limits.most_pinned_pages, self._most_windowed_pages)
         # The whole path is pinned.
         is_full = self.tree.counts.soft_pinned[Tier.HOST] + end.end // self.tree.page_size > most
-        if end.id not in self.pinned and not is_full and not self.breaker.is_open:
+        # Reads of the first store are not to wait for the second one. What that misses it is told of when it is used.
+        may_pin = self.place == 0 and not is_full and not self.breaker.is_open
+        if end.id not in self.pinned and may_pin:
             self.pinned[end.id] = end
             self.tree.soft_pin(end)

@@ -88,7 +88,7 @@ class CacheAdmin:
         self._queues = queues
         self._end_request = end_request
         most = max([table.num_pages for table in cache.tables.values()]) * cache.page_size // 2
-        self.retention = PrefixRetention(cache.tree, cache.clock, most, cache.storage.writer.touches.note)
+        self.retention = PrefixRetention(cache.tree, cache.clock, most, cache.storage.stores.note_kept)
         self.labels = PrefixLabels(cache.page_size)
         self.quotas = cache.quotas
         # Erasures and quotas that storage is being told of.
@@ -264,8 +264,10 @@ class CacheAdmin:
             return ""
         if not storage.is_open:
             return "storage is being attached, emptied or detached: try again"
-        if storage.writes.hangs:
-            return f"storage is left alone ({storage.writes.reason}), and could not be told: try again when it works"
+        for store in storage.stores:
+            if store.writes.hangs:
+                reason = store.writes.reason
+                return f"storage is left alone ({reason}), and could not be told: try again when it works"
         return ""
 
     def end(self, ticket: Ticket, count: int) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from sglang.srt.mem_cache.transfer import BACKUP_LINKS, D2H, D2P, H2D, P2D
+from sglang.srt.mem_cache.transfer import BACKUP_LINKS, D2H, D2P, H2D, P2D, STORE_LINKS
 
 # Links whose operations are measured, and what moves the same pages the other way.
 _OTHER_WAY = {H2D: D2H, P2D: D2P, D2H: H2D, D2P: P2D}
@@ -140,6 +140,11 @@ def _informed(fits: Sequence[_CopyFit], num_bytes: float) -> list[_CopyFit]:
     return [fit for fit in fits if fit.knows(num_bytes)] or [fit for fit in fits if fit.num_samples]
 
 
+def _mean_seconds(fits: Sequence[_CopyFit], num_bytes: float) -> float:
+    """What an operation takes, in the mean of some fits."""
+    return sum(fit.seconds((1.0, num_bytes)) for fit in fits) / len(fits)
+
+
 def non_negative_solution(matrix: list[list[float]], vector: list[float]) -> list[float]:
     """The x >= 0 that minimises x.matrix.x / 2 - vector.x; matrix: symmetric, positive definite, of a few rows.
 
@@ -223,6 +228,49 @@ class _PrefillFit(_Fit):
         return fixed_s, context_s + more_s, context_s, pair_s
 
 
+class StoreCosts:
+    """Of reads and writes of one store. usual_bytes: of USUAL_TOKENS."""
+
+    def __init__(self, usual_bytes: float) -> None:
+        self._usual_bytes = usual_bytes
+        self._fetch, self._store = _CopyFit(), _CopyFit()
+        self._num_fast_fetches = 0
+
+    @property
+    def fetch_coefficients(self) -> list[float]:
+        return self._fetch.coefficients
+
+    def add_fetch(self, num_bytes: int, seconds: float) -> None:
+        """Seconds for which an operation that read all its bytes held its link. What looks slow is not fetched: a few
+        small reads have to show that it has become fast."""
+        is_fast = 0 < _FASTER * seconds < self._fetch.seconds((1.0, num_bytes))
+        self._num_fast_fetches = self._num_fast_fetches + 1 if is_fast else 0
+        if self._num_fast_fetches == _FAST_FETCHES_IN_A_ROW:
+            self._fetch, self._num_fast_fetches = _CopyFit(), 0
+        self._fetch.add_copy(num_bytes, seconds)
+
+    def fetch_seconds(self, num_ops: int, num_bytes: int) -> float | None:
+        """Seconds of operations one after another: fetch_latency_s * ops + fetch_byte_s * bytes. While no fetch was
+        measured, as many as storing takes; None while nothing was."""
+        fits = _informed((self._fetch, self._store), num_bytes / num_ops)
+        return fits[0].seconds((num_ops, num_bytes)) if fits else None
+
+    def add_store(self, num_bytes: int, seconds: float) -> None:
+        """Seconds for which an operation that wrote all its bytes held its link."""
+        self._store.add_copy(num_bytes, seconds)
+
+    def store_seconds(self, num_bytes: int) -> float | None:
+        """Of one operation, as `fetch_seconds`."""
+        fits = _informed((self._store, self._fetch), num_bytes)
+        return fits[0].seconds((1.0, num_bytes)) if fits else None
+
+    def usual_seconds(self, num_tokens: int) -> float | None:
+        """Seconds for which reading tokens, or writing them, takes the link, as a part of operations of USUAL_TOKENS.
+        None while nothing was measured."""
+        fits = _informed((self._store, self._fetch), self._usual_bytes)
+        return _mean_seconds(fits, self._usual_bytes) * num_tokens / USUAL_TOKENS if fits else None
+
+
 class CostModel:
     """bytes_per_token: the size of a token's KV on the link that loads it. kernel_links: their loads wait for a GPU's
     prefills, and count as no slower than backups. Otherwise what is computed instead would make loads slow, and
@@ -242,8 +290,8 @@ class CostModel:
         self._were_even = dict.fromkeys(MEASURED_LINKS, False)
         self._doubts = dict.fromkeys(MEASURED_LINKS, 0)
         self._patience = dict.fromkeys(MEASURED_LINKS, _PATIENCE)
-        self._fetch, self._store = _CopyFit(), _CopyFit()
-        self._num_fast_fetches = 0
+        # By the place of the store.
+        self.stores = tuple(StoreCosts(self._usual_bytes) for _ in STORE_LINKS)
         self._stream = _Fit(ridge=(1e-3, 1e-6, 1e-3))
         self._last_decode = (1.0, 0.0, 0.0)
         self._longest_prefill = 0.0
@@ -323,21 +371,17 @@ class CostModel:
         """Of a load of USUAL_TOKENS; while no load was measured on a link, of as many the other way; None while
         nothing was."""
         fits = self._fits_of_loads(link, self._usual_bytes)
-        return self._usual_seconds(fits[:1]) if fits else None
+        return _mean_seconds(fits[:1], self._usual_bytes) if fits else None
 
     def there_and_back_seconds(self, num_tokens: int, load_link: str) -> float | None:
         """Seconds for which copying tokens from the device and loading them again takes the links, as a part of
         operations of USUAL_TOKENS. None while nothing was measured."""
         fits = self._fits_of_loads(load_link, self._usual_bytes)
-        return 2 * self._usual_seconds(fits) * num_tokens / USUAL_TOKENS if fits else None
+        return 2 * _mean_seconds(fits, self._usual_bytes) * num_tokens / USUAL_TOKENS if fits else None
 
     @property
     def _usual_bytes(self) -> float:
         return USUAL_TOKENS * self._bytes_per_token
-
-    def _usual_seconds(self, fits: Sequence[_CopyFit]) -> float:
-        """What an operation of USUAL_TOKENS takes, in the mean of some fits."""
-        return sum(fit.seconds((1.0, self._usual_bytes)) for fit in fits) / len(fits)
 
     def recompute_seconds(self, start: int, end: int) -> float | None:
         """Seconds that tokens [start, end) of a prompt add to a launch. None while no prefill was measured."""
@@ -357,39 +401,9 @@ class CostModel:
         stream was measured."""
         return self._stream.seconds((1.0, num_bytes, from_disk)) if self._stream.num_samples else None
 
-    def add_fetch(self, num_bytes: int, seconds: float) -> None:
-        """Seconds for which an operation that read all its bytes from storage held its link. What looks slow is not
-        fetched: a few small reads have to show that it has become fast."""
-        is_fast = 0 < _FASTER * seconds < self._fetch.seconds((1.0, num_bytes))
-        self._num_fast_fetches = self._num_fast_fetches + 1 if is_fast else 0
-        if self._num_fast_fetches == _FAST_FETCHES_IN_A_ROW:
-            self._fetch, self._num_fast_fetches = _CopyFit(), 0
-        self._fetch.add_copy(num_bytes, seconds)
-
-    def fetch_seconds(self, num_ops: int, num_bytes: int) -> float | None:
-        """Seconds of operations one after another: fetch_latency_s * ops + fetch_byte_s * bytes. While no fetch was
-        measured, as many as storing takes; None while nothing was."""
-        fits = _informed((self._fetch, self._store), num_bytes / num_ops)
-        return fits[0].seconds((num_ops, num_bytes)) if fits else None
-
-    def add_store(self, num_bytes: int, seconds: float) -> None:
-        """Seconds for which an operation that wrote all its bytes to storage held its link."""
-        self._store.add_copy(num_bytes, seconds)
-
-    def store_seconds(self, num_bytes: int) -> float | None:
-        """Of one operation, as `fetch_seconds`."""
-        fits = _informed((self._store, self._fetch), num_bytes)
-        return fits[0].seconds((1.0, num_bytes)) if fits else None
-
-    def storage_seconds(self, num_tokens: int) -> float | None:
-        """Seconds for which reading tokens from storage, or writing them there, takes its link, as a part of
-        operations of USUAL_TOKENS. None while nothing was measured."""
-        fits = _informed((self._store, self._fetch), self._usual_bytes)
-        return self._usual_seconds(fits) * num_tokens / USUAL_TOKENS if fits else None
-
     def forget_storage(self) -> None:
         """Forget the samples of fetches and stores, because the storage has changed."""
-        self._fetch, self._store = _CopyFit(), _CopyFit()
+        self.stores = tuple(StoreCosts(self._usual_bytes) for _ in STORE_LINKS)
 
     def prompt_seconds(self, start: int, end: int, chunk: int) -> float | None:
         """Seconds to compute tokens [start, end) of a prompt, in launches of up to `chunk` tokens. None while such
@@ -434,7 +448,8 @@ class CostModel:
             "decode_s decode_req_s decode_context_s": self._decode.coefficients,
             "load_latency_s load_byte_s": self._copies[H2D].coefficients,
             "peer_latency_s peer_byte_s": self._copies[P2D].coefficients,
-            "fetch_latency_s fetch_byte_s": self._fetch.coefficients,
+            "fetch_latency_s fetch_byte_s": self.stores[0].fetch_coefficients,
+            "far_fetch_latency_s far_fetch_byte_s": self.stores[1].fetch_coefficients,
             "stream_latency_s stream_byte_s stream_disk_byte_s": self._stream.coefficients,
         }
         return {name: c for each, found in names.items() for name, c in zip(each.split(), found)}

@@ -17,12 +17,22 @@ from sglang.srt.managers.schedule_batch import BatchDecision, StepInputs, Storag
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.step_record import Recorder
 from sglang.srt.mem_cache.slab_ledger import BorrowedSlabs, LentSlabs, SlabReport, SlabSource
-from sglang.srt.mem_cache.transfer import EXEC, FETCH, PROBE, STALL, STORAGE_LINKS, STORE, STREAM, Link, Tier
+from sglang.srt.mem_cache.transfer import (
+    EXEC,
+    FETCH_LINKS,
+    PROBE,
+    STALL,
+    STORAGE_LINKS,
+    STORE_LINKS,
+    STREAM,
+    Link,
+    Tier,
+)
 from sglang.srt.model_executor.executor import Executor
 from sglang.srt.sampling.logprob_types import LaunchFindings
 from sglang.srt.utils.time_units import Seconds
 
-_MEASURED = (EXEC, *PARTS_OF_LAUNCHES, *MEASURED_LINKS, FETCH, STORE)
+_MEASURED = (EXEC, *PARTS_OF_LAUNCHES, *MEASURED_LINKS, *FETCH_LINKS, *STORE_LINKS)
 
 
 class EngineCore:
@@ -120,7 +130,7 @@ class EngineCore:
             consumed=consumed,
             cost={name: dict(costs) for name, costs in self._cost.items() if costs},
             slab_report=report,
-            storage_has_room=all(getattr(self.links.get(name), "has_room", True) for name in STORAGE_LINKS),
+            storage_has_room=tuple(getattr(self.links.get(name), "has_room", True) for name in STORE_LINKS),
         )
 
     def has_work(self, now: Seconds) -> bool:

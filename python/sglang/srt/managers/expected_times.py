@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from sglang.srt.managers.cost_model import CostModel
 from sglang.srt.managers.late_copies import OVERDUE_S, OVERDUE_TIMES
 from sglang.srt.managers.schedule_policy import NO_LOADS, LoadTimes, PrefillWork, stall_seconds
-from sglang.srt.mem_cache.transfer import EXEC, FETCH, H2D, P2D, Ticket
+from sglang.srt.mem_cache.transfer import EXEC, FETCH_LINKS, H2D, P2D, Ticket
 from sglang.srt.utils.time_units import Seconds
 
 # An operation that took too long keeps others away for so many times as long, and for so many seconds at most: a
@@ -111,7 +111,8 @@ class ExpectedTimes:
             link: Forecast(_OVERDUE_TIMES_OF_KERNELS if link in kernel_links else OVERDUE_TIMES)
             for link in (H2D, P2D)
         }
-        self.fetches = Forecast()
+        # By the place of the store.
+        self.fetches = tuple(Forecast() for _ in FETCH_LINKS)
         self._bytes_per_token = bytes_per_token
         self._num_layers = num_layers
         self._windowed_share, self._window_reach = windowed_share, window_reach
@@ -136,12 +137,14 @@ class ExpectedTimes:
         size = self._bytes_per_token
         return (num_tokens and self.costs.stream_seconds(int(num_tokens * size), int(from_disk * size))) or 0.0
 
-    def fetch_seconds(self, num_tokens: int, tokens_per_op: int, seen_only: bool = False) -> float | None:
-        """Of so many tokens from storage, by operations of tokens_per_op; None while that is not known. seen_only: of
-        layers with a window only the end comes."""
+    def fetch_seconds(
+        self, num_tokens: int, tokens_per_op: int, seen_only: bool = False, place: int = 0
+    ) -> float | None:
+        """Of so many tokens from the store at that place, by operations of tokens_per_op; None while that is not
+        known. seen_only: of layers with a window only the end comes."""
         left_out = self._windowed_share * max(0, num_tokens - self._window_reach) if seen_only else 0.0
         num_bytes = int((num_tokens - left_out) * self._bytes_per_token)
-        return self.costs.fetch_seconds(-(-num_tokens // tokens_per_op), num_bytes)
+        return self.costs.stores[place].fetch_seconds(-(-num_tokens // tokens_per_op), num_bytes)
 
     # -- when ---------------------------------------------------------------------------------------------------
 
@@ -204,10 +207,12 @@ class ExpectedTimes:
         stall_s = stall_seconds(self.arrival_of_stream(streamed, from_disk), start, seconds, self._num_layers)
         self.launches.begin(seq, seconds + stall_s, self.now)
 
-    def begin_fetch(self, seq: int, num_bytes: int) -> None:
-        self.fetches.begin(seq, self.costs.fetch_seconds(1, num_bytes) or 0.0, self.now)
+    def begin_fetch(self, ticket: Ticket, num_bytes: int) -> None:
+        place = FETCH_LINKS.index(ticket.link)
+        seconds = self.costs.stores[place].fetch_seconds(1, num_bytes) or 0.0
+        self.fetches[place].begin(ticket.seq, seconds, self.now)
 
     def complete(self, done: Mapping[str, int]) -> None:
         """Launches, and operations of links, below these numbers are over."""
-        for name, forecast in ((EXEC, self.launches), (FETCH, self.fetches), *self.loads.items()):
+        for name, forecast in ((EXEC, self.launches), *zip(FETCH_LINKS, self.fetches), *self.loads.items()):
             forecast.complete(done.get(name, 0), self.now)

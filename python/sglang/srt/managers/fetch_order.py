@@ -24,7 +24,9 @@ class Attempt(Enum):
     BEGUN = auto()
     # Its prefix is on its way to a tier that is read.
     STALLED = auto()
-    # Too much is on its way.
+    # Enough is on its way from its store.
+    BUSY = auto()
+    # The host has no room yet.
     FULL = auto()
     # Nothing more is to be begun.
     OVER = auto()

@@ -45,14 +45,14 @@ from sglang.srt.mem_cache.transfer import (
     BACKUP_LINKS,
     COPY_LINKS,
     D2S,
-    FETCH,
+    FETCH_LINKS,
     FRAME_TIERS,
     LINKS,
     LOAD_LINKS,
     P2H,
     P2P,
     STORAGE_LINKS,
-    STORE,
+    STORE_LINKS,
     TIER_NAMES,
     StorageOp,
     Ticket,
@@ -252,7 +252,7 @@ class KVCache:
             frames = (node.frames[Tier.DEVICE] for node in self.path_of(receipt))
             self._found += [each for each in frames if each is not None]
         if self.storage.is_open:
-            self.storage.writer.touches.note_request(receipt.node)
+            self.storage.stores.note_request(receipt.node)
 
     def back_up_reused(self, receipt: Receipt) -> None:
         """See `HiCacheController.back_up_reused`."""
@@ -287,7 +287,7 @@ class KVCache:
         # A fetch for another request may have brought it without windows, while this one computed it.
         if req.leaves_at and self.controller.windowed_host.drop_partial_ends(end, req.leaves_at):
             self.controller.back_up_inserted(end)
-        self.storage.writer.note_answer(end, req.leaves_at)
+        self.storage.stores.note_answer(end, req.leaves_at)
         if req.session is not None:
             self.sessions.end_turn(req.session, end)
 
@@ -414,7 +414,7 @@ class KVCache:
         """Copy what the device gives up next, so that it can go at once. num_running: requests that decode."""
         num_pages = pages_ahead(num_running, self.takes.num_pages)
         self.controller.auto.write_ahead(num_pages)
-        self.storage.writer.begin_step(num_pages)
+        self.storage.stores.begin_step(num_pages)
 
     def begin_load(self, nodes: list[Node]) -> list[tuple[Ticket, int]]:
         """See `HiCacheController.begin_load`. Returns the operations and the bytes of each."""
@@ -618,13 +618,13 @@ class KVCache:
             assert isinstance(op, StorageOp)
             if len(op.keys):
                 self._link_bytes[link] += op.size_bytes * count // len(op.keys)
-            if link == FETCH:
+            if link in FETCH_LINKS:
                 self._note_growth(ticket)
                 self.storage.end_fetch(ticket, count)
             elif administered(ticket, count):
                 pass
-            elif link == STORE:
-                self.storage.writer.end(ticket, count)
+            elif link in STORE_LINKS:
+                self.storage.stores.of_link(link).writer.end(ticket, count)
             else:
                 far_counts, part_counts = probed
                 self.storage.end_probe(ticket, count, far_counts[i], part_counts[i])

@@ -36,12 +36,12 @@ from sglang.srt.mem_cache.placement import is_worth_copying
 from sglang.srt.mem_cache.transfer import (
     BACKUP_LINKS,
     EXEC,
-    FETCH,
+    FETCH_LINKS,
     H2D,
     LOAD_LINKS,
     P2D,
     STALL,
-    STORE,
+    STORE_LINKS,
     STREAM,
     StorageAction,
     StorageOp,
@@ -180,7 +180,8 @@ class LoadPlanner:
                     # What is far faster than expected is tried again at once.
                     if not costs.add_copy(num_bytes, seconds, link):
                         self._measured_at[link] = self.expected.now
-        for link, add in ((FETCH, costs.add_fetch), (STORE, costs.add_store)):
+        adds = [each for store in costs.stores for each in (store.add_fetch, store.add_store)]
+        for link, add in zip([link for links in zip(FETCH_LINKS, STORE_LINKS) for link in links], adds):
             first, counts = self._cache.num_done(link), inputs.counts.get(link, ())
             for seq, seconds in inputs.cost.get(link, {}).items():
                 op = in_flight.get(Ticket(link, seq))
@@ -293,18 +294,19 @@ class LoadPlanner:
         """Whether what was measured of copies to a tier is no older than `BELIEVED_S`."""
         return self.expected.now < self._measured_at.get(BACKUP_LINKS[tier], -math.inf) + BELIEVED_S
 
-    def _is_worth_storing(self, start: int, end: int) -> bool:
+    def _is_worth_storing(self, place: int, start: int, end: int) -> bool:
         """Whether tokens [start, end) of a prompt are better fetched than computed. Nothing waits for writes."""
         costs = self.expected.costs
-        return is_worth_copying(costs.storage_seconds(end - start), costs.recompute_seconds(start, end))
+        return is_worth_copying(costs.stores[place].usual_seconds(end - start), costs.recompute_seconds(start, end))
 
-    def _fetch_s(self, num_tokens: int) -> float | None:
+    def _fetch_s(self, place: int, num_tokens: int) -> float | None:
         limits = self._storage.limits
         if limits is None:
             return None
-        return self.expected.fetch_seconds(num_tokens, limits.blocks_per_op * self._cache.block_tokens, True)
+        per_op = limits.blocks_per_op * self._cache.block_tokens
+        return self.expected.fetch_seconds(num_tokens, per_op, True, place)
 
-    def _fetch_gain_s(self, start: int, end: int) -> float | None:
+    def _fetch_gain_s(self, place: int, start: int, end: int) -> float | None:
         """How much sooner tokens [start, end) of a prompt are fetched than computed, in seconds, at most; None: not
         known. While no fetch was measured, it takes no time."""
         limits, expected = self._storage.limits, self.expected
@@ -312,15 +314,16 @@ class LoadPlanner:
             return None
         compute_s = expected.costs.most_prompt_seconds(start, end, self.config.chunked_prefill_size)
         per_op = limits.blocks_per_op * self._cache.block_tokens
-        fetch_s = expected.fetch_seconds(end - start, per_op, self._storage.leaves_out_windows)
+        fetch_s = expected.fetch_seconds(end - start, per_op, self._storage.leaves_out_windows, place)
         return None if compute_s is None else compute_s - (fetch_s or 0.0)
 
     def _expected_storage_s(self, op: StorageOp) -> float:
         """Of a read or write. What a probe takes is not measured."""
-        costs = self.expected.costs
+        costs, link = self.expected.costs.stores, op.ticket.link
         if op.action == StorageAction.GET:
-            return costs.fetch_seconds(1, op.size_bytes) or 0.0
-        return (op.action == StorageAction.SET and costs.store_seconds(op.size_bytes)) or 0.0
+            return costs[FETCH_LINKS.index(link)].fetch_seconds(1, op.size_bytes) or 0.0
+        is_write = op.action == StorageAction.SET
+        return (is_write and costs[STORE_LINKS.index(link)].store_seconds(op.size_bytes)) or 0.0
 
     def part_to_take(self, req: Req, match: MatchResult) -> MatchResult:
         """What a waiting request that starts takes of its match. It computes all that it would load where that is
@@ -390,19 +393,29 @@ class LoadPlanner:
         load_s = host_s + expected.load_seconds(all_of_it[1] - rest[1], P2D, behind=sum(rest))
         return recomputed if is_idle or compute_s <= load_s else 0
 
-    def blocks_worth_fetching(self, rid: str, first: int, num_blocks: int, ahead: int) -> int:
-        """See `StorageAdvice`."""
+    def blocks_worth_fetching(self, rid: str, first: int, num_by_store: tuple[int, int], ahead: int) -> int:
+        """See `StorageAdvice`. The stores are read at the same time."""
         req, limits = self._queues.get(rid), self._storage.limits
         assert req is not None and limits is not None
         expected, size = self.expected, self._cache.block_tokens
         per_op, chunk = limits.blocks_per_op * size, self.config.chunked_prefill_size
-        if expected.fetch_seconds(size, per_op) is None or expected.costs.recompute_seconds(0, size) is None:
+        num_near, num_blocks = num_by_store[0], sum(num_by_store)
+        places = [place for place, num in enumerate(num_by_store) if num]
+        is_known = all(expected.fetch_seconds(size, per_op, place=place) is not None for place in places)
+        if not is_known or expected.costs.recompute_seconds(0, size) is None:
             return num_blocks
-        on_link_s = max(0.0, expected.fetches.free_at - expected.now)
+        on_link_s = [max(0.0, forecast.free_at - expected.now) for forecast in expected.fetches]
         seen_only = self._storage.leaves_out_windows
 
+        def store_s(place: int, n: int) -> float:
+            if not n:
+                return 0.0
+            num_ahead = ahead if place == places[0] else 0
+            seconds = expected.fetch_seconds((num_ahead + n) * size, per_op, seen_only, place)
+            return on_link_s[place] + (seconds or 0.0)
+
         def fetch_s(n: int) -> float:
-            return on_link_s + (expected.fetch_seconds((ahead + n) * size, per_op, seen_only) or 0.0)
+            return max(store_s(place, min(n, num_near) if place == 0 else max(0, n - num_near)) for place in places)
 
         def compute_s(n: int) -> float:
             return expected.costs.most_prompt_seconds((first + n) * size, req.num_known, chunk) or 0.0

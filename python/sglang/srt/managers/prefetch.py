@@ -48,11 +48,13 @@ class Prefetch:
     begun_end: int = 0
     # Fetches that it waits for.
     tickets: dict[Ticket, None] = field(default_factory=dict)
-    # Of each fetch that brought something, tokens [start, end), from the second storage tier those from `border` on:
-    # (start, border, end). Fetches that others have begun count.
+    # Of each fetch that brought something, the place of its store and tokens [start, end). Fetches that others have
+    # begun count.
     found: list[tuple[int, int, int]] = field(default_factory=list)
-    # Of what it begins to fetch, tokens from there on lie on the second storage tier.
+    # Of what it begins to fetch, tokens from there on are in the second store.
     far_from: int = 0
+    # The places of stores that were not asked.
+    skips: tuple[int, ...] = ()
     # To be begun, as far as it is known.
     blocks_left: int = 0
     # Storage is known to have its prompt up to that token.

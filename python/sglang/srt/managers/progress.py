@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from sglang.srt.mem_cache.slab_ledger import SlabReport
-from sglang.srt.mem_cache.transfer import EXEC, LINKS, PROBE, STALL, STORAGE_LINKS, STREAM
+from sglang.srt.mem_cache.transfer import EXEC, LINKS, PROBE, STALL, STORAGE_LINKS, STORE_LINKS, STREAM
 from sglang.srt.sampling.logprob_types import LaunchFindings
 
 # The names of all counts: launches, and the operations of each link.
@@ -47,8 +47,8 @@ class Progress:
     cost: dict[str, dict[int, float]] = field(default_factory=dict)
     # Of borrowed or lent memory.
     slab_report: SlabReport = field(default_factory=SlabReport)
-    # Whether storage can take more blocks without giving up others.
-    storage_has_room: bool = True
+    # Of each store, by its place: whether it can take more blocks without giving up others.
+    storage_has_room: tuple[bool, ...] = (True, True)
 
 
 class _Columns:
@@ -61,7 +61,7 @@ class _Columns:
     mapped_slabs: 1 for each slab that the rank may use, else 0.
     readable_slabs: 1 for each slab from which the rank can copy, else 0.
     num_borrowable_slabs, num_lendable_slabs, value_us, lent_value_us: one number each, of `SlabReport`.
-    storage_has_room: 1 if so, else 0.
+    storage_has_room: of each store, 1 if so, else 0.
     sources: of `SlabReport`, by slab. negated_sources: the same, negated: where the least and the largest differ,
     ranks have mapped different memory.
     negated_num_late_slabs: one number. Ranks agree on the largest number of late slabs, so it is stored negated.
@@ -86,7 +86,7 @@ class _Columns:
             "sources": len(report.sources) // 8,
             "negated_sources": len(report.sources) // 8,
             "negated_num_wanted": len(report.num_wanted),
-            "storage_has_room": 1,
+            "storage_has_room": len(STORE_LINKS),
         }
         self.width = 0
         self._slices: dict[str, slice] = {}
@@ -156,7 +156,7 @@ def unpack_progress(least: np.ndarray, rank_0: Progress) -> Progress:
             for name, costs in rank_0.cost.items()
         },
         slab_report=_agreed_report(columns, least),
-        storage_has_room=bool(columns.of(least, "storage_has_room")[0]),
+        storage_has_room=tuple(map(bool, columns.of(least, "storage_has_room").tolist())),
     )
 
 

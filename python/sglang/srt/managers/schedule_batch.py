@@ -361,7 +361,7 @@ class StepInputs(msgspec.Struct, frozen=True, kw_only=True):
     # What all ranks may use of borrowed or lent memory.
     slab_report: SlabReport = SlabReport()
     # Whether storage can take more blocks without giving up others.
-    storage_has_room: bool = True
+    storage_has_room: tuple[bool, ...] = (True, True)
 
 
 class ControlReply(msgspec.Struct, frozen=True):

@@ -164,7 +164,7 @@ class Scheduler:
         times.append(self._too_long.wake_at)
         if self.streaming.reqs:
             # A request that streams waits for what storage pins, until it hangs.
-            times.append(self.storage.writes.next_at)
+            times.append(self.storage.stores.write_hangs_at)
         return min((t for t in times if t is not None), default=None)
 
     def step(self, inputs: StepInputs) -> BatchDecision:
@@ -279,7 +279,7 @@ class Scheduler:
                 each.update(inputs.slab_report)
         if cache.is_withdrawing:
             self._step_again_at = inputs.now
-        if inputs.storage_has_room != self.storage.writer.has_room:
+        if inputs.storage_has_room != self.storage.stores.has_room:
             self.storage.note_room(inputs.storage_has_room)
         self.storage.watch()
         self.storage.expire(inputs.now)

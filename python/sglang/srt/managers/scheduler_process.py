@@ -61,7 +61,7 @@ from sglang.srt.managers.storage_requests import StorageRequests
 from sglang.srt.mem_cache.block_keys import BlockKeys
 from sglang.srt.mem_cache.hottest_prefixes import HottestPrefixes
 from sglang.srt.mem_cache.storage.tiered_store import parts_of
-from sglang.srt.mem_cache.transfer import Tier
+from sglang.srt.mem_cache.transfer import TIER_NAMES, Tier
 from sglang.srt.peer.memory.borrowed_memory import BorrowedMemory
 from sglang.srt.peer.memory.lent_memory import LentMemory
 from sglang.srt.server_args import ServerArgs
@@ -126,7 +126,7 @@ class SchedulerProcess:
         self._logged_stall_s = 0.0
         self._gen_throughput = 0.0
         # Of storage's breakers, why they are open.
-        self._logged_reasons = {"reads": "", "writes": ""}
+        self._logged_reasons: dict[str, str] = {}
         self._logged_differences = 0
         admin = core.scheduler.cache_admin
         self._hottest = HottestPrefixes(core.scheduler.cache.tree, labels=(admin.labels, admin.retention.labels))
@@ -302,18 +302,23 @@ class SchedulerProcess:
     def _log_breakers(self) -> None:
         """A line when storage is left alone, and one when it is used again."""
         storage = self.core.scheduler.storage
-        for what, breaker in (("reads", storage.reads), ("writes", storage.writes)):
-            if breaker.reason == self._logged_reasons[what]:
+        breakers = {
+            f"{what} of {TIER_NAMES[tier]} storage": breaker
+            for tier, store in zip(storage.tiers, storage.stores)
+            for what, breaker in (("reads", store.reads), ("writes", store.writes))
+        }
+        for what, breaker in breakers.items():
+            if breaker.reason == self._logged_reasons.get(what, ""):
                 continue
             self._logged_reasons[what] = breaker.reason
             if breaker.is_open:
                 logger.warning(
-                    "no more %s of storage: %s; requests go on without it, and trials show when it works again",
+                    "no more %s: %s; requests go on without it, and trials show when it works again",
                     what,
                     breaker.reason,
                 )
-            elif storage.setup is not None:
-                logger.warning("%s of storage work again", what)
+            else:
+                logger.warning("%s work again", what)
 
     def _log_differences(self) -> None:
         """What the canary has turned off; `CheckLink` tells what differed."""

@@ -7,14 +7,14 @@ nothing else is on its way to storage or from it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from sglang.srt.managers.schedule_batch import ControlReply, StorageRequest
 from sglang.srt.managers.storage_breaker import StorageBreaker
 from sglang.srt.managers.storage_controller import StorageController
 from sglang.srt.managers.storage_setup import StorageSetup
-from sglang.srt.mem_cache.transfer import TIER_NAMES, StorageAction, Ticket
+from sglang.srt.mem_cache.transfer import TIER_NAMES, StorageAction, Ticket, Tier
 
 
 class StorageAdmin:
@@ -82,12 +82,12 @@ class StorageAdmin:
             "fetch_order": setup.prefetch.fetch_order,
             "write_policy": setup.write_policy,
             "block_tokens": setup.block_tokens,
-            "fetching_tokens": storage.fetching_pages * page,
-            "fetching_limit_tokens": setup.limits.max_fetch_pages * page,
-            "storing_tokens": storage.writer.storing_pages * page,
-            "storing_limit_tokens": setup.limits.max_store_pages * page,
-            "reads": _breaker_state(storage.reads),
-            "writes": _breaker_state(storage.writes),
+            "fetching_tokens": storage.stores.fetching_pages * page,
+            "fetching_limit_tokens": len(setup.tiers) * setup.limits.max_fetch_pages * page,
+            "storing_tokens": storage.stores.storing_pages * page,
+            "storing_limit_tokens": len(setup.tiers) * setup.limits.max_store_pages * page,
+            "reads": _breakers_state(setup.tiers, [store.reads for store in storage.stores]),
+            "writes": _breakers_state(setup.tiers, [store.writes for store in storage.stores]),
         }
 
     def take_replies(self) -> list[ControlReply]:
@@ -105,5 +105,10 @@ class StorageAdmin:
         return ""
 
 
-def _breaker_state(breaker: StorageBreaker) -> dict[str, Any]:
-    return {"off": breaker.is_open, "reason": breaker.reason, "times_off": breaker.num_opened}
+def _breakers_state(tiers: Sequence[Tier], breakers: Sequence[StorageBreaker]) -> dict[str, Any]:
+    return {
+        "off": any(breaker.is_open for breaker in breakers),
+        "tiers_off": [TIER_NAMES[tier] for tier, breaker in zip(tiers, breakers) if breaker.is_open],
+        "reason": "; ".join(breaker.reason for breaker in breakers if breaker.is_open),
+        "times_off": sum(breaker.num_opened for breaker in breakers),
+    }

@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.node import path_of
 from sglang.srt.mem_cache.transfer import (
-    FETCH,
+    FETCH_LINKS,
     OPS_OF_BLOCKS,
     OPS_OF_TENANTS,
     PROBE,
     STORAGE_LINKS,
-    STORE,
     StorageOp,
     Tier,
 )
@@ -30,10 +29,12 @@ def check_storage_ops(storage: StorageController) -> None:
             num_ops = sum(t.link in STORAGE_LINKS for t in storage.ledger.in_flight)
             goes_beside = op.action in (*OPS_OF_BLOCKS, *OPS_OF_TENANTS)
             assert num_ops == 1 or goes_beside, f"{op.action.name} beside other operations"
-    reading = storage.fetching_pages + storage._trial.num_pages
-    assert by_link == {PROBE: 0, FETCH: reading, STORE: storage.writer.storing_pages}
-    fetches = {t for t in storage.ledger.in_flight if t.link == FETCH and t != storage._trial.ticket}
-    assert storage._fetches.keys() == fetches
+    assert by_link[PROBE] == 0
+    for store in (storage.stores.near, storage.stores.far):
+        assert by_link[store.fetch_link] == store.fetching_pages + store.trial.num_pages
+        assert by_link[store.writer.link] == store.writer.storing_pages
+        fetches = {t for t in storage.ledger.in_flight if t.link == store.fetch_link and t != store.trial.ticket}
+        assert store.fetches.keys() == fetches
 
 
 def check_storage(storage: StorageController) -> None:
@@ -43,13 +44,13 @@ def check_storage(storage: StorageController) -> None:
         assert ticket in storage.ledger.in_flight, f"{list(rids)} wait for {ticket}, which is over"
         assert rids, f"no request waits for {ticket}"
     for ticket in storage.ledger.in_flight:
-        wanted = ticket.link == FETCH and storage.tree.nodes_of(ticket)
+        wanted = ticket.link in FETCH_LINKS and storage.tree.nodes_of(ticket)
         assert not wanted or ticket in storage._waiters, f"{ticket} goes on, but no request waits for it"
     for rid, prefetch in storage._prefetches.items():
         assert all(rid in storage._waiters[ticket] for ticket in prefetch.asked)
         for ticket in prefetch.tickets:
             above = {n.tickets[Tier.HOST] for node in storage.tree.nodes_of(ticket) for n in path_of(node)}
-            left_out = {t for t in above if t is not None and t.link == FETCH} - prefetch.tickets.keys()
+            left_out = {t for t in above if t is not None and t.link in FETCH_LINKS} - prefetch.tickets.keys()
             assert not left_out, f"{rid} waits for {ticket}, but not for {left_out} above it"
         assert prefetch.is_over == (rid not in storage._waiting), rid
     assert storage._waiting.keys() <= storage._prefetches.keys()
@@ -58,6 +59,6 @@ def check_storage(storage: StorageController) -> None:
     storage._unfinished.check_invariants(storage._prefetches)
     awaited = storage._is_room_to_come()
     pinned = [p.pinned for p in storage._prefetches.values() if p.pinned is not None]
-    pinned += storage.writer.pinned.values()
+    pinned += [node for store in (storage.stores.near, storage.stores.far) for node in store.writer.pinned.values()]
     check_soft_pins(storage.tree, pinned)
     assert awaited or pinned or not storage._unfinished, f"{list(storage._unfinished)} wait for nothing"

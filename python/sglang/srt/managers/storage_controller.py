@@ -1,7 +1,7 @@
 """`StorageController`: everything between the host pool and storage: probe, fetch, store, prefetch.
 
-Owns what each waiting request expects from storage, which requests wait for which operation, and what is to be
-written. Decides when a request need not wait any more. Never reads a clock: the time comes with the calls.
+Owns what each waiting request expects from storage, which requests wait for which operation, and the stores that are
+attached. Decides when a request need not wait any more. Never reads a clock: the time comes with the calls.
 
     begin ──► probe: how many blocks beyond the local match? ──► fetches, a few blocks each, in order ──► over
                                                                  a few at once, see `FetchOrder`. They are
@@ -12,7 +12,10 @@ written. Decides when a request need not wait any more. Never reads a clock: the
     From its first fetch to its dispatch a request soft-pins its path, within a limit. Others wait for that room, with
     their deadlines put off. What was found and is gone at dispatch is asked for again.
 
-    writer (block_writer.py): what goes from the host to storage
+    two stores: a probe asks both, the second one for what is behind the blocks of the first. A fetch reads one of
+    them. Each has links of its own, and is left alone for itself.
+
+    writers (block_writer.py): what goes from the host to storage
 """
 
 from __future__ import annotations
@@ -23,10 +26,12 @@ import sys
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
-from sglang.srt.managers.block_writer import BlockWriter
+from sglang.srt.managers.attached_store import AttachedStore
+from sglang.srt.managers.attached_stores import AttachedStores
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.managers.fetch_order import Attempt, FetchOrder
 from sglang.srt.managers.lost_hits import StorageOutcome
@@ -36,12 +41,17 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.schedule_policy import FETCH_ORDERS
 from sglang.srt.managers.scheduler_config import MOST_CUT_TOKENS
 from sglang.srt.managers.storage_advice import StorageAdvice
-from sglang.srt.managers.storage_breaker import StorageBreaker
 from sglang.srt.managers.storage_checks import check_storage
-from sglang.srt.managers.storage_setup import PREFETCH_POLICIES, PrefetchConfig, StorageLimits, StorageSetup
-from sglang.srt.managers.storage_trial import StorageTrial
+from sglang.srt.managers.storage_setup import (
+    PREFETCH_POLICIES,
+    PrefetchConfig,
+    StorageLimits,
+    StorageSetup,
+    others_than,
+)
 from sglang.srt.managers.tier_switches import TierSwitches
 from sglang.srt.mem_cache.block_keys import NO_KEYS, BlockKeys
+from sglang.srt.mem_cache.block_names import MAX_STORES
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.namespaces import is_alone
 from sglang.srt.mem_cache.node import (
@@ -56,13 +66,13 @@ from sglang.srt.mem_cache.node import (
 )
 from sglang.srt.mem_cache.radix import common_len
 from sglang.srt.mem_cache.transfer import (
-    FETCH,
+    FETCH_LINKS,
     OPS_OF_BLOCKS,
     PROBE,
     PROBE_FAILED,
     STALLING_LINKS,
     STORAGE_LINKS,
-    STORE,
+    STORE_LINKS,
     StorageAction,
     StorageOp,
     Ticket,
@@ -70,8 +80,6 @@ from sglang.srt.mem_cache.transfer import (
 )
 from sglang.srt.utils.time_units import NO_LAUNCH, Seconds
 
-# Nothing waits for writes, so they may take that long.
-_WRITE_HANG_S = 5.0
 # A medium that does not answer must not keep a request for ever, whatever the policy.
 WAIT_COMPLETE_LIMIT_S = Seconds(60.0)
 # Nodes are cut between blocks where these are no larger than that share of the device.
@@ -92,8 +100,10 @@ class StorageController:
         self._switches = switches or TierSwitches()
         self.ledger = controller.ledger
         self.tree = controller.tree
-        self.reads = StorageBreaker((PROBE, FETCH), WAIT_COMPLETE_LIMIT_S, lambda op: self._advice.expected_s(op))
-        self.writes = StorageBreaker((STORE,), _WRITE_HANG_S, lambda op: self._advice.expected_s(op))
+        self.counters: Counter[str] = Counter()
+        self.stores = AttachedStores(
+            controller, self.counters, WAIT_COMPLETE_LIMIT_S, lambda op: self._advice.expected_s(op)
+        )
         self.config = PrefetchConfig()
         # Those that have something to begin: too much is on its way, or their prefix is not on the host yet.
         self._unfinished = FetchOrder(self.config.fetch_order)
@@ -101,17 +111,10 @@ class StorageController:
         self.setup: StorageSetup | None = None
         # Whether something is attached, and not being emptied or detached.
         self.is_open = False
-        # How often reads had been given up at the last step; see `watch`.
-        self._num_opened = 0
-        # Whether an administrator wants nothing read; and of two stores, the places of those that are not read.
+        # Whether an administrator wants nothing read.
         self.is_unread = False
-        self._skips: tuple[int, ...] = ()
-        # Host pages that reads are filling.
-        self.fetching_pages = 0
         # Whether `begin_fetches` is due: storage has answered, or something ended that others may have waited for.
         self.fetches_due = False
-        self.counters: Counter[str] = Counter()
-        self.writer = BlockWriter(controller, self.counters, self.writes)
         self._clock = controller.ledger.clock
         self._advice = StorageAdvice()
         # What probes are worth, and when those began that are not over.
@@ -127,15 +130,11 @@ class StorageController:
         self._num_begun = self._num_ended = 0
         # Of all that have begun; entries go stale.
         self._deadlines: list[tuple[float, str]] = []
-        # FETCH operations -> the place of their first block on its path, and the token from which on the blocks lie
-        # on the second storage tier.
-        self._fetches: dict[Ticket, tuple[int, int]] = {}
-        self._trial = StorageTrial(controller, self.reads)
-        controller.watch_host(self.writer.store_nodes, self.writer.store_leaving)
 
     def set_advice(self, advice: StorageAdvice) -> None:
         self._advice = advice
-        self.controller.is_worth_storing = advice.is_worth_storing
+        for store in (self.stores.near, self.stores.far):
+            store.writer.is_worth_storing = partial(advice.is_worth_storing, store.place)
 
     def set_config(self, config: PrefetchConfig) -> None:
         if config.policy not in PREFETCH_POLICIES:
@@ -148,7 +147,7 @@ class StorageController:
 
     def _set_patience(self) -> None:
         is_limited = self.config.policy == "timeout"
-        self.reads.hang_s = self.config.timeout_base_s if is_limited else WAIT_COMPLETE_LIMIT_S
+        self.stores.set_read_hang(self.config.timeout_base_s if is_limited else WAIT_COMPLETE_LIMIT_S)
 
     # -- attaching ----------------------------------------------------------------------------------------------
 
@@ -159,20 +158,18 @@ class StorageController:
         self.set_config(setup.prefetch)
         self._change_storage(setup)
         if works:
-            self.reads.reset()
-            self.writes.reset()
+            self.stores.reset()
         self.obey_switches()
 
     def detach_storage(self) -> None:
         self._change_storage(None)
-        self.reads.reset()
-        self.writes.reset()
+        self.stores.reset()
 
     def _change_storage(self, setup: StorageSetup | None) -> None:
         """Storage was attached, emptied or detached: nothing that the tree knew of it holds any more."""
         self.setup, self.is_open = setup, setup is not None
         names = BlockKeys(setup.secret, setup.block_tokens, setup.tenant_key) if setup is not None else None
-        self.tree.rename_blocks(names)
+        self.tree.rename_blocks(names, len(self.tiers))
         self.tree.pages.opened(self.tiers, names.block_tokens if names is not None else 0)
         device_tokens = self.controller.tables[Tier.DEVICE].num_pages * self.tree.page_size
         most = MAX_CUT_RATIO * device_tokens
@@ -182,30 +179,30 @@ class StorageController:
             # To evict up to a block more than is needed would cost too much.
             self.tree.order.cut_tokens = self.tree.page_size
         self._probe_value = ProbeValue()
-        self.writer.open(setup)
+        self.stores.open(setup)
         self.controller.feeds_storage = self.is_open
-        self.note_room(has_room=True)
+        self.note_room((True,) * MAX_STORES)
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
         """Of what is attached."""
         return self.setup.tiers if self.setup is not None else ()
 
-    def note_room(self, has_room: bool) -> None:
-        """has_room: whether storage can take more blocks without giving up others."""
-        self.writer.touches.is_full = not has_room
+    def note_room(self, has_room: tuple[bool, ...]) -> None:
+        """has_room: of each store, whether it can take more blocks without giving up others."""
+        self.stores.note_room(has_room)
         has_peers = Tier.PEER in self.controller.tables
-        self.controller.stores_early = has_peers and self.is_open and not self.writer.stores_late
+        self.controller.stores_early = has_peers and self.is_open and self.stores.take_early
 
     def close(self) -> None:
         """Begin nothing new, and cancel what is on its way."""
         for rid in list(self._prefetches):
             self.detach(rid)
         self.is_open = False
-        self.writer.close()
+        self.stores.close()
         self.controller.stores_early = False
         for ticket, op in list(self.ledger.in_flight.items()):
-            if ticket in self._fetches:
+            if any(ticket in store.fetches for store in self.stores):
                 self._cancel_fetch(ticket)
             if isinstance(op, StorageOp) and op.action in OPS_OF_BLOCKS:
                 self.ledger.cancel(ticket)
@@ -225,12 +222,12 @@ class StorageController:
         """Whether what a request begins to fetch is expected to be there before it stops waiting."""
         if not self.leaves_out_windows or prefetch.is_pinned or self.config.policy != "timeout":
             return True
-        fetch_s = self._advice.fetch_s(num_tokens)
-        return fetch_s is None or fetch_s <= prefetch.deadline - self.reads.now
+        fetch_s = self._advice.fetch_s(self._store_of(prefetch, prefetch.end - num_tokens).place, num_tokens)
+        return fetch_s is None or fetch_s <= prefetch.deadline - self.stores.near.reads.now
 
     def hangs_on(self, link: str) -> bool:
         """Whether what is under way on a link is not expected to end."""
-        return any(breaker.hangs and link in breaker.links for breaker in (self.reads, self.writes))
+        return any(breaker.hangs and link in breaker.links for breaker in self.stores.breakers)
 
     @property
     def has_outstanding(self) -> bool:
@@ -244,7 +241,8 @@ class StorageController:
 
     def tell(self, action: StorageAction, tenant: bytes, limit: int = -1, tier: Tier = Tier.DISK) -> Ticket:
         """Erase or limit a tenant's blocks, behind the writes that are under way. See `StorageOp`."""
-        return self.ledger.begin_storage_op(STORE, action, tenant=tenant, limit=limit, tier=tier)
+        place = self.tiers.index(tier) if tier in self.tiers else 0
+        return self.ledger.begin_storage_op(STORE_LINKS[place], action, tenant=tenant, limit=limit, tier=tier)
 
     def set_prefetch_policy(self, policy: str) -> None:
         """Of `PREFETCH_POLICIES`; requests that wait already go on as they began."""
@@ -266,12 +264,14 @@ class StorageController:
         num_blocks = len(tokens) // size
         prefetch = Prefetch(namespace, tokens[: num_blocks * size], WAIT_COMPLETE_LIMIT_S, keys=keys[:num_blocks])
         self._prefetches[rid] = prefetch
-        prefetch.unread = "switched_off" if self.is_unread else "storage_off" if self.reads.is_open else ""
-        if not prefetch.unread:
+        is_read = self.stores.is_read
+        prefetch.unread = "switched_off" if self.is_unread else "" if is_read else "storage_off"
+        if is_read:
             self._ask(rid, prefetch, now)
-        elif not self.is_unread and self._trial.ticket is None and self.reads.may_try and num_blocks:
-            self._trial.begin(names.of_prompt(namespace, tokens[:size]))
-            self.counters["storage_trials"] += 1
+        for store in self.stores if num_blocks else ():
+            if store.reads.is_open and not store.is_unread and store.trial.ticket is None and store.reads.may_try:
+                store.trial.begin(names.of_prompt(namespace, tokens[:size]))
+                self.counters["storage_trials"] += 1
 
     def ask_again(self, rid: str, num_found: int, now: Seconds) -> bool:
         """A request could start with num_found tokens found. Whether it waits once more, as more was found before, or
@@ -280,8 +280,7 @@ class StorageController:
         if (
             prefetch is None
             or not self.is_open
-            or self.reads.is_open
-            or self.is_unread
+            or not self.stores.is_read
             or self.config.policy == "best_effort"
             or prefetch.num_asked >= MAX_ASKED
             or prefetch.probe is not None
@@ -322,9 +321,8 @@ class StorageController:
         prefetch = self._prefetches.get(rid)
         if prefetch is None or not prefetch.found:
             return ()
-        near = [(start, border) for start, border, _ in prefetch.found]
-        far = [(border, end) for _, border, end in prefetch.found]
-        return joined_runs(near), joined_runs(far)
+        of_place = ([(start, end) for at, start, end in prefetch.found if at == place] for place in range(MAX_STORES))
+        return tuple(joined_runs(runs) for runs in of_place)
 
     def outcome(self, rid: str) -> StorageOutcome:
         """What a request that starts got; before `detach`."""
@@ -365,7 +363,7 @@ class StorageController:
             _, rid = heapq.heappop(self._deadlines)
             prefetch = self._prefetches[rid]
             # Not where storage hangs, which would cost one timeout after the other.
-            has_progressed = not self._fetches or self._num_ended > prefetch.num_ended_before
+            has_progressed = not self.stores.num_fetches or self._num_ended > prefetch.num_ended_before
             if not is_known or (first is not None and first not in order):
                 first, is_known = self._first_held_up(), True
             has_begun = rid not in order or prefetch.is_pinned
@@ -377,22 +375,23 @@ class StorageController:
 
     def set_now(self, now: Seconds) -> None:
         """At the beginning of a step; as for `begin`."""
-        self.reads.now = self.writes.now = now
+        self.stores.set_now(now)
 
     def watch(self) -> None:
         """After operations have been taken in, and again after they were begun: no request waits for storage that
         hangs or fails."""
-        for breaker in (self.reads, self.writes):
+        for breaker in self.stores.breakers:
             oldest = [self.ledger.oldest(link) for link in breaker.links]
             # To erase a tenant's blocks may take long.
             breaker.watch(op for op in oldest if isinstance(op, StorageOp) and op.action in OPS_OF_BLOCKS)
-        # Failures have opened it before this call.
-        if self.reads.is_open and self.reads.num_opened > self._num_opened:
+        if self.stores.near.take_opened():
             self._let_all_go()
-        self._num_opened = self.reads.num_opened
-        if self.writes.is_open or (self.writes.is_late and self._unfinished):
-            self.writer.unpin()
-            self.fetches_due |= bool(self._unfinished)
+        if self.stores.far.take_opened():
+            self._give_up_far()
+        for store in self.stores:
+            if store.writes.is_open or (store.writes.is_late and self._unfinished):
+                store.writer.unpin()
+                self.fetches_due |= bool(self._unfinished)
 
     def _begin_no_more(self, rid: str) -> None:
         """What is behind the request may have waited for it."""
@@ -402,20 +401,43 @@ class StorageController:
 
     def obey_switches(self) -> None:
         """After they were turned, or other storage was attached: no request waits for what is off."""
-        tiers, switches = self.tiers, self._switches
+        switches = self._switches
         through_host = {Tier.HOST} & (switches.unread | switches.unwritten)
-        self._skips = self._trial.skips = tuple(i for i, tier in enumerate(tiers) if tier in switches.unread)
-        unwritten = tuple(i for i, tier in enumerate(tiers) if tier in switches.unwritten)
-        self.is_unread = bool(through_host) or (bool(tiers) and len(self._skips) == len(tiers))
+        for store, tier in zip(self.stores, self.tiers):
+            store.is_unread = bool(through_host) or tier in switches.unread
+            store.writer.obey_switch(tier in switches.unwritten)
+        self.is_unread = bool(through_host) or (bool(self.stores) and all(s.is_unread for s in self.stores))
         if self.is_unread:
             self._let_all_go()
-        self.writer.turn(bool(tiers) and len(unwritten) == len(tiers), unwritten)
+        elif self.stores.far.is_unread:
+            self._give_up_far()
 
     def _let_all_go(self) -> None:
         for rid, prefetch in self._prefetches.items():
             # An answer that is not waited for would begin fetches, too.
             if not prefetch.is_over or prefetch.probe is not None:
                 self._let_go(rid, prefetch)
+
+    def _give_up_far(self) -> None:
+        """No request waits for the second store; what the first one has is still fetched."""
+        size = self.tree.names.keys.block_tokens if self.tree.names.keys is not None else 0
+        for rid, prefetch in self._prefetches.items():
+            reads_far = [ticket for ticket in prefetch.tickets if ticket.link == self.stores.far.fetch_link]
+            if not reads_far and prefetch.end <= prefetch.far_from:
+                continue
+            self._cease_waiting(rid, prefetch, reads_far)
+            for ticket in reads_far:
+                del prefetch.tickets[ticket]
+            prefetch.timed_out = True
+            begun_end = max(prefetch.probed * size, prefetch.begun_end)
+            prefetch.end = prefetch.far_from if rid in self._unfinished and begun_end < prefetch.far_from else 0
+            if prefetch.end:
+                prefetch.blocks_left = max(1, (prefetch.end - begun_end) // size)
+                self._unfinished.update(rid, prefetch)
+            else:
+                self._begin_no_more(rid)
+            self.counters["prefetch_timeouts"] += 1
+            self._note_waiting(rid, prefetch)
 
     def _let_go(self, rid: str, prefetch: Prefetch) -> None:
         """A request waits no longer."""
@@ -430,8 +452,9 @@ class StorageController:
         """A step is due then even if nothing comes in; in the seconds that `begin` was told."""
         if not self._prefetches:
             return None
-        late_at = self.writes.late_at if self._unfinished else math.inf
-        wake_at = min(t for t in (self.next_deadline, self.reads.next_at, late_at) if t is not None)
+        late_at = [store.writes.late_at for store in self.stores] if self._unfinished else []
+        times = [self.next_deadline, *(store.reads.next_at for store in self.stores), *late_at]
+        wake_at = min((t for t in times if t is not None), default=math.inf)
         return wake_at if wake_at < math.inf else None
 
     @property
@@ -451,12 +474,12 @@ class StorageController:
         op = self.ledger.end(ticket)
         assert isinstance(op, StorageOp)
         if has_failed := count == PROBE_FAILED:
-            self.reads.end(PROBE, succeeded=False)
+            self.stores.near.reads.end(PROBE, succeeded=False)
             count = 0
         if (began := self._probes.pop(ticket, None)) is not None:
-            self._probe_value.add(self.reads.now - began, count / len(op.keys))
-        if ticket == self._trial.ticket:
-            self._trial.end_probe(found=count > 0)
+            self._probe_value.add(self.stores.near.reads.now - began, count / len(op.keys))
+        if (trial := self.stores.trial_of(ticket)) is not None:
+            trial.end_probe(found=count > 0)
             return
         for rid in self._waiters.pop(ticket, {}):
             prefetch, names = self._prefetches[rid], self.tree.names.keys
@@ -484,12 +507,16 @@ class StorageController:
 
     def begin_fetches(self) -> None:
         """Begin as many as may be on their way, in the order of `FetchOrder`. Where the next request finds too little
-        room, no other passes; where it waits for its prefix, others do; for others' soft pins, those with some."""
+        room, no other passes. Others do where it waits for its prefix; where its store is busy, those of the other
+        one; and where it waits for others' soft pins, those that have some."""
         self.fetches_due = False
         only_pinned = False
+        busy: set[int] = set()
         for rid in self._unfinished:
             prefetch, outcome = self._prefetches[rid], Attempt.BEGUN
             if only_pinned and not prefetch.is_pinned:
+                continue
+            if busy and self._next_store(prefetch).place in busy:
                 continue
             if self._waits_for_pinned(prefetch):
                 only_pinned = True
@@ -503,20 +530,28 @@ class StorageController:
                 self._note_waiting(rid, prefetch)
                 continue
             self._unfinished.update(rid, prefetch)
-            if outcome == Attempt.FULL:
+            if outcome == Attempt.BUSY:
+                busy.add(self._next_store(prefetch).place)
+            if outcome == Attempt.FULL or len(busy) == len(self.stores):
                 return
 
     # -- operations ---------------------------------------------------------------------------------------------
 
     def begin_fetch(
-        self, match: MatchResult, tokens: np.ndarray, keys: np.ndarray, far_from: int, num_partial: int = 0
+        self,
+        match: MatchResult,
+        tokens: np.ndarray,
+        keys: np.ndarray,
+        place: int = 0,
+        num_partial: int = 0,
+        lacking: Collection[int] = (),
     ) -> Ticket:
-        """Fetch the blocks that cover tokens [match.total_len, …), of which the first may begin before. The caller
-        has made room on the host.
+        """Fetch the blocks that cover tokens [match.total_len, …), of which the first may begin before, from a store.
+        The caller has made room on the host.
 
         match: made with `fetching`. tokens: int32, up to the end of the last block, or of the node that is filled.
-        keys: (n, 16). far_from: see `Prefetch`. num_partial: of the first so many pages layers with a window are left
-        out.
+        keys: (n, 16). num_partial: of the first so many pages layers with a window are left out. lacking: see
+        `BlockNames.name_fetched`.
         """
         names, page, host = self.tree.names.keys, self.tree.page_size, self.controller.tables[Tier.HOST]
         assert names is not None and self.setup is not None
@@ -525,50 +560,52 @@ class StorageController:
         assert frames is not None, "a fetch needs free frames: make room first"
         if (pool := self.ledger.windowed.get(Tier.HOST)) is not None:
             pool.give(frames[num_partial:])
-        ticket = self.ledger.begin_storage_op(FETCH, StorageAction.GET, keys, frames, skips=self._skips)
-        self._fetches[ticket] = match.total_len // names.block_tokens, far_from
+        store, skips = self.stores.of_link(FETCH_LINKS[place]), others_than(place, len(self.stores))
+        ticket = self.ledger.begin_storage_op(store.fetch_link, StorageAction.GET, keys, frames, skips=skips)
+        store.fetches[ticket] = match.total_len // names.block_tokens
         first = match.total_len % names.block_tokens // page
         last = first + len(tokens) // page
         num_partial = min(max(0, num_partial - first), last - first)
         run = FilledRun(tokens, frames[first:last], ticket, NO_LAUNCH, num_partial=num_partial)
         num_ended = (match.total_len + len(tokens)) // names.block_tokens - match.total_len // names.block_tokens
-        _, replaced = self.tree.begin_fetch(match, run, keys[:num_ended], self._clock.next, self.setup.is_lossy)
+        of_ended, is_lossy = keys[:num_ended], self.setup.is_lossy
+        _, replaced = self.tree.begin_fetch(match, run, of_ended, self._clock.next, is_lossy, lacking)
         self.ledger.free(replaced, Tier.HOST)
         # The parts of the first and last block that are there already are read into pages that no node gets.
         host.free_after(np.concatenate((frames[:first], frames[last:])), FrameState.FILLING, NO_LAUNCH)
-        self.fetching_pages += num_pages
+        store.fetching_pages += num_pages
         return ticket
 
     def end_fetch(self, ticket: Ticket, count: int) -> None:
         """The operation brought its first `count` blocks, on every rank. The tree takes those that it still wants."""
         op = self.ledger.end(ticket)
         assert isinstance(op, StorageOp) and self.tree.names.keys is not None
-        if ticket == self._trial.ticket:
-            self._trial.end_read(op, count)
+        if (trial := self.stores.trial_of(ticket)) is not None:
+            trial.end_read(op, count)
             return
-        first, far_from = self._fetches.pop(ticket)
+        store = self.stores.of_link(ticket.link)
+        first = store.fetches.pop(ticket)
         self._num_ended += 1
         if count or ticket in self._waiters:
-            self.reads.end(FETCH, succeeded=count > 0)
-        self.fetching_pages -= len(op.frames)
+            store.reads.end(ticket.link, succeeded=count > 0)
+        store.fetching_pages -= len(op.frames)
         dropped = self.tree.cut(ticket, Tier.HOST, (first + count) * self.tree.names.keys.block_tokens)
         self.ledger.free(dropped, Tier.HOST)
         for node in dropped.staying:
             # Computed meanwhile: what did not come is stored anew.
             self.tree.names.forget_stored(node)
         nodes = self.controller.commit_nodes(ticket, Tier.HOST)
-        for tier, (begin, end) in zip(self.tiers, ((0, far_from), (far_from, sys.maxsize))):
-            from_tier = [n for n in nodes if n.start < end and n.end > begin]
-            note_source(from_tier, tier)
-            self.tree.pages.fetched(from_tier, tier, begin, end)
+        if nodes:
+            note_source(nodes, self.tiers[store.place])
+            self.tree.pages.fetched(nodes, self.tiers[store.place], 0, sys.maxsize)
         start, end = min((n.start for n in nodes), default=0), max((n.end for n in nodes), default=0)
         self.counters["prefetched_tokens"] += end - start
         self._save_computed(dropped)
-        self.writer.store_nodes(nodes)
+        self.stores.store_nodes(nodes)
         for node in reversed(nodes):
             if node.parent is not None:
                 self.tree.compact(node, self._clock.done)
-        self._tell_waiters(ticket, start, end, far_from, whole=count == len(op.keys))
+        self._tell_waiters(ticket, start, end, whole=count == len(op.keys))
 
     def check_invariants(self) -> None:
         check_storage(self)
@@ -604,12 +641,17 @@ class StorageController:
         if is_worth_asking:
             prefetch.probed = begin // names.block_tokens
             keys = prefetch.keys[prefetch.probed :]
-            prefetch.probe = self.ledger.begin_storage_op(PROBE, StorageAction.EXISTS, keys, skips=self._skips)
+            prefetch.skips = self.stores.unread
+            prefetch.probe = self.ledger.begin_storage_op(PROBE, StorageAction.EXISTS, keys, skips=prefetch.skips)
             self._probes[prefetch.probe] = now
-            gain_s = self._advice.fetch_gain_s(begin, len(prefetch.tokens))
+            gains: list[float | None] = []
+            for store in self.stores:
+                if store.is_read:
+                    gains.append(gain_s := self._advice.fetch_gain_s(store.place, begin, len(prefetch.tokens)))
+                    store.trial.begin_doubt(prefetch.keys[:1], is_slow=gain_s is not None and gain_s <= 0)
             if config.policy == "timeout":
-                prefetch.waits_for_probe = self._probe_value.is_worth_waiting(gain_s)
-            self._trial.begin_doubt(prefetch.keys[:1], is_slow=gain_s is not None and gain_s <= 0)
+                most_s = None if None in gains else max(gain_s for gain_s in gains if gain_s is not None)
+                prefetch.waits_for_probe = self._probe_value.is_worth_waiting(most_s)
             self._waiters[prefetch.probe] = {rid: None}
             self.counters["storage_probes"] += 1
         self._note_waiting(rid, prefetch)
@@ -655,16 +697,19 @@ class StorageController:
         """The first of the unfinished that has begun nothing because it finds too much soft-pinned for others."""
         return next((rid for rid in self._unfinished if self._waits_for_pinned(self._prefetches[rid])), None)
 
-    def _tell_waiters(self, ticket: Ticket, start: int, end: int, far_from: int, whole: bool) -> None:
-        """A fetch is over; tokens [start, end) of the path are on the host. far_from: see `Prefetch`. whole: all
-        blocks came."""
+    def _tell_waiters(self, ticket: Ticket, start: int, end: int, whole: bool) -> None:
+        """A fetch is over; tokens [start, end) of the path are on the host. whole: all blocks came."""
+        place = self.stores.of_link(ticket.link).place
         for rid in self._waiters.pop(ticket, {}):
             prefetch = self._prefetches[rid]
             del prefetch.tickets[ticket]
             if end > start:
-                prefetch.found.append((start, min(max(start, far_from), end), end))
+                prefetch.found.append((place, start, end))
                 prefetch.reach = max(prefetch.reach, end)
                 self._pin(prefetch, self._match(prefetch, len(prefetch.tokens)))
+            if not whole and place < len(self.stores) - 1:
+                # What the first store has lost may be on the second one: it is asked once more.
+                prefetch.reach = max(prefetch.reach, prefetch.end, prefetch.begun_end)
             if not whole or end == start or self._join_what_is_begun(rid, prefetch):
                 prefetch.end = 0
                 self._begin_no_more(rid)
@@ -681,12 +726,21 @@ class StorageController:
         for node in dropped.staying:
             self.controller.back_up_inserted(node)
 
-    def _may_fetch(self, num_pages: int) -> bool:
-        """Whether so much more may be fetched now; if nothing is on its way, some always may."""
+    def _may_fetch(self, store: AttachedStore, num_pages: int) -> bool:
+        """Whether so much more may be fetched from a store now; if nothing is on its way, some always may."""
         assert self.limits is not None
-        in_flight = len(self._fetches)
-        fits = self.fetching_pages + num_pages <= self.limits.max_fetch_pages
+        in_flight = len(store.fetches)
+        fits = store.fetching_pages + num_pages <= self.limits.max_fetch_pages
         return not in_flight or (fits and in_flight < self.limits.fetch_window_ops)
+
+    def _store_of(self, prefetch: Prefetch, start: int) -> AttachedStore:
+        """The store that has the block from token `start` on."""
+        return self.stores.far if len(self.stores) > 1 and start >= prefetch.far_from else self.stores.near
+
+    def _next_store(self, prefetch: Prefetch) -> AttachedStore:
+        """The store that the next fetch of a request reads, as far as that is known without a match."""
+        assert self.tree.names.keys is not None
+        return self._store_of(prefetch, max(prefetch.probed * self.tree.names.keys.block_tokens, prefetch.begun_end))
 
     def _cut(self, rid: str, prefetch: Prefetch, first: int, ahead: int) -> bool:
         """Give up what of the blocks from `first` on is sooner computed. Whether anything is left to fetch."""
@@ -694,7 +748,8 @@ class StorageController:
         size = self.tree.names.keys.block_tokens
         left = prefetch.end // size - first
         assert left > 0, f"{rid} has nothing to begin"
-        prefetch.blocks_left = self._advice.blocks_worth_fetching(rid, first, left, ahead)
+        num_near = max(0, min(prefetch.end, prefetch.far_from) // size - first) if len(self.stores) > 1 else left
+        prefetch.blocks_left = self._advice.blocks_worth_fetching(rid, first, (num_near, left - num_near), ahead)
         if self.leaves_out_windows:
             # Windows may be stored for its end alone.
             prefetch.blocks_left = left if 2 * prefetch.blocks_left >= left else 0
@@ -740,11 +795,18 @@ class StorageController:
             return Attempt.STALLED if self.tree.is_coming(following) else Attempt.OVER
         # It is filled by operations of its own.
         most = following.end if following is not None else prefetch.end
+        store = self._store_of(prefetch, first * size)
+        if not store.is_read:
+            # It was left alone after it was asked.
+            prefetch.timed_out = True
+            return Attempt.OVER
+        if len(self.stores) > 1 and store is self.stores.near:
+            most = min(most, prefetch.far_from)
         last = min(-(-min(most, prefetch.end) // size), first + limits.blocks_per_op)
         assert last > first, f"{rid} has nothing to begin"
         num_pages = (last - first) * size // self.tree.page_size
-        if not self._may_fetch(num_pages):
-            return Attempt.FULL
+        if not self._may_fetch(store, num_pages):
+            return Attempt.BUSY
         num_partial = self._num_without_windows(num_pages, match, prefetch.end)
         if not self._make_room(num_pages, num_pages - num_partial, match):
             if self._is_room_to_come():
@@ -758,9 +820,11 @@ class StorageController:
         if (node := self.tree.next_unmatched(match, prefetch.tokens)) is not None:
             end = node.start + common_len(node.key, prefetch.tokens, node.start, end, self.tree.page_size)
         keys = prefetch.keys[first:last]
-        ticket = self.begin_fetch(match, prefetch.tokens[start:end], keys, prefetch.far_from, num_partial)
+        # A store behind the first one was asked for what that lacks.
+        lacking = [place for place in range(store.place) if place not in prefetch.skips]
+        ticket = self.begin_fetch(match, prefetch.tokens[start:end], keys, store.place, num_partial, lacking)
         self._num_begun += last - first
-        self._advice.fetch_begun(ticket.seq, self.ledger.in_flight[ticket].size_bytes)
+        self._advice.fetch_begun(ticket, self.ledger.in_flight[ticket].size_bytes)
         prefetch.blocks_left = max(1, prefetch.blocks_left - (last - first))
         self._wait(rid, prefetch, ticket)
         self._pin(prefetch, self._match(prefetch, end))
@@ -813,7 +877,7 @@ class StorageController:
         host = self.controller.tables[Tier.HOST]
         host.reap(self._clock.done)
         missing = num_pages - host.num_free
-        num_coming = host.counts[FrameState.PENDING_FREE] - (self.writer.storing_pages if self.writes.is_late else 0)
+        num_coming = host.counts[FrameState.PENDING_FREE] - self.stores.unawaited_pages
         if 0 < missing <= num_coming and self._is_room_to_come():
             return False
         has_room = self.controller.make_room(Tier.HOST, num_pages, match.path, spares_pinned=True)
@@ -821,7 +885,8 @@ class StorageController:
 
     def _is_room_to_come(self) -> bool:
         """Whether an operation is in flight after which `begin_fetches` is called."""
-        return self.ledger.is_busy(link for link in STALLING_LINKS if link != STORE or not self.writes.is_late)
+        unawaited = self.stores.unawaited_links
+        return self.ledger.is_busy(link for link in STALLING_LINKS if link not in unawaited)
 
     def _match(self, prefetch: Prefetch, end: int) -> MatchResult:
         wanted = max(end, prefetch.end)
@@ -833,23 +898,27 @@ class StorageController:
 
     def _fetching(self, match: MatchResult) -> list[Ticket]:
         tickets = (node.tickets[Tier.HOST] for node in match.path)
-        return [t for t in tickets if t is not None and t.link == FETCH]
+        return [t for t in tickets if t is not None and t.link in FETCH_LINKS]
 
     def _wait(self, rid: str, prefetch: Prefetch, ticket: Ticket) -> None:
         prefetch.tickets[ticket] = self._waiting[rid] = None
         self._waiters.setdefault(ticket, {})[rid] = None
 
     def _leave(self, rid: str, prefetch: Prefetch) -> None:
+        self._cease_waiting(rid, prefetch, prefetch.asked)
+        prefetch.probe, prefetch.end, prefetch.tickets = None, 0, {}
+        self._end_wait(rid)
+
+    def _cease_waiting(self, rid: str, prefetch: Prefetch, tickets: list[Ticket]) -> None:
+        """A request waits for these operations no longer. One that no other waits for is cancelled."""
         # The last of a path first: each takes what lies below with it.
-        for ticket in reversed(prefetch.asked):
+        for ticket in reversed(tickets):
             waiters = self._waiters[ticket]
             del waiters[rid]
             if not waiters:
                 del self._waiters[ticket]
-                if ticket.link == FETCH:
+                if ticket.link in FETCH_LINKS:
                     self._cancel_fetch(ticket)
                 elif prefetch.waits_for_probe:
                     self.ledger.cancel(ticket)
-                    self._probe_value.add_wait(self.reads.now - self._probes.pop(ticket))
-        prefetch.probe, prefetch.end, prefetch.tickets = None, 0, {}
-        self._end_wait(rid)
+                    self._probe_value.add_wait(self.stores.near.reads.now - self._probes.pop(ticket))

@@ -15,8 +15,8 @@ _LEAST_IN_FLIGHT = 4
 
 @dataclass(frozen=True)
 class StorageLimits:
-    """What storage may have in flight, so that it neither takes the host pool away from others nor stands in its own
-    way."""
+    """What each of the stores may have in flight, so that storage neither takes the host pool away from others nor
+    stands in its own way."""
 
     # One operation reads or writes that many blocks, a fraction of a second of work.
     blocks_per_op: int
@@ -37,12 +37,13 @@ class StorageLimits:
 
     @classmethod
     def of_host(
-        cls, num_pages: int, block_pages: int, blocks_per_op: int, fetch_window_ops: int = 8
+        cls, num_pages: int, block_pages: int, blocks_per_op: int, fetch_window_ops: int = 8, num_stores: int = 1
     ) -> StorageLimits:
         """Of reads and writes a medium that hangs can hold on to. num_pages: of the host; block_pages: of a block;
         blocks_per_op: the most, if so many may be in flight."""
         num_blocks = num_pages // block_pages
-        blocks_in_flight = max(1, num_blocks // _IN_FLIGHT_SHARE, min(_LEAST_IN_FLIGHT, num_blocks // 4))
+        blocks_in_flight = max(num_blocks // _IN_FLIGHT_SHARE, min(_LEAST_IN_FLIGHT, num_blocks // 4))
+        blocks_in_flight = max(1, blocks_in_flight // num_stores)
         return cls(
             # Two at once, so that the link does not run dry.
             blocks_per_op=max(1, min(blocks_per_op, blocks_in_flight // 2)),
@@ -91,8 +92,12 @@ class StorageSetup:
     # Whether layers with a window are read and written for themselves, see `WindowedStore`.
     has_windowed_store: bool = False
 
-    @property
-    def is_exclusive(self) -> bool:
-        """Whether memory and a full disk hold different blocks, so that their capacities add up: memory stores what
-        it gives up, and the disk gives up first what memory has read since."""
-        return self.write_policy == "auto" and self.tiers == (Tier.DISK,)
+    def is_exclusive(self, place: int) -> bool:
+        """Whether memory and the store at that place, a full disk, hold different blocks, so that their capacities
+        add up: memory stores what it gives up, and the disk gives up first what memory has read since."""
+        return self.write_policy == "auto" and self.tiers[place] == Tier.DISK
+
+
+def others_than(place: int, num_stores: int) -> tuple[int, ...]:
+    """The places of the other stores; see `StorageOp.skips`."""
+    return tuple(other for other in range(num_stores) if other != place)

@@ -1,4 +1,4 @@
-"""`StorageTrial`: what shows whether reads of storage work again, or are faster again, while no request waits for it.
+"""`StorageTrial`: what shows whether reads of a store work again, or are faster again, while no request waits for it.
 
 Owns one operation at a time: a probe for the first block of some prompt, then the read of that block. No request
 waits for it. What it reads is thrown away, as the request has begun to compute by then.
@@ -12,9 +12,10 @@ import numpy as np
 
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.managers.storage_breaker import SOUND_S, TRIAL_PAUSE_S, StorageBreaker
+from sglang.srt.managers.storage_setup import others_than
 from sglang.srt.mem_cache.block_keys import NO_KEYS
 from sglang.srt.mem_cache.frame_table import FrameState
-from sglang.srt.mem_cache.transfer import FETCH, PROBE, StorageAction, StorageOp, Ticket, Tier
+from sglang.srt.mem_cache.transfer import FETCH_LINKS, PROBE, StorageAction, StorageOp, Ticket, Tier
 from sglang.srt.utils.time_units import NO_LAUNCH, Seconds
 
 # At most that long between two reads that may show that storage is not slow any more; at first TRIAL_PAUSE_S.
@@ -22,13 +23,13 @@ _MAX_DOUBT_PAUSE_S = Seconds(32.0)
 
 
 class StorageTrial:
-    """ticket: of what is under way. num_pages: host pages that it reads into."""
+    """ticket: of what is under way. num_pages: host pages that it reads into. place: the store's, of num_stores."""
 
-    def __init__(self, controller: HiCacheController, breaker: StorageBreaker) -> None:
+    def __init__(self, controller: HiCacheController, breaker: StorageBreaker, place: int = 0) -> None:
         self.ticket: Ticket | None = None
         self.num_pages = 0
-        # See `StorageOp`.
-        self.skips: tuple[int, ...] = ()
+        self.num_stores = 0
+        self._place = place
         self._controller = controller
         self._breaker = breaker
         self._key = NO_KEYS
@@ -38,7 +39,7 @@ class StorageTrial:
         """Ask for a block. key: (1, 16) uint8."""
         assert self.ticket is None, "a trial is under way"
         self._key = key
-        self.ticket = self._controller.ledger.begin_storage_op(PROBE, StorageAction.EXISTS, key, skips=self.skips)
+        self.ticket = self._controller.ledger.begin_storage_op(PROBE, StorageAction.EXISTS, key, skips=self._skips)
 
     def begin_doubt(self, key: np.ndarray, is_slow: bool) -> None:
         """Now and then, while reads look too slow to be worth it, and would not be measured again. is_slow: whether
@@ -69,11 +70,19 @@ class StorageTrial:
         frames = controller.tables[Tier.HOST].allocate(num_pages, FrameState.HELD)
         assert frames is not None, "there was room"
         self.ticket = controller.ledger.begin_storage_op(
-            FETCH, StorageAction.GET, self._key, frames, skips=self.skips
+            self._link, StorageAction.GET, self._key, frames, skips=self._skips
         )
         self.num_pages = num_pages
 
     def end_read(self, op: StorageOp, count: int) -> None:
         self.ticket, self.num_pages = None, 0
         self._controller.tables[Tier.HOST].free_after(op.frames, FrameState.HELD, NO_LAUNCH)
-        self._breaker.end(FETCH, succeeded=count > 0)
+        self._breaker.end(self._link, succeeded=count > 0)
+
+    @property
+    def _link(self) -> str:
+        return FETCH_LINKS[self._place]
+
+    @property
+    def _skips(self) -> tuple[int, ...]:
+        return others_than(self._place, self.num_stores)

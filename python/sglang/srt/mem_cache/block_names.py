@@ -10,21 +10,26 @@ its last token, so that a split divides names and never makes new ones:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
 from sglang.srt.mem_cache.block_keys import BlockKeys
 from sglang.srt.mem_cache.node import Node, path_of, root_of
 
-# What storage has of a block: nothing, all layers, or all but those with a window (`WindowBlocks`).
+# What a store has of a block: nothing, all layers, or all but those with a window (`WindowBlocks`). `Node.stored` has
+# two bits for each store, those of the first one lowest.
 NOT_STORED, STORED, WITHOUT_WINDOWS = range(3)
+_BITS, _MASK = 2, 3
+# The most stores.
+MAX_STORES = 2
 
 
 class BlockNames:
     def __init__(self) -> None:
         # How blocks are named; None while there is no storage, and no node has names.
         self.keys: BlockKeys | None = None
+        self.num_stores = 0
 
     def num_blocks(self, node: Node) -> int:
         """Blocks whose last token the node holds."""
@@ -34,9 +39,10 @@ class BlockNames:
 
     # -- naming -------------------------------------------------------------------------------------------------
 
-    def rename(self, keys: BlockKeys | None, nodes: Iterable[Node]) -> None:
+    def rename(self, keys: BlockKeys | None, num_stores: int, nodes: Iterable[Node]) -> None:
         """Another storage, or none: forget all names and what was stored. nodes: all of the tree."""
-        self.keys = keys
+        assert num_stores <= MAX_STORES
+        self.keys, self.num_stores = keys, num_stores
         for node in nodes:
             node.block_keys = node.stored = node.seen = None
 
@@ -80,25 +86,34 @@ class BlockNames:
                 node.stored = np.zeros(end - first, np.int8)
                 node.seen = np.zeros(end - first, np.bool_)
 
-    def name_fetched(self, node: Node, block_keys: np.ndarray) -> None:
-        """A node gets what storage has under these names."""
+    def name_fetched(self, node: Node, block_keys: np.ndarray, lacking: Collection[int] = ()) -> None:
+        """A node gets what storage has under these names. lacking: the places of stores that are known to lack it;
+        of the others it is believed that they have it, until they are told of it (`BlockTouches`)."""
         assert len(block_keys) == self.num_blocks(node)
         node.block_keys = block_keys
-        node.stored = np.full(len(block_keys), STORED, np.int8)
+        stored = sum(STORED << _BITS * place for place in range(self.num_stores) if place not in lacking)
+        node.stored = np.full(len(block_keys), stored, np.int8)
         node.seen = np.zeros(len(block_keys), np.bool_)
 
     # -- what is stored -----------------------------------------------------------------------------------------
 
     @staticmethod
-    def mark_stored(path: Sequence[Node], blocks: np.ndarray, of_each: np.ndarray | int) -> None:
-        """Note what storage has of some blocks of the path, counted from its first one. Its nodes follow each other
-        and have names. of_each: of all, or (len(blocks),)."""
-        of_each = np.broadcast_to(np.asarray(of_each, np.int8), blocks.shape)
+    def stored_in(nodes: Sequence[Node], place: int) -> np.ndarray:
+        """(num_blocks,) int8: what the store at that place has of the blocks of nodes, which have names."""
+        stored = np.concatenate([node.stored for node in nodes])  # type: ignore[misc]
+        return stored >> _BITS * place & _MASK
+
+    @staticmethod
+    def mark_stored(path: Sequence[Node], place: int, blocks: np.ndarray, of_each: np.ndarray | int) -> None:
+        """Note what the store at that place has of some blocks of the path, counted from its first one. Its nodes
+        follow each other and have names. of_each: of all, or (len(blocks),)."""
+        of_each = np.broadcast_to(np.asarray(of_each, np.int8), blocks.shape) << _BITS * place
         for node in path:
             assert node.stored is not None
             num_blocks = len(node.stored)
             is_here = (blocks >= 0) & (blocks < num_blocks)
-            node.stored[blocks[is_here]] = of_each[is_here]
+            here = blocks[is_here]
+            node.stored[here] = node.stored[here] & ~(_MASK << _BITS * place) | of_each[is_here]
             blocks = blocks - num_blocks
 
     def note_seen(self, end: Node, first: int, last: int) -> None:
@@ -112,7 +127,7 @@ class BlockNames:
 
     @staticmethod
     def is_stored(node: Node) -> bool:
-        """Whether storage is believed to have every block that ends in the node."""
+        """Whether storage, of two stores any, is believed to have every block that ends in the node."""
         return node.stored is not None and bool(node.stored.all())
 
     @staticmethod
@@ -121,10 +136,10 @@ class BlockNames:
         return BlockNames.is_stored(node) and node.stored is not None and len(node.stored) > 0
 
     @staticmethod
-    def forget_stored(node: Node) -> None:
-        """Nothing of the node is believed stored."""
+    def forget_stored(node: Node, place: int | None = None) -> None:
+        """Nothing of the node is believed stored, in that store or, with None, in any."""
         if node.stored is not None:
-            node.stored[:] = NOT_STORED
+            node.stored &= 0 if place is None else ~(_MASK << _BITS * place)
 
     # -- splits and merges --------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ transient_nodes.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
 
 import numpy as np
 
@@ -58,7 +58,7 @@ from sglang.srt.mem_cache.page_counts import PageCounts, evictable_pages
 from sglang.srt.mem_cache.page_watcher import PageWatcher
 from sglang.srt.mem_cache.placement import LAST
 from sglang.srt.mem_cache.radix import PageKey, common_len, join_keys, page_key_of, put_above, trimmed
-from sglang.srt.mem_cache.transfer import FETCH, FRAME_TIERS, Ticket, Tier
+from sglang.srt.mem_cache.transfer import FETCH_LINKS, FRAME_TIERS, Ticket, Tier
 from sglang.srt.mem_cache.transient_nodes import TransientNodes
 from sglang.srt.mem_cache.tree_checks import check_tree
 from sglang.srt.mem_cache.window_reach import WindowReach
@@ -489,19 +489,25 @@ class HiRadixTree:
         node.last_use = launch
 
     def begin_fetch(
-        self, match: MatchResult, run: FilledRun, block_keys: np.ndarray, launch: LaunchSeq, is_lossy: bool
+        self,
+        match: MatchResult,
+        run: FilledRun,
+        block_keys: np.ndarray,
+        launch: LaunchSeq,
+        is_lossy: bool,
+        lacking: Collection[int] = (),
     ) -> tuple[Node, Dropped]:
         """Enter what storage has below a match (made with `fetching`), in host frames that the operation will fill.
         Returns their end, and the frames in whose place they come, of what the host has partial.
 
         run: its tokens end with a block, or where the node ends that it fills: a hole, one that peers have, or that
-        the host has partial. block_keys: of the blocks that end in it.
+        the host has partial. block_keys: of the blocks that end in it. lacking: see `BlockNames.name_fetched`.
         """
         parent, replaced = self._end_of(match), Dropped()
         if (node := self.child_on(parent, run.tokens)) is not None and node.is_host_partial:
             self._take_partial(node, replaced)
         node = self.put_run(parent, run, Tier.HOST, launch)
-        self.names.name_fetched(node, block_keys)
+        self.names.name_fetched(node, block_keys, lacking)
         self._note_fetch(node, parent, is_lossy)
         if num_tokens := run.num_partial * self.page_size:
             front = self.split(node, num_tokens) if num_tokens < len(node.key) else node
@@ -612,19 +618,19 @@ class HiRadixTree:
         for node in self.walk():
             self._offer_everywhere(node)
 
-    def rename_blocks(self, block_keys: BlockKeys | None) -> None:
+    def rename_blocks(self, block_keys: BlockKeys | None, num_stores: int = 1) -> None:
         """Another storage, or none: forget all names of blocks and what was stored."""
-        self.names.rename(block_keys, self.walk())
+        self.names.rename(block_keys, num_stores, self.walk())
         self.order.cut_tokens = block_keys.block_tokens if block_keys is not None else self.page_size
 
-    def take_to_store(self, nodes: Iterable[Node]) -> list[Node]:
+    def take_to_store(self, nodes: Iterable[Node], place: int) -> list[Node]:
         """Of nodes that the host gives up soon, those that nothing else has and that were not taken since their last
-        use."""
+        use. It is not known that the store at that place still has them."""
         last = [n for n in nodes if self.order.class_of(n, Tier.HOST) == LAST]
         taken = [node for node in last if not node.is_stored_ahead]
         for node in taken:
             node.is_stored_ahead = True
-            self.names.forget_stored(node)
+            self.names.forget_stored(node, place)
         return taken
 
     def note_answer(self, end: Node, num_prompt: int) -> None:
@@ -855,7 +861,7 @@ class HiRadixTree:
             node.is_host_partial = False
         self._count_in(node, tier)
         # Where a copy did not end that was the last; what storage was to bring was lost before.
-        if (ticket is None or ticket.link != FETCH) and is_nowhere_whole(node):
+        if (ticket is None or ticket.link not in FETCH_LINKS) and is_nowhere_whole(node):
             self.lost(node, tier)
         if tier == _DEVICE:
             assert node.num_device_children == 0

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from sglang.srt.mem_cache.transfer import FETCH, FRAME_TIERS, Ticket, Tier
+from sglang.srt.mem_cache.transfer import FETCH_LINKS, FRAME_TIERS, Ticket, Tier
 from sglang.srt.utils.time_units import NO_LAUNCH, LaunchSeq
 
 NUM_TIERS = len(FRAME_TIERS)
@@ -228,7 +228,7 @@ def is_hole(node: Node) -> bool:
 def is_fetching(node: Node) -> bool:
     """Whether storage is bringing it to the host."""
     ticket = node.tickets[Tier.HOST]
-    return ticket is not None and ticket.link == FETCH
+    return ticket is not None and ticket.link in FETCH_LINKS
 
 
 def path_of(node: Node) -> list[Node]:

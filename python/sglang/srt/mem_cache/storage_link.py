@@ -1,4 +1,4 @@
-"""`StorageLink`: operations on a `BlockStore`, in order, on a stream of their own. Three links share one store.
+"""`StorageLink`: operations on a `BlockStore`, in order, on a stream of their own. All links share one store, or two.
 
 Owns its operations until they are polled, and the attached store through its `StoreSlot`. Never decides what moves,
 never touches frame states. An operation that is cancelled before it starts does nothing. An operation that raises
@@ -24,7 +24,6 @@ import numpy as np
 
 from sglang.srt.mem_cache.block_keys import to_bytes
 from sglang.srt.mem_cache.block_store import (
-    BlockStore,
     ExistsFailed,
     OverlappingStore,
     StoreError,
@@ -33,10 +32,11 @@ from sglang.srt.mem_cache.block_store import (
     has_room,
 )
 from sglang.srt.mem_cache.rate_limit import RateLimit
-from sglang.srt.mem_cache.storage.tiered_store import TieredStore
+from sglang.srt.mem_cache.storage.tiered_store import AnyStore, TieredStore, parts_of
 from sglang.srt.mem_cache.storage.windowed_store import find
 from sglang.srt.mem_cache.transfer import (
     PROBE_FAILED,
+    STORE_LINKS,
     GateError,
     LayerGate,
     OpResult,
@@ -53,7 +53,7 @@ class StoreSlot:
     """The store that a rank's storage links use, or None. open_store: setup (see StorageOp) -> a store; raises
     StoreError. last_error: the reason why the last attachment failed, for the answer to its request."""
 
-    def __init__(self, open_store: Callable[[str], BlockStore], store: BlockStore | None = None) -> None:
+    def __init__(self, open_store: Callable[[str], AnyStore], store: AnyStore | None = None) -> None:
         self.store = store
         self.last_error = ""
         self._open_store = open_store
@@ -193,13 +193,17 @@ class StorageLink:
         if is_unwanted:
             give_up()
 
-    def _store_for(self, op: StorageOp) -> BlockStore | None:
-        store = self.slot.store
-        return store.without(op.skips) if op.skips and isinstance(store, TieredStore) else store
+    def _store_for(self, op: StorageOp) -> AnyStore | None:
+        """Of two stores the one that an operation reads, writes or tells."""
+        store, is_of_one = self.slot.store, op.action in (StorageAction.GET, StorageAction.SET, StorageAction.TOUCH)
+        return store.only(op.skips) if is_of_one and isinstance(store, TieredStore) else store
 
     @property
     def has_room(self) -> bool:
-        return has_room(self.slot.store)
+        """Of a link for writes, whether its store has."""
+        parts = parts_of(self.slot.store) if self.slot.store is not None else []
+        place = STORE_LINKS.index(self.name) if self.name in STORE_LINKS else 0
+        return has_room(parts[place]) if place < len(parts) else True
 
     @property
     def _is_synchronous(self) -> bool:
@@ -231,7 +235,7 @@ class StorageLink:
                 except ExistsFailed:
                     return PROBE_FAILED, 0
                 return count, 0, part
-            near, far, part = store.locate(keys)
+            near, far, part = store.locate(keys, op.skips)
             return near + far, far, part
         if op.action == StorageAction.TOUCH:
             try:
@@ -250,6 +254,7 @@ class StorageLink:
             if op.action == StorageAction.LIMIT:
                 return int(store.limit(op.tenant, op.limit, op.tier)), 0
             return int(store.erase(op.tenant, op.tier)), 0
+        assert not isinstance(store, TieredStore)
         with self.rate_limit.transfer(op.size_bytes) if self.rate_limit is not None else nullcontext():
             if op.action == StorageAction.GET:
                 return store.get(to_bytes(op.keys), op.frames), 0

@@ -41,13 +41,19 @@ P2P = "p2p"
 # To the swap file of a request that streams. Nothing is loaded from the file by this link, see LayerStreamCache.
 D2S = "d2s"
 COPY_LINKS = (H2D, D2H, P2D, D2P, P2H, P2P, D2S)
-# Links of storage. A long read must not hold up a probe, nor a write a read.
+# Links of storage. A long read must not hold up a probe, nor a write a read, nor one of two stores the other. A probe
+# asks both: what the second one may take for it is limited (`GuardedStore`).
 PROBE = "probe"
 FETCH = "fetch"
+FETCH_FAR = "fetch_far"
 STORE = "store"
-STORAGE_LINKS = (PROBE, FETCH, STORE)
+STORE_FAR = "store_far"
+# By the place of the store.
+FETCH_LINKS = (FETCH, FETCH_FAR)
+STORE_LINKS = (STORE, STORE_FAR)
+STORAGE_LINKS = (PROBE, *FETCH_LINKS, *STORE_LINKS)
 # A fetch may have to wait for their operations before it can begin.
-STALLING_LINKS = (FETCH, STORE, H2D, D2H, D2P, P2H)
+STALLING_LINKS = (*FETCH_LINKS, *STORE_LINKS, H2D, D2H, D2P, P2H)
 # Compares pages of the device, see CheckLink.
 CHECK = "check"
 LINKS = (*COPY_LINKS, CHECK, *STORAGE_LINKS)

@@ -52,7 +52,7 @@ def setup(extra: Any = None, prefetch: str = "timeout", write: str = "write_thro
 def test_what_nobody_said() -> None:
     found = setup()
     assert (found.backend, found.block_tokens, found.write_policy) == ("file", 64, "write_through")
-    opened = {"backend": "file", "config": {}, "block_tokens": 64, "is_exclusive": False}
+    opened = {"backend": "file", "config": {}, "block_tokens": 64, "is_exclusive": {"file": False}}
     told = json.loads(found.setup)
     assert len(bytes.fromhex(told.pop("mac_key"))) == 32 and told == opened
     assert json.loads(setup({"secret": ""}).setup)["mac_key"] == ""
@@ -346,7 +346,9 @@ def test_groups_of_ranks_share_what_a_backend_is_given(backend: str, monkeypatch
     told: list[StoreParams] = []
     opening = mock.Mock(takes_any_page_size=True, open=told.append)
     monkeypatch.setattr(storage, "storage_backend", lambda name: opening)
-    setup = json.dumps({"backend": backend, "config": {}, "block_tokens": 16, "is_exclusive": False, "mac_key": ""})
+    setup = json.dumps(
+        {"backend": backend, "config": {}, "block_tokens": 16, "is_exclusive": {backend: False}, "mac_key": ""}
+    )
     for rank, leaders in ((2, (0, 1, 2, 3)), (2, (0, 0, 2, 2)), (3, (0, 0, 2, 3)), (0, (0, 0, 0, 0))):
         replace(real_opener(rank, 4), replicas=Replicas(rank, leaders)).open(setup)
     assert [(each.tp_rank, each.tp_size) for each in told] == [(2, 4), (1, 2), (2, 3), (0, 1)]

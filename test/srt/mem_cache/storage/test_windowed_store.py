@@ -288,21 +288,6 @@ def test_a_codec_takes_layers_as_those_of_the_model(tmp_path: Path, codec: dict[
     close_to_the_end(store)
 
 
-def test_of_two_tiers_the_near_one_brings_what_windows_do_not_reach():
-    """Though it lacks windows there: an operation of a long fetch ends where none of the request's do."""
-    near, far = Pair(), Pair()
-    far.pool = near.pool
-    store = TieredStore(near.store, far.store)
-    near.store.set(keys(6), near.frames(6, num_partial=4))
-    assert near.store.exists(keys(3)) == 0 and store.get(keys(3), near.frames(3, num_partial=3)) == 3
-    assert store.get(keys(6), near.frames(6, num_partial=4)) == 6
-    # Windows of the fourth block are nowhere.
-    assert store.get(keys(6), near.frames(6, num_partial=3)) == 3
-    far.full.blocks, far.of_windows.blocks = near.full.blocks, {keys(4)[3]: near.of_windows.blocks[keys(5)[4]]}
-    assert near.store.exists_for(keys(4), near.frames(4, num_partial=3)) == 3
-    assert store.get(keys(4), near.frames(4, num_partial=3)) == 4
-
-
 def test_it_is_known_how_far_either_tier_has_layers_with_full_attention():
     near, far = Pair(), Pair()
     store = TieredStore(near.store, GuardedStore(far.store))

@@ -27,7 +27,7 @@ from sglang.srt.mem_cache.storage.registry import (
     parse_backends,
     storage_backend,
 )
-from sglang.srt.mem_cache.storage.tiered_store import TieredStore
+from sglang.srt.mem_cache.storage.tiered_store import AnyStore, TieredStore
 from sglang.srt.mem_cache.storage.windowed_store import OverlappingWindowedStore, WindowedStore
 from sglang.srt.utils.registry import (
     STRING,
@@ -160,7 +160,7 @@ class StorageOpener:
             setup="",
             secret=self._chain_secret(names, config, own["secret"], block_tokens),
             block_tokens=block_tokens,
-            limits=StorageLimits.of_host(num_pages, block_pages, blocks_per_op, own["fetch_window_ops"]),
+            limits=StorageLimits.of_host(num_pages, block_pages, blocks_per_op, own["fetch_window_ops"], len(names)),
             prefetch=PrefetchConfig(
                 policy=prefetch_policy,
                 threshold=own["prefetch_threshold"],
@@ -179,12 +179,12 @@ class StorageOpener:
             "backend": backend,
             "config": config,
             "block_tokens": block_tokens,
-            "is_exclusive": setup.is_exclusive,
+            "is_exclusive": {name: setup.is_exclusive(place) for place, name in enumerate(names)},
             "mac_key": _mac_key(own["secret"]),
         }
         return replace(setup, setup=json.dumps(opened))
 
-    def open(self, setup: str) -> BlockStore:
+    def open(self, setup: str) -> AnyStore:
         """The store of this rank's group, which this rank leads. setup: of a `StorageSetup`. Raises StoreError."""
         found = json.loads(setup)
         stores: list[BlockStore] = []
@@ -215,7 +215,7 @@ class StorageOpener:
             model_name=self.model_name,
             tp_rank=self.tp_rank if shared is None else shared.index,
             tp_size=self.tp_size if shared is None else shared.num_groups,
-            is_exclusive=setup["is_exclusive"],
+            is_exclusive=setup["is_exclusive"][name],
             directory=self.directory / f"rank{self.tp_rank}",
             mac_key=bytes.fromhex(setup["mac_key"]),
         )

@@ -71,10 +71,6 @@ class WindowedStore:
         count = self.full.exists(keys)
         return self.of_windows.longest_seen(keys[:count], self._num_seen) if count else 0, count
 
-    def exists_for(self, keys: Sequence[bytes], frames: np.ndarray) -> int:
-        """How many leading blocks `get` would read into these pages."""
-        return self._and_windows(keys, frames, self.full.exists(keys), lambda keys, _: self.of_windows.exists(keys))
-
     def get(self, keys: Sequence[bytes], frames: np.ndarray) -> int:
         """Of blocks whose pages are none in layers with a window, these are left out."""
         return self._and_windows(keys, frames, self.full.get(keys, frames), self.of_windows.get)
