@@ -50,7 +50,9 @@ def check_storage(storage: StorageController) -> None:
         assert all(rid in storage._waiters[ticket] for ticket in prefetch.asked)
         for ticket in prefetch.tickets:
             above = {n.tickets[Tier.HOST] for node in storage.tree.nodes_of(ticket) for n in path_of(node)}
-            left_out = {t for t in above if t is not None and t.link in FETCH_LINKS} - prefetch.tickets.keys()
+            # What began later fills a hole that came about above.
+            earlier = {t for t in above if t is not None and t.link == ticket.link and t.seq < ticket.seq}
+            left_out = earlier - prefetch.tickets.keys()
             assert not left_out, f"{rid} waits for {ticket}, but not for {left_out} above it"
         assert prefetch.is_over == (rid not in storage._waiting), rid
     assert storage._waiting.keys() <= storage._prefetches.keys()
