@@ -172,3 +172,23 @@ def test_memory_that_no_launch_uses_any_more_is_there_in_the_same_step() -> None
     driver.step(req("a", 0, list(range(3, 15))))
     decision = driver.step(req("b", 20, list(range(40, 52))), results={0: []})
     assert decision.launch is not None and running(driver) == {"b"}
+
+
+def test_the_first_in_turn_is_launched_with_its_load_once_it_lost_a_preload() -> None:
+    """Older requests of lower priority pass it while it loads, grow, and take the memory of its preload. It was
+    deferred for the load again as soon as there was room, and started after all of them."""
+    rig = Rig(
+        0.01,
+        bubble_filling=True,
+        num_device_pages=160,
+        context_len=159,
+        max_running_requests=2,
+        new_token_ratio=0.0,
+        priorities=PriorityConfig(),
+    )
+    rig.remember(DOCUMENT)
+    older = [(0.0, simulated(f"low{i}", fresh(20, i + 1), 100)) for i in range(6)]
+    high = msgspec.structs.replace(simulated("high", DOCUMENT + fresh(5)), priority=5)
+    times = rig.run([*older, (0.1, high)])
+    assert rig.preloads["high"].preload_cancelled
+    assert rig.first(times, "low3") < rig.first(times, "high") < rig.first(times, "low4")

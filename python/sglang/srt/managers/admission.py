@@ -223,12 +223,19 @@ class Admission:
         streams = [r for r in lower if self._streaming.is_streaming(r)]
         return streams, [r for r in lower if r not in streams]
 
+    def first_in_turn(self) -> Req | None:
+        """Of the waiting requests that may start: the oldest of the highest priority."""
+        return min(self._admissible(), key=self.turn_of, default=None)
+
     def first_in_line(self) -> Req | None:
         """The waiting request that starts next, whether there is room for it or not. One whose load is under way
         starts when that is in: others keep their memory until then."""
-        ready = self._streaming.admissible(self._storage.startable(self._queues.waiting), self.turn_of)
-        able = (r for r in ready if not self._streaming.must_stream(r) and not self._is_loading(r))
+        able = (r for r in self._admissible() if not self._streaming.must_stream(r) and not self._is_loading(r))
         return min(able, key=self.turn_of, default=None)
+
+    def _admissible(self) -> list[Req]:
+        """Waiting requests that wait neither for storage nor for those that stream."""
+        return self._streaming.admissible(self._storage.startable(self._queues.waiting), self.turn_of)
 
     def _is_loading(self, req: Req) -> bool:
         known = self._cache.candidate(req)

@@ -94,6 +94,7 @@ class LoadPlanner:
         self._cache = cache
         self._held = HeldBatch(config, cache, queues, self.expected) if config.holds_batches else None
         self._order: Callable[[], Iterable[Req]] = lambda: ()
+        self._first_in_turn: Callable[[], Req | None] = lambda: None
         self._storage = cache.storage
         self._queues = queues
         # The loads that the deferred ones wait for, and whether any waiting request needs none, once that was asked.
@@ -125,9 +126,10 @@ class LoadPlanner:
         """At the beginning of a step."""
         self.expected.now = now
 
-    def set_order(self, order: Callable[[], Iterable[Req]]) -> None:
-        """order: the requests that may start, in the order in which they fill a batch."""
-        self._order = order
+    def set_order(self, order: Callable[[], Iterable[Req]], first_in_turn: Callable[[], Req | None]) -> None:
+        """order: the requests that may start, in the order in which they fill a batch. first_in_turn: see
+        `Admission.first_in_turn`."""
+        self._order, self._first_in_turn = order, first_in_turn
 
     def note_sick_links(self) -> None:
         """After operations have been taken in: have nothing wait for links that hang, or use those that fail."""
@@ -229,8 +231,8 @@ class LoadPlanner:
             return self._held.must_wait(req)
         if outlook.other_work_s is None:
             return False
-        if req.preload_cancelled and req is next(r for r in self._queues.waiting if self._storage.may_start(r.rid)):
-            return False  # else those that pass the oldest could take its memory back again and again
+        if req.preload_cancelled and req is self._first_in_turn():
+            return False  # else those that pass the first in turn could take its memory back again and again
         known = self._cache.candidate(req)
         if not known.load and not known.from_peers and not known.loading:
             return False
