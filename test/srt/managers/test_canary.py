@@ -18,7 +18,7 @@ from sglang.srt.managers import canary
 from sglang.srt.mem_cache.check_link import _MAX_FILES, _differs, tolerance
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.storage.tiered_store import TieredStore
-from sglang.srt.mem_cache.transfer import TIER_NAMES, Tier
+from sglang.srt.mem_cache.transfer import TIER_NAMES, StorageAction, Tier
 from sglang.srt.model_executor.launch import Launch
 from support.local_engine import LocalEngine
 from support.memory_store import MemoryStore
@@ -234,6 +234,24 @@ def test_copies_of_damage_in_storage_are_not_read(model_config: ModelConfig, tmp
     engine.idle()
     assert near_blocks, "what comes from the remote store is kept on the disk"
     assert engine.ask() == computed(model_config, TEXT)
+    engine.close()
+
+
+def test_damage_in_storage_that_was_detached_is_not_read_when_it_is_attached_again(
+    model_config: ModelConfig, tmp_path: Path
+) -> None:
+    store = stored(model_config, TEXT)
+    damage_block(store)
+    engine = Checked(model_config, tmp_path, store=store)
+    engine.ask()
+    assert engine.administer(StorageAction.DETACH) == (True, "")
+    engine.idle()
+    assert engine.canary["differences"]["disk"] == 1  # type: ignore[index]
+    num_brought = engine.counter("prefetched_tokens")
+    assert engine.administer(StorageAction.ATTACH, SETUP) == (True, "")
+    assert engine.ask() == computed(engine.model_config, TEXT)
+    assert engine.counter("prefetched_tokens") == num_brought > 0
+    assert not engine.scheduler.state()["switches"]["disk"]["reads"]
     engine.close()
 
 

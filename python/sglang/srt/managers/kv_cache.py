@@ -494,11 +494,15 @@ class KVCache:
         tiers = {TIER_NAMES[tier]: tier for tier in self._switched_tiers()}
         if (tier := tiers.get(name)) is None:
             return f"this server has no tier {name!r}; it has {', '.join(tiers)}"
+        self.turn_tier(tier, reads, writes)
+        return ""
+
+    def turn_tier(self, tier: Tier, reads: bool | None, writes: bool | None) -> None:
+        """Of storage, also one that is not attached: the switch is kept for when it is."""
         self.switches.turn(tier, reads, writes)
         self.set_load_order(self.tree.order.load_order)
         self.controller.unwritten = self.switches.unwritten
         self.storage.obey_switches()
-        return ""
 
     def shown_switches(self) -> str:
         """For the log."""

@@ -58,7 +58,6 @@ from sglang.srt.mem_cache.transfer import (
     EXEC,
     STALLING_LINKS,
     STORAGE_LINKS,
-    TIER_NAMES,
     Ticket,
     Tier,
 )
@@ -413,7 +412,7 @@ class Scheduler:
         have copies and what was computed from it. Memory may have them, too: all of that goes, and requests that
         read it start again."""
         for each in (tier, *self.storage.tiers):
-            self.cache.turn(TIER_NAMES[each], reads=False, writes=None)
+            self.cache.turn_tier(each, reads=False, writes=None)
         for req in self.queues.active():
             self._lose(req)
         self.admission.end_preloads(self.queues.waiting)
