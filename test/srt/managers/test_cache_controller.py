@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from sglang.srt.managers.cache_controller import SELECTIVE_HITS
 from sglang.srt.managers.slab_withdrawal import SlabWithdrawal
 from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.node import Node, Receipt, is_hole
@@ -433,6 +434,39 @@ def test_what_write_back_has_no_room_for_is_lost_and_what_is_below_it_is_behind_
     rig.at(10).abort(Ticket(D2H, 0))
     rig.check()
     assert rig.tree.num_nodes == 0, "nothing is below the hole"
+
+
+@pytest.mark.parametrize("trouble", ["hangs", "fails"])
+@pytest.mark.parametrize("write_policy", ["write_back", "write_through", "write_through_selective"])
+def test_a_link_that_hangs_or_fails_is_given_no_copies_and_the_host_keeps_what_it_has(
+    write_policy: str, trouble: str
+) -> None:
+    rig = Rig(device=8, host=4, write_policy=write_policy)
+    rig.on_host_only("wxyz")
+    links = rig.controller.links
+    if trouble == "hangs":
+        links.late = frozenset((D2H,))
+    else:
+        for _ in range(3):
+            links.failing.note_ended(D2H, is_ok=False)
+        links.failing.update(Seconds(0.0))
+    for _ in range(3):
+        node = rig.insert("abcd")
+        node.hits = SELECTIVE_HITS
+        rig.at(10).back_up_inserted(node)
+        rig.at(10).back_up_reused(node)
+        rig.at(10).evict(DEVICE, 4)
+        rig.check()
+        assert not rig.ledger.in_flight and rig.device.num_free == 8 and rig.lengths("wxyz") == (0, 4)
+    assert rig.controller.counters["backup_dropped_tokens"] == 12 * (write_policy == "write_back")
+    links.late = frozenset()
+    links.failing.update(Seconds(2.0))
+    node = rig.insert("abcd")
+    node.hits = SELECTIVE_HITS
+    rig.at(10).back_up_inserted(node)
+    rig.at(10).back_up_reused(node)
+    rig.at(10).evict(DEVICE, 4)
+    assert len(ops_of(rig)) == 1
 
 
 def test_a_failed_backup_leaves_a_hole() -> None:

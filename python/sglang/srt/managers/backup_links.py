@@ -60,9 +60,13 @@ class BackupLinks:
         """Whether no copy to or from a tier has failed lately."""
         return not self.failing.unsound & {BACKUP_LINKS[tier], LOAD_LINKS[tier]}
 
+    def is_left_alone(self, tier: Tier) -> bool:
+        """Whether nothing more is copied to a tier now, as its link hangs or fails."""
+        return BACKUP_LINKS[tier] in self.late | self.failing.links
+
     def works(self, tier: Tier) -> bool:
         """Whether copies to a tier end in time, and well, as far as is known."""
-        return BACKUP_LINKS[tier] not in self.late | self.overdue | self.failing.links
+        return not self.is_left_alone(tier) and BACKUP_LINKS[tier] not in self.overdue
 
     def is_idle(self, tier: Tier) -> bool:
         return not self._ledger.num_pages_on(BACKUP_LINKS[tier])
@@ -74,10 +78,9 @@ class BackupLinks:
 
     def num_allowed(self, tier: Tier) -> int:
         """Pages that may begin to be copied from the device to a tier."""
-        link = BACKUP_LINKS[tier]
-        if link in self.late | self.failing.links:
+        if self.is_left_alone(tier):
             return 0
         most = self.probe_pages
         if self.is_measured(tier) and (self.is_believed(tier) or self.is_worth_copying(tier, 0, USUAL_TOKENS)):
             most = max(most, self.pages_ahead, int(MAX_COPYING_RATIO * self._num_device_pages))
-        return most - self._ledger.num_pages_on(link)
+        return most - self._ledger.num_pages_on(BACKUP_LINKS[tier])

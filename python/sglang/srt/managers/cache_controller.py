@@ -189,24 +189,27 @@ class HiCacheController:
 
     def back_up_inserted(self, node: Node) -> None:
         """The path to `node` has got pages that the host may lack."""
-        if self._peers_written_through and Tier.PEER not in self.unwritten:
+        if self._peers_written_through and self._is_written(Tier.PEER):
             self.begin_backup(node, Tier.PEER)
-        if Tier.HOST in self.unwritten:
-            return
-        if self.write_policy == "write_through":
+        if self.write_policy == "write_through" and self._is_written(Tier.HOST):
             self.begin_backup(node)
-        elif self.write_policy == "auto" and self.has_host:
+        elif self.write_policy == "auto" and self.has_host and Tier.HOST not in self.unwritten:
             self.auto.write_through(node)
 
     def back_up_reused(self, node: Node) -> None:
         """Another request uses the path to `node`."""
-        if self.write_policy != "write_through_selective" or not self.has_host or Tier.HOST in self.unwritten:
+        if self.write_policy != "write_through_selective" or not self._is_written(Tier.HOST):
             return
         step: Node | None = node
         while step is not None and step.parent is not None and step.hits < SELECTIVE_HITS:
             step = step.parent
         if step is not None and step.parent is not None:
             self.begin_backup(step)
+
+    def _is_written(self, tier: Tier) -> bool:
+        """Whether a tier takes copies from the device. What a link that hangs or fails was given would only wait, and
+        room was made for it."""
+        return tier in self.tables and tier not in self.unwritten and not self.links.is_left_alone(tier)
 
     def begin_backup(self, node: Node, tier: Tier = Tier.HOST, only_uncopied: bool = False) -> Ticket | None:
         """Back up what the tier lacks of the path to `node`. None if it lacks nothing or has no room. only_uncopied:
@@ -551,10 +554,10 @@ class HiCacheController:
             return self.auto.copy_before_eviction(victims)
         begins = [node.start for node in victims]
         for tier in (Tier.PEER, Tier.HOST) if self.write_policy == "write_back" else (Tier.PEER,):
-            if tier not in self.tables or tier in self.unwritten or BACKUP_LINKS[tier] in self.links.failing.links:
+            if tier not in self.tables or tier in self.unwritten:
                 continue
             lacking = [node for node in reversed(victims) if node.frames[tier] is None and not node.is_partial]
-            fitting = self._fitting(lacking, tier, kept=victims)
+            fitting = self._fitting(lacking, tier, kept=victims) if self._is_written(tier) else []
             num_lacking, num_fitting = self.tokens_of(lacking), self.tokens_of(fitting)
             if fitting:
                 self.back_up(fitting, tier, kept=victims)
