@@ -337,6 +337,24 @@ def test_the_host_gives_up_last_what_lacks_in_pages_that_are_read(write_policy: 
     rig.check()
 
 
+@pytest.mark.parametrize("write_policy", ["auto", "write_through"])
+def test_what_lacks_in_pages_that_are_read_is_not_given_up_where_pinned_copies_are_spared(write_policy: str):
+    rig = loaded()
+    rig.controller.set_write_policy(write_policy)
+    receipt = rig.tree.lock(rig.tree.match("", tokens("abcdefgh")), rig.clock.next)
+    rig.check()
+    path = rig.tree.path_of(receipt.node)
+    assert [(len(node.key), node.is_partial) for node in path] == [(6, True), (2, False)]
+    assert rig.tree.evictable_pages(HOST, spares_pinned=True) == 2
+    assert rig.tree.evictable_pages(HOST, path, spares_pinned=True) == 0
+    assert not rig.controller.make_room(HOST, 12, (), spares_pinned=True)
+    assert all(node.frames[HOST] is not None for node in path)
+    rig.tree.unlock(receipt, rig.clock.next, rig.clock.done)
+    rig.check()
+    assert rig.controller.make_room(HOST, 12, (), spares_pinned=True)
+    rig.check()
+
+
 @pytest.mark.parametrize(("host", "full_only"), [(12, 0), (13, 6)])
 def test_where_copies_are_given_up_for_others_few_pages_are_partial(host: int, full_only: int):
     """An eighth of the host's pages, and as many as are free: of 13, 1 and 5."""

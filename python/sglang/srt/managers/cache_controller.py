@@ -452,7 +452,7 @@ class HiCacheController:
         self, tier: Tier, num_pages: int, kept: Sequence[Node], spares_pinned: bool = False, ages: bool = True
     ) -> bool:
         """Evict until so many pages of a tier below the device are free; the nodes `kept` stay, and everything if
-        that would not be enough. spares_pinned: what has soft pins stays, too. ages: whether a slow tier gives up
+        that would not be enough. spares_pinned: pinned copies stay, too. ages: whether a slow tier gives up
         what is as old, see `_aged_with`. Whether they are free."""
         table = self.tables[tier]
         table.reap(self.clock.done)

@@ -22,9 +22,8 @@ import numpy as np
 
 from sglang.srt.mem_cache.border_slabs import BorderSlabs
 from sglang.srt.mem_cache.eviction import RETIRED_PRIORITY, least_recent
-from sglang.srt.mem_cache.eviction_order import is_pinned_copy
 from sglang.srt.mem_cache.frame_table import FrameState
-from sglang.srt.mem_cache.node import Node, is_lacking, is_whole, last_access_on
+from sglang.srt.mem_cache.node import Node, is_lacking, is_pinned_copy, is_whole, last_access_on
 from sglang.srt.mem_cache.transfer import Tier
 from sglang.srt.mem_cache.windowed_pool import FREE_TO_GO, STAYS, WindowedPool
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Container, Iterable
 from functools import partial
 
 from sglang.srt.mem_cache.eviction import RETIRED_PRIORITY, Rank
-from sglang.srt.mem_cache.node import Node, is_lacking, is_ready, is_whole, last_access_on
+from sglang.srt.mem_cache.node import Node, is_lacking, is_pinned_copy, is_ready, is_whole, last_access_on
 from sglang.srt.mem_cache.placement import SPARE, class_of_copy
 from sglang.srt.mem_cache.transfer import FRAME_TIERS, Tier
 from sglang.srt.utils.time_units import LaunchSeq
@@ -220,9 +220,3 @@ class EvictionOrder:
         """By the eviction policy, on any tier below the device: the least goes first."""
         last_access = max(last_access_on(node, _PEER), last_access_on(node, _HOST))
         return *self.policy(node, last_access), -node.start
-
-
-def is_pinned_copy(node: Node) -> bool:
-    """Whether a waiting request has fetched on a node's path, or a running one reads it partial: as long as it does,
-    what the device lacks of it comes from its copies alone."""
-    return node.soft_pins > 0 or (node.is_partial and node.lock > 0)

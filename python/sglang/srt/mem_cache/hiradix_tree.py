@@ -47,8 +47,10 @@ from sglang.srt.mem_cache.node import (
     Root,
     is_fetching,
     is_hole,
+    is_lacking,
     is_nowhere_whole,
     is_partial_on,
+    is_pinned_copy,
     is_ready,
     is_whole,
     path_of,
@@ -182,11 +184,11 @@ class HiRadixTree:
 
     def evictable_pages(self, tier: Tier, kept: Iterable[Node] = (), spares_pinned: bool = False) -> int:
         """Pages that eviction could give up sooner or later, see `page_counts.evictable_pages`. Of peers and host
-        some may have to wait for those below them, on other tiers. kept: nodes that stay. spares_pinned: those with
-        soft pins stay, too."""
+        some may have to wait for those below them, on other tiers. kept: nodes that stay. spares_pinned: pinned
+        copies stay, too, see `is_pinned_copy`."""
         if not spares_pinned:
             return self.counts.evictable[tier] - sum(evictable_pages(node, tier) for node in kept)
-        return self.counts.unpinned[tier] - sum(evictable_pages(n, tier) for n in kept if not n.soft_pins)
+        return self.counts.unpinned[tier] - sum(evictable_pages(n, tier) for n in kept if not is_pinned_copy(n))
 
     def evictable_pages_in(self, match: MatchResult) -> int:
         """Evictable device pages that locking the match would take out of eviction's reach."""
@@ -279,8 +281,8 @@ class HiRadixTree:
 
     def _count_lock(self, node: Node, change: int) -> None:
         """The first lock of a node is taken, or the last one released: other pages can be evicted then."""
-        # Of what the device has, the copies on other tiers can be evicted, locked or not.
-        tiers = (_DEVICE,) if node.frames[_DEVICE] is not None else FRAME_TIERS
+        # Of what the device has whole, the copies on other tiers can be evicted, locked or not.
+        tiers = FRAME_TIERS if is_lacking(node) else (_DEVICE,)
         for tier in tiers:
             self.counts.take_out(node, tier)
         node.lock += change

@@ -225,6 +225,12 @@ def is_hole(node: Node) -> bool:
     return all([frames is None for frames in node.frames])
 
 
+def is_pinned_copy(node: Node) -> bool:
+    """Whether a waiting request has fetched on a node's path, or a running one reads it partial: as long as it does,
+    what the device lacks of it comes from its copies alone."""
+    return node.soft_pins > 0 or (node.is_partial and node.lock > 0)
+
+
 def is_fetching(node: Node) -> bool:
     """Whether storage is bringing it to the host."""
     ticket = node.tickets[Tier.HOST]

@@ -5,15 +5,15 @@
 
 from __future__ import annotations
 
-from sglang.srt.mem_cache.node import NUM_TIERS, Node
+from sglang.srt.mem_cache.node import NUM_TIERS, Node, is_pinned_copy
 from sglang.srt.mem_cache.transfer import Tier
 
 _DEVICE = int(Tier.DEVICE)
 
 
 class PageCounts:
-    """Lists by tier. evictable: see `evictable_pages`; unpinned: those of them that have no soft pins. soft_pinned:
-    of nodes with soft pins, below the device. partial: pages of partial nodes."""
+    """Lists by tier. evictable: see `evictable_pages`; unpinned: those of them that are no pinned copies, see
+    `is_pinned_copy`. soft_pinned: of nodes with soft pins, below the device. partial: pages of partial nodes."""
 
     def __init__(self) -> None:
         self.resident = [0] * NUM_TIERS
@@ -37,9 +37,9 @@ class PageCounts:
         if node.is_partial and tier == _DEVICE:
             self.partial += num_pages
         self.evictable[tier] += num_evictable
-        if node.soft_pins == 0 or tier == _DEVICE:
+        if tier == _DEVICE or not is_pinned_copy(node):
             self.unpinned[tier] += num_evictable
-        else:
+        if tier != _DEVICE and node.soft_pins:
             self.soft_pinned[tier] += num_pages
 
 
