@@ -372,12 +372,13 @@ const well = { tiers: { device: {}, host: {}, disk: { read_errors: 3 }, remote: 
 same(page.troublesOf(well, well), {});
 const sick = JSON.parse(JSON.stringify(well));
 sick.switches.host.writes = false;
+sick.links = { d2h: { left_alone: false }, d2p: { left_alone: true } };
 sick.tiers.disk.read_errors = 5;
 sick.tiers.remote.left_alone = 1;
 sick.storage.writes = { off: true, reason: "it hangs" };
 sick.peers = { lenders: [{ endpoint: "a", connected: false }], problems: ["another model"] };
 same(Object.entries(page.troublesOf(sick, well)).map(([tier, texts]) => [tier, texts.length]).sort(),
-  [["device", 1], ["disk", 2], ["host", 1], ["peer", 1], ["remote", 2]]);
+  [["device", 1], ["disk", 2], ["host", 1], ["peer", 2], ["remote", 2]]);
 assert(page.troublesOf(sick, well).disk[0].includes("it hangs"));
 // Boxes lie in the picture, and none over another.
 const all = ["device", "peer", "host", "disk", "remote"];

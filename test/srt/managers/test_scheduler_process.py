@@ -30,6 +30,7 @@ from sglang.srt.managers.scheduler_process import SchedulerProcess
 from sglang.srt.managers.startup.engine import build_core
 from sglang.srt.managers.startup.rank_setup import RankSetup
 from sglang.srt.mem_cache.namespaces import namespace_of
+from sglang.srt.mem_cache.transfer import D2H
 from sglang.srt.sampling.sampling_params import GrammarSpec, SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.child_process import StartupError
@@ -85,6 +86,28 @@ def test_who_waits_for_a_grammar_is_seen_when_the_salt_is_erased(
     else:
         assert not inbox.admin and waiting.waiting_of("tenant") == ["mine"]
         assert (sent[2].id, sent[2].success) == ("e", False) and "1 requests with this cache_salt" in sent[2].message
+
+
+def test_a_line_tells_which_link_is_left_alone_and_when_it_is_used_again(caplog):
+    config = SchedulerConfig(1, 100, num_host_pages=100, page_bytes=100, context_len=90)
+    core = Simulation(config, SimulatedHardware(1, lambda launch: 1.0)).core
+    links = core.scheduler.cache.controller.links
+    shown = lambda: core.scheduler.state()["links"][D2H]["left_alone"]  # noqa: E731
+    with zmq.Context() as context, context.socket(zmq.PULL) as receiver, context.socket(zmq.PUSH) as sender:
+        receiver.bind("inproc://scheduler")
+        wake_fd = os.eventfd(0)
+        process = SchedulerProcess(
+            core, None, RankSync(SINGLE_RANK, context, ""), receiver, sender, wake_fd, grammars()
+        )
+        for late in ((), (D2H,), (D2H,), (), (D2H,)):
+            links.late = frozenset(late)
+            process._log_links()
+            assert shown() == bool(late)
+        os.close(wake_fd)
+    assert [record.message.split(":")[0] for record in caplog.records] == [
+        "no more copies by the link d2h from the device",
+        "the link d2h from the device is used again",
+    ], "a line of a kind once a minute"
 
 
 def test_the_line_of_throughput_comes_while_a_launch_takes_long(monkeypatch, caplog):

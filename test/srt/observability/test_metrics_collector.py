@@ -54,6 +54,19 @@ def test_a_master_s_slabs_are_counted_by_worker() -> None:
     }
 
 
+def test_links_from_the_device_tell_whether_they_are_left_alone() -> None:
+    metrics = MetricsCollector("m")
+    metrics.set_scheduler_state(
+        {"links": {"h2d": {"bytes_done": 5}, "d2h": {"bytes_done": 7, "left_alone": True}}},
+    )
+    found = [line for line in metrics.render().decode().splitlines() if line.startswith("sglang:hicache_link")]
+    assert found == [
+        'sglang:hicache_link_bytes_total{link="h2d",model_name="m"} 5.0',
+        'sglang:hicache_link_bytes_total{link="d2h",model_name="m"} 7.0',
+        'sglang:hicache_link_left_alone{link="d2h",model_name="m"} 1.0',
+    ]
+
+
 def test_a_server_without_a_role_says_nothing_of_peers() -> None:
     assert lines({"peers": None}) == set()
 

@@ -12,7 +12,7 @@ from sglang.srt.managers.cost_model import USUAL_TOKENS
 from sglang.srt.managers.failing_links import FailingLinks
 from sglang.srt.managers.transfer_ledger import TransferLedger
 from sglang.srt.mem_cache.placement import FIRST_COPYING_RATIO, MAX_COPYING_RATIO
-from sglang.srt.mem_cache.transfer import BACKUP_LINKS, LOAD_LINKS, Tier
+from sglang.srt.mem_cache.transfer import BACKUP_LINKS, D2S, LOAD_LINKS, Tier
 
 
 class BackupLinks:
@@ -62,7 +62,15 @@ class BackupLinks:
 
     def is_left_alone(self, tier: Tier) -> bool:
         """Whether nothing more is copied to a tier now, as its link hangs or fails."""
-        return BACKUP_LINKS[tier] in self.late | self.failing.links
+        return bool(self.trouble_of(BACKUP_LINKS[tier]))
+
+    def trouble_of(self, link: str) -> str:
+        """Why nothing more is copied by a link from the device now; "" if copies begin."""
+        if link in self.late:
+            return "it hangs"
+        # What goes to the swap file has no other place: its link is tried for longer.
+        is_failing = link in (self.failing.broken if link == D2S else self.failing.links)
+        return "its copies fail" if is_failing else ""
 
     def works(self, tier: Tier) -> bool:
         """Whether copies to a tier end in time, and well, as far as is known."""

@@ -64,6 +64,7 @@ from sglang.srt.mem_cache.windowed_pool import WindowedPool
 from sglang.srt.model_executor.launch import PageRun
 from sglang.srt.utils.time_units import NO_LAUNCH, LaunchClock, LaunchSeq, Seconds
 
+_FROM_DEVICE = (*BACKUP_LINKS.values(), D2S)
 # A decoding request inserts many small nodes; they are merged once per so many tokens.
 COMPACT_EVERY_TOKENS = 512
 
@@ -766,7 +767,7 @@ class KVCache:
             shown += (P2P, *((P2H,) if Tier.HOST in below else ()))
         shown += (D2S,) if self.swap is not None else ()
         shown += STORAGE_LINKS if has_storage else ()
-        links = {}
+        links: dict[str, Any] = {}
         for link in shown:
             pending = [op for ticket, op in self.in_flight.items() if ticket.link == link]
             links[link] = {
@@ -775,7 +776,13 @@ class KVCache:
                 "operations_in_flight": len(pending),
                 "bytes_in_flight": sum(op.size_bytes for op in pending),
             }
+            if link in _FROM_DEVICE:
+                links[link]["left_alone"] = bool(self.controller.links.trouble_of(link))
         return links
+
+    def links_left_alone(self) -> dict[str, str]:
+        """Links from the device by which nothing more is copied now -> why."""
+        return {link: trouble for link in _FROM_DEVICE if (trouble := self.controller.links.trouble_of(link))}
 
     def all_counters(self) -> Counter[str]:
         counters = self.controller.counters + self.storage.counters + self.sessions.counters

@@ -68,6 +68,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.child_process import ChildArgs, StartupError, open_pull, open_push, run_child
 from sglang.srt.utils.clock import monotonic
 from sglang.srt.utils.errors import RequestError
+from sglang.srt.utils.rare_log import RareLog
 from sglang.srt.utils.startup_progress import StartupProgress
 
 logger = logging.getLogger(__name__)
@@ -127,6 +128,9 @@ class SchedulerProcess:
         self._gen_throughput = 0.0
         # Of storage's breakers, why they are open.
         self._logged_reasons: dict[str, str] = {}
+        # Links that are left alone, and why.
+        self._logged_links: dict[str, str] = {}
+        self._rare_log = RareLog(logger)
         self._logged_differences = 0
         admin = core.scheduler.cache_admin
         self._hottest = HottestPrefixes(core.scheduler.cache.tree, labels=(admin.labels, admin.retention.labels))
@@ -171,6 +175,7 @@ class SchedulerProcess:
                 self._busy_since_check = True
                 self._announce_naming()
                 self._log_breakers()
+                self._log_links()
                 self._log_differences()
                 self._log_throughput()
             else:
@@ -319,6 +324,17 @@ class SchedulerProcess:
                 )
             else:
                 logger.warning("%s work again", what)
+
+    def _log_links(self) -> None:
+        """A line when a link from the device is left alone, and one when it is used again."""
+        left_alone = self.core.scheduler.cache.links_left_alone()
+        before, self._logged_links = self._logged_links, left_alone
+        for link in {**before, **left_alone}:
+            if link not in before:
+                text = "no more copies by the link %s from the device: %s; what has no other copy is computed again"
+                self._rare_log.warn(f"{link} left alone", text, link, left_alone[link])
+            elif link not in left_alone:
+                self._rare_log.warn(f"{link} used again", "the link %s from the device is used again", link)
 
     def _log_differences(self) -> None:
         """What the canary has turned off; `CheckLink` tells what differed."""

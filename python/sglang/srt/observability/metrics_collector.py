@@ -325,7 +325,7 @@ class MetricsCollector:
                 for part, value in found.items():
                     family.add_metric([*values, part], unit * (value or 0))
                 yield family
-        yield self._links(self._state.get("links") or {})
+        yield from self._links(self._state.get("links") or {})
         yield self._reasons(self._state.get("lost_hits") or {})
         yield self._switches(self._state.get("switches") or {})
         if canary := self._state.get("canary"):
@@ -353,12 +353,18 @@ class MetricsCollector:
             family.add_metric([*self._labels.values(), reason], num_tokens)
         return family
 
-    def _links(self, links: Mapping[str, Mapping[str, int]]) -> Metric:
+    def _links(self, links: Mapping[str, Mapping[str, int]]) -> Iterator[Metric]:
+        names, values = [*self._labels, "link"], list(self._labels.values())
         help = "Bytes that a link between tiers has moved, of rank 0."
-        family = CounterMetricFamily("sglang:hicache_link_bytes", help, labels=[*self._labels, "link"])
+        moved = CounterMetricFamily("sglang:hicache_link_bytes", help, labels=names)
+        help = "1 while nothing more is copied from the device by a link, because it hangs or fails, see the log."
+        alone = GaugeMetricFamily("sglang:hicache_link_left_alone", help, labels=names)
         for link, numbers in links.items():
-            family.add_metric([*self._labels.values(), link], numbers["bytes_done"])
-        return family
+            moved.add_metric([*values, link], numbers["bytes_done"])
+            if "left_alone" in numbers:
+                alone.add_metric([*values, link], numbers["left_alone"])
+        yield moved
+        yield alone
 
     def _canary(self, canary: Mapping[str, Any]) -> Iterator[Metric]:
         tokens = CounterMetricFamily(
