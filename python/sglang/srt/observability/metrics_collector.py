@@ -137,7 +137,11 @@ _COUNTERS = (
     ("hicache_deprioritised", "Times that a younger request overtook an older one.", "deprioritised"),
     ("hicache_deferred", "Requests that waited for others to compute what they share.", "deferred"),
     ("hicache_bubbles_filled", "Launches that ran while an earlier request's load was under way.", "bubbles_filled"),
-    ("hicache_recomputed_instead", "Requests that computed the front of their load.", "recomputed_instead"),
+    (
+        "hicache_recomputed_instead",
+        "Times that a request computed what it would have loaded, or a part of it.",
+        "recomputed_instead",
+    ),
     ("hicache_recomputed_tokens", "Tokens computed instead of loaded.", "recomputed_instead_tokens"),
     ("layer_stream_requests", "Requests that were longer than the device.", "streamed_reqs"),
     ("layer_stream_tokens", "Tokens read layer by layer, once per launch.", "streamed_tokens"),
