@@ -400,7 +400,8 @@ def test_a_load_is_expected_to_take_as_long_as_what_it_copies():
     assert times.load_seconds(100, behind=40) == pytest.approx(0.7e-3, rel=0.01)
 
 
-def test_only_what_cannot_stream_and_is_long_enough_leaves_windows_out():
+def test_only_what_cannot_stream_and_is_long_enough_leaves_windows_out(caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO")
     config = SchedulerConfig(1, 64, 64, 8, context_len=4096, num_layers=3)
     assert with_windows(config, (None, None, None)) == config
     found = with_windows(config, (None, 512, 128), tile=100)
@@ -412,7 +413,10 @@ def test_only_what_cannot_stream_and_is_long_enough_leaves_windows_out():
         replace(config, context_len=611),
         replace(config, layer_stream=LayerStreamConfig(2, 8)),
     ):
+        assert not caplog.records
         assert with_windows(other, (None, 512, 128), tile=100) == other
+    (record,) = caplog.records
+    assert record.message.startswith("layer stream: layers with a sliding window keep and load all tokens")
 
 
 def test_candidates_count_what_is_to_be_completed():

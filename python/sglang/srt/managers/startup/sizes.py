@@ -260,8 +260,13 @@ def with_windows(config: SchedulerConfig, windows: Sequence[int | None], tile: i
     """A config whose loads leave out what layers with a window do not see. windows: of each layer, the tokens that a
     query sees, itself included; None for all. tile: see `WINDOW_TILE`."""
     reach = window_reach_of(windows, tile)
-    # Requests that stream may read any of it.
-    if not 0 < reach < config.context_len or config.layer_stream is not None:
+    if not 0 < reach < config.context_len:
+        return config
+    if config.layer_stream is not None:
+        logger.info(
+            "layer stream: layers with a sliding window keep and load all tokens, as a request that streams may read "
+            "any of them"
+        )
         return config
     num_windowed = sum(window is not None for window in windows)
     config = replace(config, model_windows=(num_windowed, reach))
