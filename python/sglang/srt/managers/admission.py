@@ -1,7 +1,7 @@
 """`Admission`: the order of the queue, who may start, and what is loaded ahead for those who wait.
 
-Owns no request and no memory. A request that waits for storage lets the younger ones pass; the oldest of the others
-keeps all behind it waiting if it cannot start.
+Owns no request and no memory. A request that waits for storage lets others pass. Of the rest the first in order (the
+oldest, unless priorities or `lpm` order the queue) keeps all behind it waiting if it has no room.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """`BatchBuilder`: makes launches of requests that were admitted.
 
-Owns the batch of running requests and the page runs that go out with the next launch. Decides neither who is in a
-launch nor where memory comes from: admission.py and the scheduler hand it requests and frames.
+Owns the batch of running requests and the page runs that go out with the next launch. Enters what launches compute
+into the tree. Decides neither who is prefilled nor where memory comes from: admission.py and launch_chooser.py hand
+it requests and frames.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """`KVCache`: the seam between scheduler and cache. All that the scheduler sees of pages, tiers and transfers.
 
-Owns the tree, the pools' frame tables, the controllers and the account of what the links have done. Knows requests
-only by their tokens, their hold and their namespace; never decides which of them goes next.
+Owns the tree, the pools' frame tables, the controllers and the ledger of transfers. Knows requests by their tokens,
+namespace, hold, priority and session; never decides which of them goes next.
 
     match          what the cache has of a request; `candidate` is the same, remembered while the tree stays as it is
-    hold           lock a match and give the request a hold
+    lock           keep what matched where it is; the last node is cut if it matched in part
+    hold           give a request that has locked its match a hold
     allocate       device pages for a hold; make_room evicts for them
     insert_prefix  enter what a hold has computed into the tree
     release        end a hold: its pages and its lock

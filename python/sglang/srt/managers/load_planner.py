@@ -1,8 +1,8 @@
 """`LoadPlanner`: wait for a load, do other work meanwhile, or compute instead.
 
-Owns what is expected of launches, loads and fetches (`ExpectedTimes`), and in each step which requests were left out
-of the launch because their loads are not in. Moves nothing and starts nothing: it answers admission.py and the
-storage controller.
+Owns what is expected of launches, loads and fetches (`ExpectedTimes`), which copies are late (`LateCopies`), and in
+each step which requests were left out of the launch because their loads are not in. Starts no request and evicts
+nothing. Loads begin through it, so that it knows when they arrive; admission.py and streamed_request.py decide which.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """`Node`: one edge of the radix tree and the pages on it; `Root`: where a namespace begins; and what the tree's
-methods take and return. Plain data: hiradix_tree.py, block_names.py and radix.py alone write into nodes."""
+methods take and return. Plain data: hiradix_tree.py, block_names.py, radix.py and events.py alone write into nodes,
+and controllers by `note_source` and `mark_next`."""
 
 from __future__ import annotations
 
@@ -94,7 +95,8 @@ class Node:
         self.last_access = LaunchSeq(0)
         # The launch at which a request's path last ended with it.
         self.last_end = NO_LAUNCH
-        # Length, in whole pages, of the last prompt whose answer ends with this node: the same prompt ends there.
+        # Of the last prompt whose answer ends with this node: its tokens but the last, in whole pages. The same
+        # prompt ends there.
         self.asked_end = 0
         # Per tier: as late as a session's weight makes its last access, see session_weights.py; None without one.
         # Never above the parent's.
