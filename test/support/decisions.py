@@ -30,7 +30,7 @@ from support.tier_mixes import TIER_MIXES, tier_mix
 
 FILE = Path(__file__).with_name("decisions.msgpack.zst")
 # Old name of a field -> its name today.
-RENAMED: dict[str, str] = {}
+RENAMED = {"full_only": "num_full_only_pages", "windowed_only": "num_windowed_only_pages"}
 # A field by which a table is known -> fields of such tables that were added, with the values that recorded ones have.
 ADDED: dict[str, dict[str, Any]] = {}
 # Seeds of the soak, and steps in which requests may arrive.

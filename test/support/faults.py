@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.link import CopyLink, Fence
 from sglang.srt.mem_cache.memory_pool import DevicePool
 from sglang.srt.mem_cache.storage_link import HasWindowed, StorageLink, StoreSlot
 from sglang.srt.mem_cache.transfer import LoadFailedError, OpResult, TransferOp
-from sglang.srt.model_executor.executor import ModelExecutor, StepResult, _Run
+from sglang.srt.model_executor.executor import ModelExecutor, StepResult, _ActiveLaunch
 from sglang.srt.utils.cuda_stream import KernelLaunch
 from sglang.srt.utils.stream import Stream
 
@@ -168,15 +168,15 @@ class FaultyExecutor(ModelExecutor):
         self._fail_rate = fail_rate
         self._late = _Late(self._random, late_rate)
 
-    def _layer(self, run: _Run, layer: int) -> None:
+    def _layer(self, run: _ActiveLaunch, layer: int) -> None:
         super()._layer(run, layer)
         self._perhaps_fail(run, layer)
 
-    def _end_layer(self, run: _Run, layer: int) -> None:
+    def _end_layer(self, run: _ActiveLaunch, layer: int) -> None:
         super()._end_layer(run, layer)
         self._perhaps_fail(run, layer)
 
-    def _perhaps_fail(self, run: _Run, layer: int) -> None:
+    def _perhaps_fail(self, run: _ActiveLaunch, layer: int) -> None:
         last = layer == self.model.num_layers - 1
         if last and not run.has_failed and not run.void and self._random.random() < self._fail_rate:
             run.has_failed = True

@@ -353,7 +353,7 @@ def completion_brings_the_other_layers() -> Any:
     begin = TransferLedger.begin_transfer
 
     def patched(self: Any, *args: Any, **skips: Any) -> Any:
-        return begin(self, *args, **{"full_only": sum(skips.values())})
+        return begin(self, *args, **{"num_full_only_pages": sum(skips.values())})
 
     return mock.patch.object(TransferLedger, "begin_transfer", patched)
 

@@ -254,7 +254,7 @@ def test_an_end_that_is_not_known_is_as_old_as_its_node():
     assert pool is not None and front.frames[HOST] is not None
     if not front.is_host_partial:
         assert pool.last_seen()[pool.of(front.frames[HOST])].min() >= 100
-    assert rig.controller.windowed_host.make(4) and pool.take_oldest_given_up() >= 100
+    assert rig.controller.windowed_host.make_room(4) and pool.take_oldest_given_up() >= 100
 
 
 # -- answers ------------------------------------------------------------------------------------------------------

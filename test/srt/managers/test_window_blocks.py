@@ -308,7 +308,7 @@ def test_a_prompt_that_parts_anywhere_is_found_in_storage(tmp_path: Path, stores
         host = controller.windowed_host
         assert host.pool is not None
         if num_held := int((host.pool.frame_of >= 0).sum()):
-            host.make(host.pool.table.num_free + num_held)
+            host.make_room(host.pool.table.num_free + num_held)
         engine.settle()
         assert not (host.pool.frame_of >= 0).any()
         return storage.ask(prompt)

@@ -71,7 +71,7 @@ def shed(rig: Rig, num_pages: int, kept: tuple[Node, ...] = ()) -> int:
     pool = rig.windowed_host
     assert pool is not None
     before = pool.table.num_free
-    rig.controller.windowed_host.make(before + num_pages, kept)
+    rig.controller.windowed_host.make_room(before + num_pages, kept)
     rig.check()
     return pool.table.num_free - before
 
@@ -95,7 +95,7 @@ def test_where_room_lacks_the_front_of_a_copy_is_partial():
     rig = rig_with(4)
     rig.at(10).begin_backup(rig.insert("abcdefgh"))
     (op,) = copies(rig)
-    assert (op.full_only, len(op.src_frames), op.size_bytes) == (4, 8, 4 * 50 + 4 * 100)
+    assert (op.num_full_only_pages, len(op.src_frames), op.size_bytes) == (4, 8, 4 * 50 + 4 * 100)
     assert op.src_windowed is not None and op.dst_windowed is not None
     assert len(op.src_windowed) == len(op.dst_windowed) == 4
     end(rig, op)
@@ -129,7 +129,7 @@ def test_peers_move_to_the_host_what_fits_there():
     rig.controller.drop(node, DEVICE)
     rig.controller.copy_to_host([node])
     (op,) = copies(rig)
-    assert op.ticket.link == P2H and op.full_only == 5 and op.src_windowed is None
+    assert op.ticket.link == P2H and op.num_full_only_pages == 5 and op.src_windowed is None
     assert op.dst_windowed is not None and len(op.dst_windowed) == 3
     end(rig, op)
     assert marks(rig, "abcdefgh") == "pppppwww"
@@ -160,7 +160,7 @@ def test_what_is_partial_on_the_host_is_loaded_where_no_window_reaches():
     on_host(rig, "abcdefgh")
     assert marks(rig, "abcdefgh") == "ppppwwww" and rig.lengths("abcdefgh") == (0, 8)
     op = load(rig, "abcdefgh")
-    assert op.ticket.link == H2D and op.full_only == 6
+    assert op.ticket.link == H2D and op.num_full_only_pages == 6
     # Behind it all comes from the device.
     assert rig.lengths("abcdefghij") == (8, 8)
 
@@ -198,7 +198,7 @@ def test_cuts_between_blocks_may_leave_more_out_than_the_host_has():
     on_host(rig, "abcdefgh")
     assert marks(rig, "abcdefgh") == "pppppwww"
     # Loads are cut at d; e and f are partial on the host.
-    assert load(rig, "abcdefgh").full_only == 5
+    assert load(rig, "abcdefgh").num_full_only_pages == 5
 
 
 # -- what goes next -----------------------------------------------------------------------------------------------
@@ -374,7 +374,7 @@ def test_what_waits_to_be_stored_leaves_the_pool_to_others():
     assert [marks(rig, text)[-4:] for text in texts] == ["wwww"] * 8
     # What is oldest of what is not being stored, or is one of those that wait first.
     rig.clock.next += 16  # type: ignore[assignment]
-    rig.controller.windowed_host.make(32)
+    rig.controller.windowed_host.make_room(32)
     assert rig.windowed_host is not None and rig.windowed_host.table.num_free >= 24
     rig.check()
 
@@ -439,13 +439,13 @@ def test_pages_are_stored_before_they_give_up_their_windows():
     (first,) = rig.finish(ticket)
     pool = rig.windowed_host
     assert pool is not None and pool.table.num_free == 0
-    rig.controller.windowed_host.make(6)
+    rig.controller.windowed_host.make_room(6)
     assert marks(rig, TEXT)[:4] == "wwww", "it is being stored"
     assert marks(rig, TEXT)[-4:] == "wwww", "the end"
     rig.finish(first)
     rig.finish_all()
     rig.clock.next += 16  # type: ignore[assignment]
-    rig.controller.windowed_host.make(6)
+    rig.controller.windowed_host.make_room(6)
     assert marks(rig, TEXT)[:4] == "pppp" and pool.table.num_free >= 6
     rig.collect()
     rig.finish_all()

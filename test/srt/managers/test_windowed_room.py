@@ -125,9 +125,9 @@ def test_frames_of_pages_that_the_device_has_given_up_come_back_at_once() -> Non
     cache = Driver().scheduler.cache
     assert cache.windowed.pool is not None
     pages = cache.take_free(cache.windowed.pool.table.num_pages)
-    assert not cache.windowed.make(1)
+    assert not cache.windowed.make_room(1)
     cache.device.free_after(pages, FrameState.HELD, NO_LAUNCH)
-    assert cache.windowed.make(1)
+    assert cache.windowed.make_room(1)
 
 
 def test_a_scheduler_that_is_restored_goes_on_with_its_pool() -> None:

@@ -85,7 +85,7 @@ def test_a_load_leaves_out_what_windows_do_not_reach():
     rig = window_rig()
     rig.on_host_only("abcdefgh")
     op = load(rig, "abcdefgh")
-    assert (op.full_only, op.windowed_only, len(op.src_frames)) == (6, 0, 8)
+    assert (op.num_full_only_pages, op.num_windowed_only_pages, len(op.src_frames)) == (6, 0, 8)
     assert op.size_bytes == 6 * 50 + 2 * 100, "of six pages half of the layers"
     assert marks(rig) == "ppppppww" and rig.lengths("abcdefgh") == (8, 8)
     assert rig.lengths("abcdefghij") == (8, 8) and not begin_loads(rig, "abcdefgh")
@@ -95,18 +95,18 @@ def test_a_load_leaves_out_what_windows_do_not_reach():
 def test_what_is_no_longer_than_windows_is_loaded_whole():
     rig = window_rig()
     rig.on_host_only("ab")
-    assert load(rig, "ab").full_only == 0 and marks(rig, "ab") == "ww"
+    assert load(rig, "ab").num_full_only_pages == 0 and marks(rig, "ab") == "ww"
 
 
 def test_nodes_are_cut_between_blocks_of_storage():
     rig = window_rig()
     rig.tree.order.cut_tokens = 4
     rig.on_host_only("abcdefghij")
-    assert load(rig, "abcdefghij").full_only == 8 and marks(rig, "abcdefghij") == "ppppppppww"
+    assert load(rig, "abcdefghij").num_full_only_pages == 8 and marks(rig, "abcdefghij") == "ppppppppww"
     rig = window_rig()
     rig.tree.order.cut_tokens = 4
     rig.on_host_only("abcdefghi")
-    assert load(rig, "abcdefghi").full_only == 4 and marks(rig, "abcdefghi") == "ppppwwwww"
+    assert load(rig, "abcdefghi").num_full_only_pages == 4 and marks(rig, "abcdefghi") == "ppppwwwww"
 
 
 def test_peers_and_host_leave_out_each_their_part():
@@ -119,7 +119,7 @@ def test_peers_and_host_leave_out_each_their_part():
     rig.device.reap(1000)
     near, far = begin_loads(rig, "abcdefgh")
     assert (near.ticket.link, far.ticket.link) == (P2D, H2D)
-    assert [(op.full_only, len(op.src_frames)) for op in (near, far)] == [(4, 4), (2, 4)]
+    assert [(op.num_full_only_pages, len(op.src_frames)) for op in (near, far)] == [(4, 4), (2, 4)]
     for op in (near, far):
         rig.at(10).commit(op.ticket)
     rig.check()
@@ -136,7 +136,8 @@ def test_the_windows_of_a_branch_are_loaded_into_the_same_pages():
     assert (match.device_len, match.total_len, match.awaits_load) == (5, 5, False)
     assert [n.end for n in match.to_complete] == [6] and rig.tree.windows.on_device(match).total_len == 0
     op = load(rig, "abcde")
-    assert (op.full_only, op.windowed_only) == (0, 2) and op.dst_frames.tolist() == before[3:5].tolist()
+    assert (op.num_full_only_pages, op.num_windowed_only_pages) == (0, 2)
+    assert op.dst_frames.tolist() == before[3:5].tolist()
     assert op.size_bytes == 2 * 50 and rig.controller.counters["load_windowed_only_tokens"] == 2
     assert marks(rig) == "pppwwpww" and not begin_loads(rig, "abcde")
     assert not rig.tree.match("", tokens("abcde")).to_complete
@@ -144,7 +145,7 @@ def test_the_windows_of_a_branch_are_loaded_into_the_same_pages():
 
 def test_a_branch_just_behind_the_cut_loads_what_lacks():
     rig = loaded()
-    assert load(rig, "abcdefg").windowed_only == 1 and marks(rig) == "pppppwww"
+    assert load(rig, "abcdefg").num_windowed_only_pages == 1 and marks(rig) == "pppppwww"
 
 
 def test_a_branch_that_has_to_load_more_completes_what_it_sees():
@@ -156,13 +157,15 @@ def test_a_branch_that_has_to_load_more_completes_what_it_sees():
     rig.device.reap(1000)
     assert marks(rig, "abcdefxy") == "pppp----"
     completing, loading = begin_loads(rig, "abcde")
-    assert (completing.windowed_only, len(completing.src_frames)) == (1, 1), "d in layers with a window"
-    assert (loading.full_only, loading.windowed_only, len(loading.src_frames)) == (0, 0, 1), "e in all"
+    assert (completing.num_windowed_only_pages, len(completing.src_frames)) == (1, 1), "d in layers with a window"
+    assert (loading.num_full_only_pages, loading.num_windowed_only_pages, len(loading.src_frames)) == (0, 0, 1), (
+        "e in all"
+    )
     for op in (completing, loading):
         rig.at(10).commit(op.ticket)
     assert marks(rig, "abcdefxy") == "pppww---"
     # Of what is loaded behind it nothing is left out for windows that reach the partial node.
-    assert load(rig, "abcdef").full_only == 0
+    assert load(rig, "abcdef").num_full_only_pages == 0
 
 
 def test_a_branch_waits_for_a_load_that_leaves_out_what_it_sees():
@@ -364,7 +367,7 @@ def test_where_copies_are_given_up_for_others_few_pages_are_partial(host: int, f
         rig.controller.set_write_policy(write_policy)
         assert rig.controller._may_be_partial(6) == (full_only > 0)
     rig.controller.set_write_policy("auto")
-    assert load(rig, "abcdefgh").full_only == full_only
+    assert load(rig, "abcdefgh").num_full_only_pages == full_only
     assert not full_only or not rig.controller._may_be_partial(1)
 
 
@@ -372,7 +375,7 @@ def test_what_left_the_device_is_loaded_anew():
     rig = loaded()
     rig.at(10).evict(DEVICE, 8)
     assert marks(rig) == "--------"
-    assert load(rig, "abcd").full_only == 2 and marks(rig) == "ppww----"
+    assert load(rig, "abcd").num_full_only_pages == 2 and marks(rig) == "ppww----"
 
 
 def test_a_chain_is_merged_where_all_or_none_of_it_is_partial():

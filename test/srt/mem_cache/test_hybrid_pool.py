@@ -221,7 +221,7 @@ class Links:
         if link == D2H:
             tiers, frames = tiers[::-1], frames[::-1]
         size = n * self.device.page_layout.page_bytes
-        cut: dict[str, object] = {"full_only": full_only, "windowed_only": windowed_only}
+        cut: dict[str, object] = {"num_full_only_pages": full_only, "num_windowed_only_pages": windowed_only}
         cut["dst_windowed" if link == H2D else "src_windowed"] = of_windows[full_only:]
         if windowed_host:
             cut["src_windowed" if link == H2D else "dst_windowed"] = of_windows_there[full_only:]
@@ -233,7 +233,7 @@ class Links:
         loads = op.src == Tier.HOST
         for layer, is_windowed in enumerate(WINDOWED):
             above, below = (op.dst_frames, op.src_frames) if loads else (op.src_frames, op.dst_frames)
-            first = op.full_only if is_windowed else op.windowed_only
+            first = op.num_full_only_pages if is_windowed else op.num_windowed_only_pages
             above, below = above[first:], below[first:]
             if is_windowed:
                 of_windows = (op.src_windowed, op.dst_windowed)[:: -1 if loads else 1]

@@ -86,12 +86,12 @@ def load_cut(
     pools: Pools, seq: int, src: np.ndarray, dst: np.ndarray, full_only: int = 0, windowed_only: int = 0
 ) -> TransferOp:
     """A load that leaves layers of its first pages out."""
-    return replace(pools.load(seq, src, dst), full_only=full_only, windowed_only=windowed_only)
+    return replace(pools.load(seq, src, dst), num_full_only_pages=full_only, num_windowed_only_pages=windowed_only)
 
 
 def expect_cut(pools: Pools, op: TransferOp, device: np.ndarray, host: np.ndarray) -> None:
     for layer, windowed in enumerate(WINDOWED):
-        first = op.full_only if windowed else op.windowed_only
+        first = op.num_full_only_pages if windowed else op.num_windowed_only_pages
         for src, dst in zip(op.src_frames[first:], op.dst_frames[first:]):
             device[:, layer, dst] = host[src, :, layer]
 
@@ -353,7 +353,7 @@ def test_what_moves_from_peers_is_copied_at_once(stream, windowed: tuple[bool, .
     link = CopyLink(P2H, host, peer, stream, no_fence, options=CopyOptions(windowed=windowed))
     op = TransferOp(Ticket(P2H, 0), Tier.PEER, Tier.HOST, ids(3, 4, 5), ids(0, 9, 2), 3 * pools.page_bytes)
     link.submit(op)
-    link.submit(replace(op, ticket=Ticket(P2H, 1), src_frames=ids(7, 1), dst_frames=ids(4, 5), full_only=1))
+    link.submit(replace(op, ticket=Ticket(P2H, 1), src_frames=ids(7, 1), dst_frames=ids(4, 5), num_full_only_pages=1))
     settle(stream)
     assert link.poll() == [OpResult(0, True, seconds=ANY), OpResult(1, True, seconds=ANY)]
     after = raw(host.kv)
@@ -573,7 +573,9 @@ class KernelRig:
 
     def load(self, seq: int, src: int, dst: int, full_only: int = 0) -> LayerGate:
         size = self.pool.page_layout.page_bytes
-        op = TransferOp(Ticket(H2D, seq), Tier.HOST, Tier.DEVICE, ids(src), ids(dst), size, full_only=full_only)
+        op = TransferOp(
+            Ticket(H2D, seq), Tier.HOST, Tier.DEVICE, ids(src), ids(dst), size, num_full_only_pages=full_only
+        )
         self.link.submit(op)
         return self.link.gate(Ticket(H2D, seq))
 

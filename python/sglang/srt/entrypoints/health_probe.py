@@ -33,7 +33,9 @@ async def wait_for_token(manager: TokenizerManager) -> None:
 
 async def _first_of(manager: TokenizerManager) -> None:
     async def own() -> None:
-        probe = GenerateRequest(prompt=[0], params=SamplingParams(max_new_tokens=1, temperature=0.0), is_probe=True)
+        probe = GenerateRequest(
+            prompt=[0], params=SamplingParams(max_new_tokens=1, temperature=0.0), is_health_check=True
+        )
         async for _ in manager.generate(probe):
             pass
 

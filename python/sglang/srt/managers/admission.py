@@ -422,7 +422,7 @@ class Admission:
             return 0
         num_recomputed = planner.recompute_prefix_len(batch, match, chunk, budget - chunk) if num_load else 0
         num_windowed = cache.windowed.num_to_complete(receipt) + num_own + num_recomputed // page
-        if num_recomputed and not cache.windowed.make(num_windowed):
+        if num_recomputed and not cache.windowed.make_room(num_windowed):
             num_recomputed = 0
         lookup = cache.lookup(req)
         self._leave_queue(req, receipt, match)

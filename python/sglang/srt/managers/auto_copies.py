@@ -117,7 +117,7 @@ class AutoCopies:
             num_planned, num_pages = controller.pages_of(parts[tier]), len(node.key) // self._tree.page_size
             num_allowed = self._links.num_allowed(tier) - num_planned
             if not self._links.is_worth_copying(tier, node.start, node.end):
-                num_allowed = min(num_allowed, self._links.probe_pages)
+                num_allowed = min(num_allowed, self._links.trial_pages)
             copied = node
             if num_allowed < num_pages:
                 front = num_pages - num_allowed if is_ahead else num_allowed
@@ -202,7 +202,9 @@ class AutoCopies:
         if not is_ahead:
             return None
         # A little is copied also where it is not worth it, which shows when a tier has become faster.
-        lacking = (t for t in planned if t not in worth and node.frames[t] is None and self._is_probe(t, planned[t]))
+        lacking = (
+            t for t in planned if t not in worth and node.frames[t] is None and self._is_trial_copy(t, planned[t])
+        )
         return next(lacking, None)
 
     def _choose(self, num_pages: int, rank: Rank, rooms: dict[Tier, Room]) -> Tier | None:
@@ -219,8 +221,8 @@ class AutoCopies:
             return False
         return any(self._tree.order.class_of(node, tier) >= LAST for node in self._tree.victims(tier, lacking))
 
-    def _is_probe(self, tier: Tier, planned: list[Node]) -> bool:
-        """Whether nothing else is on its way to a tier, which takes copies."""
+    def _is_trial_copy(self, tier: Tier, planned: list[Node]) -> bool:
+        """Whether a copy to a tier would be the only one on its way there, and begins."""
         return not planned and self._links.is_idle(tier) and self._links.num_allowed(tier) > 0
 
     def _gives_up_retired(self, tier: Tier) -> bool:

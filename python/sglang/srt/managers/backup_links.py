@@ -80,7 +80,7 @@ class BackupLinks:
         return not self._ledger.num_pages_on(BACKUP_LINKS[tier])
 
     @property
-    def probe_pages(self) -> int:
+    def trial_pages(self) -> int:
         """Of a copy to a tier whose speed is not known, or not any more, or that is slower than computing."""
         return max(1, int(FIRST_COPYING_RATIO * self._num_device_pages))
 
@@ -88,7 +88,7 @@ class BackupLinks:
         """Pages that may begin to be copied from the device to a tier."""
         if self.is_left_alone(tier):
             return 0
-        most = self.probe_pages
+        most = self.trial_pages
         if self.is_measured(tier) and (self.is_believed(tier) or self.is_worth_copying(tier, 0, USUAL_TOKENS)):
             most = max(most, self.pages_ahead, int(MAX_COPYING_RATIO * self._num_device_pages))
         return most - self._ledger.num_pages_on(BACKUP_LINKS[tier])

@@ -92,7 +92,7 @@ class BatchBuilder:
         hold = req.hold
         assert hold is not None and self._queues.is_prefilling(req)
         start, end = req.computed, req.computed + chunk
-        self._cache.windowed.note_read(hold, start, end)
+        self._cache.windowed.note_computed(hold, start, end)
         if len(frames):
             batch.page_runs.append(PageRun(req.slot, pages_for(start, self.page_size), frames))
             hold.extend(frames)
@@ -125,7 +125,7 @@ class BatchBuilder:
         that what is loaded behind them has its prefix on the device."""
         assert req.hold is not None
         tokens = req.tokens[start : start + num_tokens]
-        self._cache.windowed.note_read(req.hold, start, start + num_tokens)
+        self._cache.windowed.note_computed(req.hold, start, start + num_tokens)
         self._cache.insert_recomputed(req, tokens, start, batch.seq)
         batch.add(req, start, tokens, samples=False)
         self.counters["recomputed_instead"] += 1

@@ -167,7 +167,9 @@ class HiCacheController:
             dst = np.concatenate([frames for node in part if (frames := node.frames[Tier.DEVICE]) is not None])
             self.tables[Tier.DEVICE].transition(dst, FrameState.CACHED, FrameState.FILLING)
             tiers = source, Tier.DEVICE
-            op = self.ledger.begin_transfer(LOAD_LINKS[source], tiers, src, dst, None, windowed_only=len(src))
+            op = self.ledger.begin_transfer(
+                LOAD_LINKS[source], tiers, src, dst, None, num_windowed_only_pages=len(src)
+            )
             self.tree.begin_completing(part, op.ticket)
             tickets.append(op.ticket)
             self.counters["load_windowed_only_tokens"] += self.tokens_of(part)
@@ -259,8 +261,8 @@ class HiCacheController:
             return None
         if tiers[1] == Tier.HOST:
             nodes, num_unseen = self.windowed_host.fitting(nodes)
-        full_only = self.pages_of(nodes[:num_unseen])
-        op = self.ledger.begin_transfer(link, tiers, src, dst, after, full_only=full_only)
+        num_full_only_pages = self.pages_of(nodes[:num_unseen])
+        op = self.ledger.begin_transfer(link, tiers, src, dst, after, num_full_only_pages=num_full_only_pages)
         self.tree.begin_fill(nodes, *tiers, dst, op.ticket, num_unseen)
         return op
 
@@ -394,7 +396,7 @@ class HiCacheController:
         if op.dst == Tier.HOST:
             self._host_filled(nodes)
         if op.dst == Tier.PEER and self.write_policy == "auto":
-            self._end_probe(nodes)
+            self._drop_trial_copies(nodes)
         if (op.src, op.dst) == (Tier.PEER, Tier.DEVICE):
             for node in nodes:
                 self.back_up_inserted(node)
@@ -403,7 +405,7 @@ class HiCacheController:
             if node.parent is not None:
                 self.tree.compact(node, self.clock.done)
 
-    def _end_probe(self, nodes: list[Node]) -> None:
+    def _drop_trial_copies(self, nodes: list[Node]) -> None:
         """Give up what went to peers only to measure how slow they are: once they alone have it, all behind it that
         the host has would be computed, too. What a request uses stays: one that streams may have had it copied."""
         for node in nodes:

@@ -440,7 +440,7 @@ class KVCache:
 
     def allocate(self, num_pages: int) -> np.ndarray | None:
         """HELD device pages, (num_pages,) int32; None if there is no room, or not yet."""
-        has_room = self.windowed.make(num_pages) and self.make_room(num_pages)
+        has_room = self.windowed.make_room(num_pages) and self.make_room(num_pages)
         return self.take_free(num_pages) if has_room else None
 
     def reap(self) -> None:

@@ -126,7 +126,7 @@ class LoadPlanner:
         """At the beginning of a step."""
         self.expected.now = now
 
-    def set_order(self, order: Callable[[], Iterable[Req]], first_in_turn: Callable[[], Req | None]) -> None:
+    def set_queue_order(self, order: Callable[[], Iterable[Req]], first_in_turn: Callable[[], Req | None]) -> None:
         """order: the requests that may start, in the order in which they fill a batch. first_in_turn: see
         `Admission.first_in_turn`."""
         self._order, self._first_in_turn = order, first_in_turn

@@ -97,7 +97,7 @@ class Scheduler:
             config, self.cache, self.queues, self.planner, self.builder, self.streaming, self.canary, self.times
         )
         order = lambda: (req for req, _ in self.admission.iter_admissible())  # noqa: E731
-        self.planner.set_order(order, self.admission.first_in_turn)
+        self.planner.set_queue_order(order, self.admission.first_in_turn)
         self.storage_admin = StorageAdmin(self.storage, self._note_storage_opened)
         self.cache_admin = CacheAdmin(self.cache, self.planner, self.queues, self._end_erased)
         if config.storage is not None:

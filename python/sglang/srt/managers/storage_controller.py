@@ -842,7 +842,7 @@ class StorageController:
         """Of so many pages that are fetched behind a match, the first from which layers with a window are left out:
         windows do not reach them from token `wanted` on, and that takes time, or room that the host has not."""
         names, page, host = self.tree.names.keys, self.tree.page_size, self.controller.windowed_host
-        if names is None or not (self.leaves_out_windows or not host.make(num_pages, match.path)):
+        if names is None or not (self.leaves_out_windows or not host.make_room(num_pages, match.path)):
             return 0
         begin = match.total_len // names.block_tokens * names.block_tokens
         num_blocks = max(0, self.tree.windows.cut(wanted) - begin) // names.block_tokens
@@ -881,7 +881,7 @@ class StorageController:
         if 0 < missing <= num_coming and self._is_room_to_come():
             return False
         has_room = self.controller.make_room(Tier.HOST, num_pages, match.path, spares_pinned=True)
-        return has_room and self.controller.windowed_host.make(num_whole, match.path)
+        return has_room and self.controller.windowed_host.make_room(num_whole, match.path)
 
     def _is_room_to_come(self) -> bool:
         """Whether an operation is in flight after which `begin_fetches` is called."""

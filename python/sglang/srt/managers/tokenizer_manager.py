@@ -110,7 +110,7 @@ class GenerateRequest:
     session_id: str = ""
     stream: bool = False
     # Of the server itself: it takes no place in the queue.
-    is_probe: bool = False
+    is_health_check: bool = False
 
     def copies(self, n: int) -> list[GenerateRequest]:
         """n requests for one prompt, for n answers. If there is a seed, they use seed, seed + 1 and so on."""
@@ -157,7 +157,7 @@ class ReqState:
     client_rid: str | None
     request_id: str
     stream: bool
-    is_probe: bool
+    is_health_check: bool
     priority: int
     # Seconds of a monotonic clock.
     arrived: float
@@ -307,7 +307,7 @@ class TokenizerManager:
         if self._refusal is not None:
             raise self._refusal
         priority = self._priority_of(req)
-        if not req.is_probe and (together is None or together.comes_first()):
+        if not req.is_health_check and (together is None or together.comes_first()):
             # A body's requests find the queue full together, or not at all: tried again, it would be as long.
             self._take_place_in_queue(priority)
         state = ReqState(
@@ -315,14 +315,14 @@ class TokenizerManager:
             client_rid=req.rid,
             request_id=REQUEST_ID.get(),
             stream=req.stream,
-            is_probe=req.is_probe,
+            is_health_check=req.is_health_check,
             priority=priority,
             arrived=time.perf_counter(),
         )
         self._states[state.rid] = state
         self._num_active += 1
         self._num_begun += 1
-        self._num_waiting += not state.is_probe
+        self._num_waiting += not state.is_health_check
         self._idle.clear()
         timeout_s = self._args.request_timeout
         timer = None
@@ -351,7 +351,7 @@ class TokenizerManager:
                     num_tokens = state.last_output.completion_tokens if state.last_output is not None else 0
                     logger.info("aborted after %d tokens: %s", num_tokens, why)
             self._num_active -= 1
-            self._num_waiting -= state.first is None and not state.is_probe
+            self._num_waiting -= state.first is None and not state.is_health_check
             if self._num_active == 0:
                 self._idle.set()
             self._tracer.generated(_trace_of(state, req))
@@ -377,7 +377,9 @@ class TokenizerManager:
         full = f"the queue is full ({limit} requests wait)"
         rank = self._rank_of
         waiting = [
-            each for each in self._states.values() if each.first is None and each.error is None and not each.is_probe
+            each
+            for each in self._states.values()
+            if each.first is None and each.error is None and not each.is_health_check
         ]
         # Of equals the one that came last.
         last = max(reversed(waiting), key=lambda each: rank(each.priority), default=None)
@@ -660,7 +662,7 @@ class TokenizerManager:
 
     def _note_first_token(self, state: ReqState, now: float) -> None:
         if state.first is None:
-            self._num_waiting -= not state.is_probe
+            self._num_waiting -= not state.is_health_check
             state.first = now
 
     def _on_output(self, output: StrOutput, now: float) -> None:

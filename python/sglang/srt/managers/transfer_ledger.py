@@ -109,16 +109,16 @@ class TransferLedger:
         src_frames: np.ndarray,
         dst_frames: np.ndarray,
         after: LaunchSeq | None,
-        full_only: int = 0,
-        windowed_only: int = 0,
+        num_full_only_pages: int = 0,
+        num_windowed_only_pages: int = 0,
     ) -> TransferOp:
         """tiers: source and destination; `Tier.DISK` is the swap file. The rest: see `TransferOp`."""
         src, dst = tiers
         self._table(src).pin(src_frames)
         self._table(dst).pin(dst_frames)
-        src_windowed = self._windowed_of(src, src_frames[full_only:])
-        dst_windowed = self._give_windowed(dst, dst_frames[full_only:])
-        left_out = full_only * self._windowed_share + windowed_only * (1 - self._windowed_share)
+        src_windowed = self._windowed_of(src, src_frames[num_full_only_pages:])
+        dst_windowed = self._give_windowed(dst, dst_frames[num_full_only_pages:])
+        left_out = num_full_only_pages * self._windowed_share + num_windowed_only_pages * (1 - self._windowed_share)
         size_bytes = round((len(src_frames) - left_out) * self.page_bytes)
         op = TransferOp(
             self._take_ticket(link),
@@ -128,8 +128,8 @@ class TransferLedger:
             dst_frames,
             size_bytes,
             after,
-            full_only,
-            windowed_only,
+            num_full_only_pages,
+            num_windowed_only_pages,
             src_windowed,
             dst_windowed,
         )

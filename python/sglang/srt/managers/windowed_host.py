@@ -43,7 +43,7 @@ class WindowedHost:
         if self.pool is not None and border is not None:
             self.border = HostBorder(controller, self.pool, border, self._make_partial)
 
-    def make(self, num_pages: int, kept: Sequence[Node] = (), spares_seen: bool = False) -> bool:
+    def make_room(self, num_pages: int, kept: Sequence[Node] = (), spares_seen: bool = False) -> bool:
         """Have pages that are not likely to be seen give up what the pool has of them, until num_pages of it are
         free, and some more where storage may have to take them first. Whether they are free. kept: nodes that stay
         whole. spares_seen: what ends of paths see stays, too."""
@@ -68,12 +68,12 @@ class WindowedHost:
         """Nodes that are copied to the host, and of how many of the first the pool gets nothing, as it has no room.
         One is split where that ends."""
         num_lacking = self._controller.pages_of(nodes)
-        if self.pool is None or self.make(num_lacking, spares_seen=True):
+        if self.pool is None or self.make_room(num_lacking, spares_seen=True):
             return nodes, 0
         # Not for what windows do not reach from its own end.
         end = nodes[-1].end
         num_seen = (end - max(self._tree.windows.cut(end), nodes[-1].start)) // self._tree.page_size
-        self.make(min(num_lacking, num_seen))
+        self.make_room(min(num_lacking, num_seen))
         num_lacking = max(0, num_lacking - self.pool.table.num_free)
         for i, node in enumerate(nodes):
             if num_lacking <= 0:

@@ -53,7 +53,7 @@ class WindowedRoom:
 
     # -- frames -------------------------------------------------------------------------------------------------
 
-    def make(self, num_pages: int) -> bool:
+    def make_room(self, num_pages: int) -> bool:
         """Have pages that no request sees give up their frames until num_pages are free; False if they are not, or
         not yet."""
         if self.pool is None:
@@ -121,7 +121,7 @@ class WindowedRoom:
     def make_to_complete(self, receipt: Receipt, num_more: int = 0) -> bool:
         """Make room for what a locked path lacks, and num_more pages. False also if what is partial is whole nowhere
         any more: making room moves copies, too."""
-        if not self.make(self.num_to_complete(receipt) + num_more):
+        if not self.make_room(self.num_to_complete(receipt) + num_more):
             return False
         first, path = self._tree.windows.first_seen(receipt.node.end), path_of(receipt.node)
         partial = [node for node in path if node.is_partial and node.end > first]
@@ -167,7 +167,7 @@ class WindowedRoom:
     def end(self, hold: ReqHold) -> None:
         self._held.pop(hold.id, None)
 
-    def note_read(self, hold: ReqHold, start: int, end: int) -> None:
+    def note_computed(self, hold: ReqHold, start: int, end: int) -> None:
         """The launch that is being made computes tokens [start, end) of a request."""
         if self.pool is None:
             return

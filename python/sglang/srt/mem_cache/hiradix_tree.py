@@ -722,7 +722,7 @@ class HiRadixTree:
             if node.frames[tier] is not None:
                 node.frames[tier] = np.concatenate([n.frames[tier] for n in chain])  # type: ignore[misc]
             node.fences[tier] = max(n.fences[tier] for n in chain)
-        node.be_made_of(chain)
+        node.merge_use_of(chain)
         self.names.join(chain)
         self.pages.joined(chain)
         node.start = top.start
@@ -784,7 +784,7 @@ class HiRadixTree:
         self.pages.split(upper, node)
         node.key = trimmed(node.key[num_tokens:])
         node.start = upper.end
-        upper.be_used_as(node)
+        upper.copy_use_of(node)
         upper.num_device_children = int(node.frames[_DEVICE] is not None)
         upper.is_partial, upper.is_host_partial = node.is_partial, node.is_host_partial
         for tier in FRAME_TIERS:

@@ -203,7 +203,7 @@ class CopyLink:
         self._next_seq += 1
         operation = self._operations[seq] = _Operation(op.ticket)
         self._operations.pop(seq - _KEPT_OPERATIONS, None)
-        is_cut = bool(op.full_only or op.windowed_only)
+        is_cut = bool(op.num_full_only_pages or op.num_windowed_only_pages)
         if op.src != Tier.DEVICE and self._flags is not None and not is_cut:
             launch = KernelLaunch(self._flags)
             self._enqueue(op, operation, partial(self._load_by_one_kernel, op, launch=launch))
@@ -213,7 +213,7 @@ class CopyLink:
         elif op.src != Tier.DEVICE:
             events_of: dict[int, Event] = {}
             for part in self._cut_loads if is_cut else self._loads:
-                first = op.full_only if part.of_windows else op.windowed_only
+                first = op.num_full_only_pages if part.of_windows else op.num_windowed_only_pages
                 if first < len(op.src_frames):
                     self._enqueue(op, operation, partial(self._load, part=part), first, part.of_windows)
                 events_of |= dict.fromkeys(part.layers, self.stream.record())
@@ -223,7 +223,7 @@ class CopyLink:
             if fence is not None:
                 self.stream.wait(fence.event)
             for part in self._backups:
-                first = op.full_only if part.of_windows else 0
+                first = op.num_full_only_pages if part.of_windows else 0
                 if first < len(op.src_frames):
                     work = partial(self._back_up, op, fence=fence, part=part)
                     self._enqueue(op, operation, work, first, part.of_windows)

@@ -116,8 +116,8 @@ class Node:
         # What it has become a part of, since when it is not in the tree.
         self.merged_into: Node | None = None
 
-    def be_used_as(self, node: Node) -> None:
-        """This one was a part of the node."""
+    def copy_use_of(self, node: Node) -> None:
+        """Take over how a node was used, of which this one was a part."""
         self.lock, self.soft_pins = node.lock, node.soft_pins
         self.hits, self.priority, self.is_lossy = node.hits, node.priority, node.is_lossy
         self.came_from = node.came_from
@@ -125,8 +125,8 @@ class Node:
         self.last_access, self.last_use, self.last_stream = node.last_access, node.last_use, node.last_stream
         self.weighted_until = node.weighted_until
 
-    def be_made_of(self, chain: list[Node]) -> None:
-        """These become one, and this is the last of them."""
+    def merge_use_of(self, chain: list[Node]) -> None:
+        """Take over how nodes were used that become one; this is the last of them."""
         for name in (
             "last_use",
             "last_stream",

@@ -74,9 +74,7 @@ class Ticket(NamedTuple):
 
 @dataclass(frozen=True)
 class TransferOp:
-    """Copy pages from one tier to another. full_only: of the first so many pages only layers with full attention;
-    windowed_only: only layers with a window. src_windowed, dst_windowed: of the pages behind full_only, in the pool
-    that a tier has for layers with a window, if it has one, int32."""
+    """Copy pages from one tier to another."""
 
     ticket: Ticket
     src: Tier
@@ -89,8 +87,11 @@ class TransferOp:
     # Of a backup: the fence, which is the launch that writes the source, or -1 if storage wrote it. None: the source
     # is ready.
     after: int | None = None
-    full_only: int = 0
-    windowed_only: int = 0
+    # Of the first so many pages only layers with full attention are copied.
+    num_full_only_pages: int = 0
+    # Of the first so many pages only layers with a window are copied.
+    num_windowed_only_pages: int = 0
+    # Those behind num_full_only_pages in the pool that a tier has for layers with a window, if it has one; int32.
     src_windowed: np.ndarray | None = None
     dst_windowed: np.ndarray | None = None
 

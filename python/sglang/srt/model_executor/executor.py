@@ -89,7 +89,7 @@ class NonFiniteLogitsError(RuntimeError):
 
 
 @dataclass
-class _Run:
+class _ActiveLaunch:
     """One launch on its way through the stream."""
 
     launch: Launch
@@ -168,7 +168,7 @@ class LaunchFence:
     """The event for which a backup waits: the end of the launch that writes its source."""
 
     event: Event
-    _run: _Run = field(repr=False)
+    _run: _ActiveLaunch = field(repr=False)
 
     @property
     def failed(self) -> bool:
@@ -273,7 +273,7 @@ class ModelExecutor:
         assert launch.seq == self._next_seq, f"launch {launch.seq} out of order, {self._next_seq} expected"
         self._next_seq += 1
         gates = [self.links[ticket.link].gate(ticket) for ticket in launch.gates]
-        run = _Run(launch, gates, self._reset_pending, self._has_graph(launch))
+        run = _ActiveLaunch(launch, gates, self._reset_pending, self._has_graph(launch))
         self._reset_pending = False
         stream = self.stream
         stream.enqueue(partial(self._prepare, run))
@@ -337,13 +337,13 @@ class ModelExecutor:
             and bool(launch.samples.all())
         )
 
-    def _wait(self, run: _Run, layer: int) -> None:
+    def _wait(self, run: _ActiveLaunch, layer: int) -> None:
         if run.gates:
             self.stream.enqueue(partial(self._begin_wait, run))
         for gate in run.gates:
             gate.wait(layer, self.stream)
 
-    def _stream_layer(self, run: _Run, layer: int) -> None:
+    def _stream_layer(self, run: _ActiveLaunch, layer: int) -> None:
         stream, cache = self.stream, self._layer_stream
         assert cache is not None, "a launch streams, and there is no layer stream cache"
         stream.enqueue(partial(self._begin_layer, run, layer))
@@ -389,7 +389,7 @@ class ModelExecutor:
 
     # -- on the stream ------------------------------------------------------------------------------------------
 
-    def _prepare(self, run: _Run) -> None:
+    def _prepare(self, run: _ActiveLaunch) -> None:
         run.began = self.stream.mark()
         launch = run.launch
         self._page_table.apply(launch.page_runs, launch.page_appends, launch.windowed_frames)
@@ -417,10 +417,10 @@ class ModelExecutor:
         assert self._grammars is not None, "a request has a grammar, and this executor follows none"
         return self._grammars
 
-    def _begin_wait(self, run: _Run) -> None:
+    def _begin_wait(self, run: _ActiveLaunch) -> None:
         run.waits.append((self.stream.mark(), None))
 
-    def _end_wait(self, run: _Run, waited_for: Sequence[LayerGate | FilledPiece]) -> None:
+    def _end_wait(self, run: _ActiveLaunch, waited_for: Sequence[LayerGate | FilledPiece]) -> None:
         if not waited_for:
             return
         run.waits[-1] = run.waits[-1][0], self.stream.mark()
@@ -431,11 +431,11 @@ class ModelExecutor:
             except LoadFailedError:
                 run.has_failed = True
 
-    def _layer(self, run: _Run, layer: int) -> None:
+    def _layer(self, run: _ActiveLaunch, layer: int) -> None:
         self._end_wait(run, run.gates)
         self._guard(run, lambda batch: self.model.forward_layer(layer, run.state, batch, self.pool))
 
-    def _replay(self, run: _Run) -> None:
+    def _replay(self, run: _ActiveLaunch) -> None:
         def replay() -> torch.Tensor:
             assert self._graphs is not None
             launch = run.launch
@@ -446,20 +446,20 @@ class ModelExecutor:
 
         self._try(run, replay)
 
-    def _begin_layer(self, run: _Run, layer: int) -> None:
+    def _begin_layer(self, run: _ActiveLaunch, layer: int) -> None:
         self._end_wait(run, run.gates)
         self._guard(run, lambda batch: self.model.begin_layer(layer, run.state, batch, self.pool))
 
-    def _attend(self, run: _Run, layer: int, place: int, filled: FilledPiece, position: int) -> None:
+    def _attend(self, run: _ActiveLaunch, layer: int, place: int, filled: FilledPiece, position: int) -> None:
         self._end_wait(run, [filled])
         run.filled.append(filled)
         view, segment = filled.view, filled.segment
         self._guard(run, lambda batch: self.model.attend(layer, run.state, batch, place, view, segment, position))
 
-    def _end_layer(self, run: _Run, layer: int) -> None:
+    def _end_layer(self, run: _ActiveLaunch, layer: int) -> None:
         self._guard(run, lambda batch: self.model.end_layer(layer, run.state, batch))
 
-    def _sample(self, run: _Run) -> None:
+    def _sample(self, run: _ActiveLaunch) -> None:
         """The end of a launch on the device. The copy of the results to the host is under way afterwards."""
 
         def logits(batch: ForwardBatch) -> torch.Tensor | None:
@@ -478,7 +478,7 @@ class ModelExecutor:
             self._void = True
         run.ended = self.stream.mark()
 
-    def _finish(self, run: _Run) -> None:
+    def _finish(self, run: _ActiveLaunch) -> None:
         """On the host, once the device is done."""
         tokens, findings = b"", None
         if not run.has_failed and not run.void and run.state is not None:
@@ -505,10 +505,10 @@ class ModelExecutor:
         run.waits, run.filled = [], []
         self.notify()
 
-    def _skips(self, run: _Run) -> bool:
+    def _skips(self, run: _ActiveLaunch) -> bool:
         return (run.void or run.has_failed) and not self.lockstep
 
-    def _guard(self, run: _Run, work: Callable[[ForwardBatch], Any]) -> None:
+    def _guard(self, run: _ActiveLaunch, work: Callable[[ForwardBatch], Any]) -> None:
         """Run one stage of a launch on its batch; see `_try`."""
 
         def on_batch() -> Any:
@@ -519,7 +519,7 @@ class ModelExecutor:
 
         self._try(run, on_batch)
 
-    def _try(self, run: _Run, work: Callable[[], Any]) -> None:
+    def _try(self, run: _ActiveLaunch, work: Callable[[], Any]) -> None:
         """Run a stage, whose result is the launch's state. An error fails the launch, not the stream. In lockstep it
         ends the rank, because the other ranks would wait for it for ever."""
         if self._skips(run):
@@ -637,7 +637,7 @@ class ModelExecutor:
             self._sampling_plan = SamplingPlan(launch.sampling, self.vocab_size, self._device)
         return self._sampling_plan
 
-    def _ask_grammars(self, run: _Run) -> Any:
+    def _ask_grammars(self, run: _ActiveLaunch) -> Any:
         """A stage of its own, because ranks meet in it: in lockstep it runs where the launch has failed, too."""
         if rows := self._plan_of(run.launch).grammar_rows:
             run.mask = self._grammar_rows.mask(run.launch.slots[run.launch.samples][list(rows)].tolist())
