@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from test_equality import MODELS, Model, check_memory, greedy, prompts
 
-from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, TokenOutput, ids_to_bytes
+from sglang.srt.managers.io_struct import FinishReason, TokenizedGenerateReqInput, TokenOutput, ids_to_bytes
+from sglang.srt.managers.late_copies import LateCopies
 from sglang.srt.managers.launch_batches import ExtendBatch
 from sglang.srt.managers.schedule_batch import BatchDecision, Req
 from sglang.srt.managers.scheduler_config import LayerStreamConfig
 from sglang.srt.managers.scheduler_process import ready_message
 from sglang.srt.mem_cache.slab_ledger import SlabReport, source_of
-from sglang.srt.mem_cache.transfer import D2H, D2P, D2S, P2H, P2P, Tier
+from sglang.srt.mem_cache.transfer import D2H, D2P, D2S, P2H, P2P, Ticket, Tier, TransferOp
 from sglang.srt.model_executor.launch import LaunchMode
 from sglang.srt.peer.borrowing import BorrowingConfig
 from sglang.srt.utils.time_units import Seconds
@@ -268,6 +269,152 @@ def test_what_can_never_be_moved_down_ends_a_request(model: Model, link: str) ->
     (answer,) = rig.engine.generate([long], greedy(24))
     model.check(long, answer, 24)
     check_memory(model, rig.engine)
+
+
+class Hanging(Borrowing):
+    """One of its links does not say what has ended while it `hangs`. The clock is turned to when a step is due next,
+    once nothing else is under way. reasons: why requests ended, by the order in which they came."""
+
+    def __init__(self, model: Model, link: str, num_slabs: int = 0, **options: object) -> None:
+        self.now = 0.0
+        super().__init__(model, num_slabs, clock=lambda: Seconds(self.now), **options)
+        self.hangs = True
+        self.reasons: dict[str, FinishReason] = {}
+        self._hung = self.engine.core.links[link]
+        self._poll = self._hung.poll
+        self._hung.poll = lambda: [] if self.hangs else self._poll()  # type: ignore[method-assign]
+        self.engine.when_idle = self.turn
+
+    @property
+    def copies(self) -> list[TransferOp]:
+        """Those that hang, or will."""
+        return [op for op in self.scheduler.cache.in_flight.values() if op.ticket.link == self._hung.name]
+
+    def turn(self) -> None:
+        scheduler = self.scheduler
+        if self.hangs and not scheduler.clock.is_running and len(self.copies) == len(scheduler.cache.in_flight):
+            assert scheduler.wake_at is not None, "requests wait for what never ends"
+            self.now = max(self.now, scheduler.wake_at)
+
+    def answer(self, batch: list[np.ndarray], num_tokens: Sequence[int]) -> list[Generation]:
+        return self.engine.generate(batch, [greedy(n) for n in num_tokens], after_step=self._look)
+
+    def _look(self, decision: BatchDecision) -> None:
+        ended = [each for each in decision.outputs if each.finish_reason is not None]
+        self.reasons |= {each.rid: each.finish_reason for each in ended}
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("write_policy", ["auto", "write_back"])
+def test_a_swap_file_that_hangs_ends_only_what_needs_it(model: Model, write_policy: str) -> None:
+    """Once it answers it is used again."""
+    rig = Hanging(model, D2S, host=5, swap=60, write_policy=write_policy)
+    swap = rig.scheduler.cache.swap
+    assert swap is not None
+    long, *short = prompts(8, [180, 30, 30])
+    ended, *answers = rig.answer([long, *short], [24, 40, 40])
+    assert ended.finish_reason == "abort" and not ended.tokens
+    assert rig.reasons["local-0"].status_code == 503 and "do not end (d2s)" in str(rig.reasons["local-0"].message)
+    for prompt, answer in zip(short, answers):
+        model.check(prompt, answer, 40)
+    assert rig.now < 1.2, "one copy was waited for"
+    # Another one does not wait at all, nor does one that needs the whole device.
+    whole, long_too = prompts(9, [52, 170])
+    ended, answer = rig.answer([long_too, whole], [24, 8])
+    assert ended.finish_reason == "abort" and rig.reasons["local-3"].status_code == 503 and rig.now < 1.2
+    model.check(whole, answer, 8)
+    # The copy may still write there.
+    (copy,) = rig.copies
+    assert swap.num_free == swap.num_pages - len(copy.dst_frames) and (swap.pins[copy.dst_frames] == 1).all()
+    rig.hangs = False
+    rig.engine.settle()
+    (answer,) = rig.answer([long], [24])
+    model.check(long, answer, 24)
+    rig.engine.settle()
+    swap.reap(rig.scheduler.clock.done)
+    assert swap.num_free == swap.num_pages and rig.counters["swapped_tokens"] > 100
+    check_memory(model, rig.engine)
+
+
+def test_what_hangs_is_forgotten_with_a_request_that_is_aborted(model: Model) -> None:
+    """Others have the device as a whole, once its copy is late."""
+    rig = Hanging(model, D2S, host=5, swap=60)
+    long, whole = prompts(8, [180, 52])
+
+    def abort() -> None:
+        if rig.copies and not rig.scheduler.clock.is_running and rig.scheduler.num_reqs:
+            core = rig.engine.core
+            rig.engine._take_outputs(core.step(Seconds(rig.now), core.progress(), [], ["local-0"]), 0.0)
+
+    rig.engine.when_idle = abort
+    (ended,) = rig.answer([long], [24])
+    assert ended.finish_reason == "abort" and rig.now == 0.0 and len(rig.copies) == 1
+    rig.engine.when_idle = rig.turn
+    (answer,) = rig.answer([whole], [8])
+    model.check(whole, answer, 8)
+    assert rig.now < 1.2
+    rig.hangs = False
+    (answer,) = rig.answer([long], [24])
+    model.check(long, answer, 24)
+    check_memory(model, rig.engine)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("write_policy", ["auto", "write_back"])
+def test_a_host_that_hangs_ends_what_needs_it(model: Model, write_policy: str) -> None:
+    """Also an answer that outgrows the device meanwhile."""
+    rig = Hanging(model, D2H, host=60, write_policy=write_policy)
+    long, *short = prompts(8, [180, 30, 20])
+    ended, outgrown, answer = rig.answer([long, *short], [24, 40, 20])
+    assert ended.finish_reason == "abort" and not ended.tokens
+    model.check(short[0], outgrown, 35, "abort")
+    model.check(short[1], answer, 20)
+    assert [rig.reasons[f"local-{i}"].status_code for i in range(2)] == [503, 503] and rig.now < 1.2
+    rig.hangs = False
+    rig.engine.settle()
+    (answer,) = rig.answer([long], [24])
+    model.check(long, answer, 24)
+    check_memory(model, rig.engine)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("write_policy", ["auto", "write_back"])
+def test_peers_that_hang_leave_it_to_the_host(model: Model, write_policy: str) -> None:
+    rig = Hanging(model, D2P, 20, host=60, write_policy=write_policy)
+    rig.hangs = False
+    rig.lend(*range(20))
+    rig.hangs = True
+    batch = prompts(8, [180, 30, 30])
+    for prompt, answer in zip(batch, rig.answer(batch, [24, 40, 40])):
+        model.check(prompt, answer, len(answer.tokens))
+        assert len(answer.tokens) >= 24
+    assert rig.now < 1.2 and len(rig.copies) > 0
+    rig.hangs = False
+    rig.engine.settle()
+    check_memory(model, rig.engine)
+
+
+def test_a_disk_at_work_is_not_taken_for_one_that_hangs(model: Model) -> None:
+    """Writes that went to memory tell nothing of the disk: 5 GB may take 100 s. What has taken longer still may take
+    so long again."""
+    rig = Borrowing(model, 0, host=5, swap=60)
+    planner = rig.scheduler.planner
+    frames = np.empty(0, np.int32)
+    op = TransferOp(Ticket(D2S, 0), Tier.DEVICE, Tier.DISK, frames, frames, 5_000_000_000, after=-1)
+
+    def late_s() -> float:
+        late = LateCopies(planner._copy_seconds)
+        late.update(Seconds(0.0), {D2S: op}, rig.scheduler.clock.done)
+        late.update(Seconds(max(late._oldest[D2S][1:])), {D2S: op}, rig.scheduler.clock.done)
+        assert late.links == {D2S}
+        return late._now
+
+    assert late_s() == 100.0
+    planner.expected.costs.add_copy(op.size_bytes, 1.0, D2S)
+    assert late_s() == 100.0
+    for _ in range(10):
+        planner.expected.costs.add_copy(op.size_bytes, 40.0, D2S)
+    assert late_s() > 300.0
 
 
 @pytest.mark.sampled(1)

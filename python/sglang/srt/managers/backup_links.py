@@ -40,8 +40,14 @@ class BackupLinks:
     @property
     def num_slow_pages(self) -> int:
         """Device pages that copies hold on to by links that are overdue or slow: they do not become free soon."""
-        slow = (t for t in LOAD_LINKS if not self.is_fast(t) or BACKUP_LINKS[t] in self.overdue)
-        return sum(self._ledger.num_pages_on(BACKUP_LINKS[tier]) for tier in slow)
+        slow = [BACKUP_LINKS[t] for t in LOAD_LINKS if not self.is_fast(t) or BACKUP_LINKS[t] in self.overdue]
+        slow += self.overdue & {D2S}
+        return sum(self._ledger.num_pages_on(link) for link in slow)
+
+    @property
+    def unusable(self) -> frozenset[str]:
+        """Links by which nothing is copied at all: copies hang, or failed again and again."""
+        return self.late | self.failing.broken
 
     def is_fast(self, tier: Tier) -> bool:
         """Whether a tier is known to be faster than computing."""

@@ -214,9 +214,9 @@ class HiCacheController:
         return tier in self.tables and tier not in self.unwritten and not self.links.is_left_alone(tier)
 
     def begin_backup(self, node: Node, tier: Tier = Tier.HOST, only_uncopied: bool = False) -> Ticket | None:
-        """Back up what the tier lacks of the path to `node`. None if it lacks nothing or has no room. only_uncopied:
-        only what no other tier below the device has either."""
-        if tier not in self.tables:
+        """Back up what the tier lacks of the path to `node`. None if it lacks nothing or has no room, or its link
+        hangs. only_uncopied: only what no other tier below the device has either."""
+        if tier not in self.tables or BACKUP_LINKS[tier] in self.links.late:
             return None
         nodes = []
         step: Node | None = node
@@ -362,19 +362,20 @@ class HiCacheController:
 
     def tiers_below(self) -> list[Tier]:
         """The tiers below the device that take what a request streams, the fastest first. The host is one even where
-        its link is slow, or writing is turned off, as the request could not go on without it."""
+        its link is slow, or writing is turned off, as the request could not go on without it; but not while its link
+        hangs."""
         return [
             tier
             for tier in self.tree.order.load_order
-            if (tier == Tier.HOST and BACKUP_LINKS[tier] not in self.links.failing.broken)
+            if (tier == Tier.HOST and BACKUP_LINKS[tier] not in self.links.unusable)
             or (tier in self.tables and tier not in self.unwritten and self.links.works(tier))
         ]
 
     def begin_swap(self, src: np.ndarray, fence: LaunchSeq) -> TransferOp | None:
         """Write pages src of the device, a request's own, to the swap file; None if that has no room for them all, or
-        is broken."""
+        does not answer, or is broken."""
         swap = self.ledger.pools.swap
-        if swap is None or D2S in self.links.failing.broken:
+        if swap is None or D2S in self.links.unusable:
             return None
         swap.reap(self.clock.done)
         dst = swap.allocate(len(src))
@@ -415,7 +416,8 @@ class HiCacheController:
 
     def give_up_late_copies(self) -> None:
         """Take their device pages back from copies that hang. What they bring is not used: the pages may be written
-        while they are read. Pages whose memory may be lent are not taken back, nor is what a request spills."""
+        while they are read, and those that it writes stay pinned. Pages whose memory may be lent are not taken back,
+        nor is what a request spills."""
         for ticket, op in list(self.ledger.in_flight.items()):
             if ticket.link not in self.links.late or not self.ledger.can_release(ticket):
                 continue

@@ -11,10 +11,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from sglang.srt.mem_cache.transfer import BACKUP_LINKS, D2H, D2P, H2D, P2D, STORE_LINKS
+from sglang.srt.mem_cache.transfer import BACKUP_LINKS, D2H, D2P, D2S, H2D, P2D, STORE_LINKS
 
-# Links whose operations are measured, and what moves the same pages the other way.
-_OTHER_WAY = {H2D: D2H, P2D: D2P, D2H: H2D, D2P: P2D}
+# Links whose operations are measured, and what moves the same pages the other way; nothing does for the swap file's.
+_OTHER_WAY = {H2D: D2H, P2D: D2P, D2H: H2D, D2P: P2D, D2S: D2S}
 MEASURED_LINKS = tuple(_OTHER_WAY)
 # The weight of a sample shrinks by this factor with every later one: some 30 launches are remembered.
 _DECAY = 0.97

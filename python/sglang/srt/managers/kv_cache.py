@@ -464,14 +464,17 @@ class KVCache:
 
     @property
     def will_progress(self) -> bool:
-        """The same without what is not expected to end: operations of storage that hangs."""
-        return self.clock.is_running or any(not self.storage.hangs_on(ticket.link) for ticket in self.in_flight)
+        """The same without what is not expected to end: copies that hang, and operations of storage that does."""
+        late = self.late_links
+        return self.clock.is_running or any(
+            not (ticket.link in late or self.storage.hangs_on(ticket.link)) for ticket in self.in_flight
+        )
 
     @property
     def will_free_pages(self) -> bool:
         """Whether a launch or a copy is under way, whose end may give device pages back. No operation of storage
-        does."""
-        return self.clock.is_running or self.ledger.is_busy(COPY_LINKS)
+        does, and no copy that hangs."""
+        return self.clock.is_running or self.ledger.is_busy(set(COPY_LINKS) - self.late_links)
 
     @property
     def will_free_pages_soon(self) -> bool:
@@ -541,7 +544,7 @@ class KVCache:
 
     def oldest_copies(self) -> dict[str, TransferOp | None]:
         """By link from the device, the first operation in flight."""
-        oldest = {link: self.ledger.oldest(link) for link in BACKUP_LINKS.values()}
+        oldest = {link: self.ledger.oldest(link) for link in (*BACKUP_LINKS.values(), D2S)}
         return {link: op if isinstance(op, TransferOp) else None for link, op in oldest.items()}
 
     def set_advice(
@@ -566,6 +569,17 @@ class KVCache:
         links.failing.update(now)
         if late:
             self.controller.give_up_late_copies()
+
+    @property
+    def late_copies(self) -> list[Ticket]:
+        """Copies in flight by links that hang."""
+        late = self.late_links
+        return [ticket for ticket in self.in_flight if ticket.link in late] if late else []
+
+    @property
+    def late_links(self) -> frozenset[str]:
+        """Links from the device that hang."""
+        return self.controller.links.late
 
     @property
     def broken_links(self) -> frozenset[str]:

@@ -2,7 +2,7 @@
 
 Owns, per link, since when its oldest copy could have been under way. No request waits for the device pages that an
 overdue link was given, as long as others can go. A late one gives them back, what it copies is not used, and nothing
-more is copied by it until it answers.
+more is copied by it until it answers. A request that streams, and waits for such a copy, ends or starts again.
 """
 
 from __future__ import annotations

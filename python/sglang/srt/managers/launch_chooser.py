@@ -230,7 +230,8 @@ class LaunchChooser:
             before = victim.hold.inserted_len
             # As in `_next_chunk`.
             self._builder.insert_prefix(victim, victim.computed)
-            if victim.hold.inserted_len == before:
+            # What was inserted may have been taken back for want of a tier below, and would be again.
+            if victim.hold.inserted_len == before or not streaming.shrink(num_pages):
                 self._scheduler.end_too_long(victim)
             return True
         self._scheduler.retract(victim)

@@ -183,7 +183,7 @@ class NoLayerStreaming:
         """An operation has ended well."""
 
     def readers_of(self, ticket: Ticket) -> list[Req]:
-        """The requests that stream and lack a part of their KV when this operation has failed."""
+        """The requests that stream and lack a part of their KV if this operation fails, or does not end."""
         return []
 
     # -- looking ------------------------------------------------------------------------------------------------
@@ -317,6 +317,7 @@ class LayerStreaming(NoLayerStreaming):
         self._streams[req.rid] = StreamedRequest(
             req, self._cache, self._planner, self.chunk_pages, self.counters, self.spares_peers(req)
         )
+        req.most_room = max(req.most_room, self.max_total_len)
         self.counters["streamed_reqs"] += 1
 
     def begin_if_outgrown(self, req: Req) -> bool:

@@ -35,6 +35,7 @@ from sglang.srt.mem_cache.node import MatchResult, Node, Receipt
 from sglang.srt.mem_cache.placement import is_worth_copying
 from sglang.srt.mem_cache.transfer import (
     BACKUP_LINKS,
+    D2S,
     EXEC,
     FETCH_LINKS,
     H2D,
@@ -62,6 +63,9 @@ _FAR_SOONER = 8.0
 # The last load of a link may have been late by so much of the time in which a request could compute its own: to be a
 # little late, too, costs less than to compute a long prompt.
 _BEARABLE = 0.25
+# A swap file is expected to take no more than this: what its writes took while they went to memory tells nothing of
+# the disk, which they wait for later.
+_SWAP_BYTES_PER_S = 5e8
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,7 @@ class LoadPlanner:
         # The loads that the deferred ones wait for, and whether any waiting request needs none, once that was asked.
         self._awaited: dict[Ticket, None] = {}
         self._needs_no_load: bool | None = None
-        self._late = LateCopies(self.expected.costs.load_seconds)
+        self._late = LateCopies(self._copy_seconds)
         self._peers_are_slow = False
         # When a copy of a link was last measured, as in `StepInputs.now`.
         self._measured_at: dict[str, Seconds] = {}
@@ -137,6 +141,11 @@ class LoadPlanner:
             self._set_load_order()
         self.watch_copies()
         self._cache.note_sick_links(self._late.links, self._late.overdue, self.expected.now)
+
+    def _copy_seconds(self, num_bytes: int, link: str) -> float | None:
+        """What a copy from the device is expected to take; None while that is not known."""
+        expected_s = self.expected.costs.load_seconds(num_bytes, link)
+        return expected_s if link != D2S else max(expected_s or 0.0, num_bytes / _SWAP_BYTES_PER_S)
 
     def watch_copies(self) -> None:
         """At the end of a step, too: `wake_at` includes the copies that the step began."""

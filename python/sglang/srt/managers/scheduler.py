@@ -176,6 +176,7 @@ class Scheduler:
         reset = self._take_launches(inputs)
         self._take_operations(inputs)
         self.planner.note_sick_links()
+        self._end_waits_for_late_copies()
         for msg in inputs.new:
             self._add(msg, inputs.now)
         # After the new ones: a request and its abort may have come together.
@@ -379,6 +380,18 @@ class Scheduler:
         if lost := self.cache.nodes_lost_with(ticket):
             self._lose_readers(lost)
 
+    def _end_waits_for_late_copies(self) -> None:
+        """Requests that stream, and lack a part that a copy has which hangs: they end, or start again without that
+        link."""
+        for ticket in self.cache.late_copies:
+            for req in self.streaming.readers_of(ticket):
+                if message := self._too_long.note_late_copy(req, ticket.link):
+                    self._end_for_room(req, message)
+                else:
+                    self._lose(req)
+                # As in `end_too_long`; and what nothing locks any more is taken back from the copy then.
+                self._step_again_at = self.planner.expected.now
+
     def _lose_to_lenders(self, lost: set[int]) -> None:
         """As `_lose_readers`, where lenders take back the memory."""
         for req in self._readers(lost):
@@ -571,13 +584,16 @@ class Scheduler:
 
     def end_too_long(self, req: Req) -> None:
         """No tier has any more room for the only request: it ends, or starts again."""
-        if message := self._too_long.note_no_room(req, self.cache.broken_links):
-            self.end_hold(req, EndReason.ABORT)
-            self._end(req, end_without_room(req, message))
+        if message := self._too_long.note_no_room(req, self.cache.broken_links, self.cache.late_links):
+            self._end_for_room(req, message)
         else:
             self.retract(req)
         # Others may wait for its memory, and perhaps nothing is on its way that would cause another step.
         self._step_again_at = self.planner.expected.now
+
+    def _end_for_room(self, req: Req, message: str) -> None:
+        self.end_hold(req, EndReason.ABORT)
+        self._end(req, end_without_room(req, message))
 
     def retract(self, req: Req) -> None:
         """Take a request's memory; it starts again when there is room."""

@@ -155,7 +155,8 @@ class StreamedRequest:
         """Take device pages from the request; they become free at once, or soon. False if it has none to give."""
         if self._spill is not None:
             assert self._spill in self._cache.in_flight, f"{self._spill} is over, and is still waited for"
-            return True
+            # One that hangs has ended the request's hold.
+            return self._will_end(self._spill)
         upto = min(self.req.computed, self.req.num_known)
         if self._is_cut_off() and self.begin_spill(upto):
             return True
@@ -199,8 +200,9 @@ class StreamedRequest:
                 self._extend_hold(child, n)
                 self._device.free_after(frames, FrameState.HELD, req.last_launch)
                 return True
-            if any(child.tickets[tier] is not None for tier in _BELOW):
-                return True
+            tickets = [child.tickets[tier] for tier in _BELOW]
+            if any(tickets):
+                return any(map(self._will_end, tickets))
         n = len(tokens) // page
         frames = hold.frames[:n].copy()
         found = self._controller.begin_spill(node, tokens, frames, req.last_launch, req.priority, self._tiers_below())
@@ -319,6 +321,10 @@ class StreamedRequest:
         tiers = self._controller.tiers_below()
         return [tier for tier in tiers if tier != Tier.PEER] if self._spares_peers else tiers
 
+    def _will_end(self, ticket: Ticket | None) -> bool:
+        """Whether it is an operation that does not hang."""
+        return ticket is not None and ticket.link not in self._cache.late_links
+
     def _is_room_coming(self) -> bool:
         """Whether transfers or launches that are under way will give some of the tiers below the device back, or let
         it be evicted."""
@@ -368,7 +374,9 @@ class StreamedRequest:
                 node = above
                 continue
             if _is_on_its_way(node):
-                return True
+                if any(map(self._will_end, node.tickets)):
+                    return True
+                break
             if node.lock > 1:
                 break  # others use it
             if self._tree.order.ready_tier(node) is None:

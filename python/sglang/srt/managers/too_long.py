@@ -12,6 +12,7 @@ from sglang.srt.managers.io_struct import FinishReason
 from sglang.srt.managers.layer_streaming import NoLayerStreaming
 from sglang.srt.managers.schedule_batch import FAILURE_LIMIT, Req
 from sglang.srt.managers.slab_exchange import SlabBorrower
+from sglang.srt.mem_cache.transfer import D2S
 from sglang.srt.utils.time_units import Seconds
 
 # Up to `FAILURE_LIMIT`: a request that lacks memory although there should be enough starts again twice.
@@ -78,12 +79,21 @@ class TooLongRequests:
             ended.append((req, message))
         return ended
 
-    def note_no_room(self, req: Req, broken_links: Collection[str]) -> str:
+    def note_late_copy(self, req: Req, link: str) -> str:
+        """The only copy of a part of the request is on its way by a link that hangs. Returns why the request ends; ""
+        if it starts again, as other tiers may take that part. None does what is to go to the swap file."""
+        req.num_failures += _FAILURE_WITHOUT_ROOM
+        return _late_message(req, {link}) if link == D2S or req.num_failures >= FAILURE_LIMIT else ""
+
+    def note_no_room(self, req: Req, broken_links: Collection[str], late_links: Collection[str] = ()) -> str:
         """No tier has any more room for the only request. Returns why it ends; "" if it starts again: it waits for
-        what peers may lend, or should have room. broken_links: those that are not tried now."""
+        what peers may lend, or should have room. broken_links, late_links: those that are not tried now, as copies
+        failed or hang."""
         limit = self._streaming.max_total_len
         if self._borrower is not None and limit < req.least_len <= self.accepted_len:
             return ""
+        if late_links:
+            return _late_message(req, late_links)
         req.num_failures += _FAILURE_WITHOUT_ROOM
         # What others left, or peers took back, is still to be dropped or moved.
         if req.least_len <= limit and req.num_failures < FAILURE_LIMIT:
@@ -99,9 +109,16 @@ class TooLongRequests:
         )
 
 
+def _late_message(req: Req, links: Collection[str]) -> str:
+    return (
+        f"after {req.num_known} tokens the device has no more room, and copies to the tiers below it do not end "
+        f"({', '.join(sorted(links))}): send the request again later"
+    )
+
+
 def end_without_room(req: Req, message: str) -> FinishReason:
     """An answer that has outgrown all room that there was ends as at the limit of the model's context. One that has
-    not begun, or whose room peers took back, is an error."""
+    not begun, or for which there was more room, is an error."""
     num_new = req.num_known - req.num_prompt
     if num_new and req.num_known >= req.most_room:
         return FinishReason(type="length", length=num_new)
