@@ -171,7 +171,7 @@ def build_rank(
                 seed=config.seed * 100 + rank * 10 + i,
                 fail_rate=config.link_fail_rate,
                 late_rate=config.load_late_rate if name in LOAD_LINKS.values() else config.late_rate,
-                hangs=(config.hang_rate, config.hang_ticks) if name in BACKUP_LINKS.values() else (0.0, 0),
+                hangs=(config.hang_rate, config.hang_ticks) if name in (*BACKUP_LINKS.values(), D2S) else (0.0, 0),
             )
         if config.storage is not None:
             stores = _build_stores(config, config.storage, host, emulator, rank)
