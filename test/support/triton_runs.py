@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -69,3 +71,17 @@ def compile_kernel(
     result = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     assert result.metadata.shared <= SHARED_BYTES[capability]
     return result
+
+
+def spilled_bytes(result: Any) -> int:
+    """Of a thread. result: of `compile_kernel`."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(result.asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"STACK:(\d+)", usage)
+    assert found is not None, usage
+    return int(found[1])

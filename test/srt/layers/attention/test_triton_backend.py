@@ -34,7 +34,14 @@ from support.attention_cases import (
     make_view,
     on_gpu,
 )
-from support.triton_runs import NO_ROTARY, SHARED_BYTES, compile_kernel, needs_triton, run_interpreted
+from support.triton_runs import (
+    NO_ROTARY,
+    SHARED_BYTES,
+    compile_kernel,
+    needs_triton,
+    run_interpreted,
+    spilled_bytes,
+)
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 # KV heads, query heads for each, head size: a size of no tile, more than a tile of heads, and the usual one.
@@ -261,6 +268,47 @@ def test_tiles_fit_into_shared_memory(capability: int, dtype: str, head_dim: int
 
 
 @needs_triton
+@pytest.mark.parametrize(
+    ("capability", "dtype", "kv", "head_dim"),
+    [
+        (90, "fp32", "fp8e5", 128),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                (80, "bf16", "bf16", 256),
+                (80, "bf16", "bf16", 512),
+                (80, "fp32", "bf16", 256),
+                (90, "fp32", "fp8e5", 64),
+                (90, "fp32", "fp32", 128),
+                (100, "fp32", "fp32", 256),
+            )
+        ),
+    ],
+)
+def test_programs_spill_little(capability: int, dtype: str, kv: str, head_dim: int):
+    """Of 64 query heads to a KV head, too. A GPU reserves what a thread spills for all threads that it can hold: 10
+    KiB are GiB."""
+    from sglang.srt.layers.attention.triton_kernels import decode_kernel, extend_kernel
+    from sglang.srt.layers.attention.triton_tiles import Tiles
+
+    types = TORCH_TYPES[dtype], TORCH_TYPES[kv]
+    tiles = Tiles.of(head_dim, types[0], 64, SHARED_BYTES[capability], types[1], capability == 100)
+    tile, rows = tiles.extend, tiles.decode_rows
+    shape = {"PAGE_SIZE": 64, "BY_SLOT": False, "HEAD_DIM": head_dim, "BLOCK_D": head_dim, "GROUP": 64}
+    shape |= {"IN_TOKENS": True, "TILE_IN_PAGE": True, "lse_ptr": None}
+    of_extend = {"BLOCK_M": tile.queries, "BLOCK_N": tile.keys_of_pages}
+    of_decode = {"BLOCK_H": rows, "BLOCK_N": tiles.decode_keys, "LEAST": 256, "AT_ONCE": 128}
+    of_decode |= {"reqs_ptr": None, "row_starts_ptr": None}
+    decode_warps = tiles.decode_warps(rows, head_dim, types[0])
+    for kernel, given, warps, stages in (
+        (extend_kernel, of_extend, tile.warps, tiles.num_stages),
+        (decode_kernel, of_decode, decode_warps, tiles.decode_stages),
+    ):
+        result = compiled(kernel, dtype, shape | given, warps, stages, "i32", kv=kv, capability=capability)
+        assert spilled_bytes(result) <= 320
+
+
+@needs_triton
 @pytest.mark.slow
 @pytest.mark.parametrize("kv", ["bf16", "fp8e4nv"])
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -299,8 +347,8 @@ def test_blackwell_gets_other_tiles():
     assert [tiles_of(head_dim, bf16, bf16).short.per_sm for head_dim in (64, 128)] == [2, 1]
     assert tiles_of(128, bf16, bf16).extend.keys_of_pages == 64
     assert tiles_of(128, fp32, fp32) == Tiles.of(128, fp32, 1, HOPPER_SHARED_BYTES)
-    narrow = tiles_of(128, fp32, bf16)
-    assert narrow.extend.queries == narrow.decode_rows == 32
+    narrow = [tiles_of(head_dim, fp32, bf16) for head_dim in (64, 128)]
+    assert [each.extend.queries for each in narrow] == [each.decode_rows for each in narrow] == [32, 16]
 
 
 @needs_triton

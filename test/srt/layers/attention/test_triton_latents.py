@@ -6,9 +6,7 @@ from __future__ import annotations
 import math
 import random
 import re
-import subprocess
 import sys
-import tempfile
 from dataclasses import replace
 from functools import reduce
 from typing import Any
@@ -21,7 +19,14 @@ from sglang.srt.layers.attention.base_attn_backend import WINDOW_TILE, Attention
 from sglang.srt.layers.attention.merge_state import merge_state
 from sglang.srt.mem_cache.kv_view import KVSegment, KVView, PagedSegments
 from sglang.srt.mem_cache.page_memory import indexable
-from support.triton_runs import NO_ROTARY, SHARED_BYTES, compile_kernel, needs_triton, run_interpreted
+from support.triton_runs import (
+    NO_ROTARY,
+    SHARED_BYTES,
+    compile_kernel,
+    needs_triton,
+    run_interpreted,
+    spilled_bytes,
+)
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 # Values of a latent, and the rotated ones behind them.
@@ -324,20 +329,6 @@ def check_compiled(result: Any, rows: int, most_spilled: int) -> None:
     assert buffers and int(max(buffers)) >= 2, "keys are copied into one place"
     spilled = spilled_bytes(result)
     assert spilled <= most_spilled, f"{spilled} bytes a thread"
-
-
-def spilled_bytes(result: Any) -> int:
-    """Of a thread."""
-    from triton import knobs
-
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(result.asm["cubin"])
-        file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"STACK:(\d+)", usage)
-    assert found is not None, usage
-    return int(found[1])
 
 
 @needs_triton

@@ -109,16 +109,22 @@ class Tiles:
             stages = 3 if is_small else 5
             tile = ExtendTile(queries, keys=16, keys_of_pages=16)
             return cls(tile, decode_keys=16, decode_rows=16, num_stages=stages, decode_stages=stages)
-        if has_tensor_memory and dtype.itemsize > 2 and kv_dtype is not None and kv_dtype.itemsize <= 2:
-            # Products of more rows, of which one side was widened, lose 13 bits there (Triton's issue 10176).
-            return cls(ExtendTile(32, keys=16, keys_of_pages=16), decode_keys=16, decode_rows=32)
+        is_wide = dtype.itemsize > 2
+        if is_wide and kv_dtype is not None and kv_dtype.itemsize <= 2:
+            # What was widened is kept in registers: with larger tiles a thread spills up to 12 KiB, of which a GPU
+            # reserves GiB. And products of more rows than 32 lose 13 bits on GPUs with tensor memory (Triton's issue
+            # 10176).
+            size = 32 if head_bytes <= 256 else 16
+            return cls(ExtendTile(size, size, size), decode_keys=size, decode_rows=size, warps=8)
         if head_bytes > 256:
-            keys = 16 if head_bytes > 512 or shared_bytes < HOPPER_SHARED_BYTES else 32
-            rows = 32 if head_bytes > 512 and is_small else 64
-            return cls(ExtendTile(rows, keys=keys, keys_of_pages=keys), decode_keys=keys, decode_rows=rows)
-        if is_small and dtype.itemsize > 2 and head_bytes > 128:
+            keys = 16 if is_wide or head_bytes > 512 or shared_bytes < HOPPER_SHARED_BYTES else 32
+            rows = 32 if is_wide or (head_bytes > 512 and is_small) else 64
+            # More rows of decodes, which have 4 warps, spill hundreds of bytes a thread.
+            decode_rows = 64 if keys == 32 else 32 if head_bytes <= 512 else 16
+            return cls(ExtendTile(rows, keys=keys, keys_of_pages=keys), decode_keys=keys, decode_rows=decode_rows)
+        if is_small and is_wide and head_bytes > 128:
             return cls(ExtendTile(keys=32, keys_of_pages=32))
-        if shared_bytes < HOPPER_SHARED_BYTES or dtype.itemsize > 2:
+        if shared_bytes < HOPPER_SHARED_BYTES or is_wide:
             return cls()
         if has_tensor_memory:
             # Two short ones of heads of 128 take 2 KiB more than an SM has, and 128 keys all of it.
