@@ -185,6 +185,20 @@ def test_without_the_near_store_the_far_one_is_read():
     rig.assert_nothing_left()
 
 
+@pytest.mark.parametrize(("slow", "skips"), [((0,), (0,)), ((1,), (1,)), ((0, 1), ())])
+def test_of_two_stores_one_that_is_slower_than_computing_is_not_asked(slow: tuple[int, ...], skips: tuple[int, ...]):
+    rig = rig_of()
+    rig.storage.set_advice(StorageAdvice(fetch_gain_s=lambda place, start, end: -1.0 if place in slow else 1.0))
+    probes = [op for op in map(rig.ops.get, rig.begin("r", TEXT)) if isinstance(op, StorageOp)]
+    assert [op.skips for op in probes if len(op.keys) == 5] == [skips]
+    # Its first block is read now and then, which shows when it has become faster.
+    trials = [store.place for store in rig.storage.stores if store.trial.ticket is not None]
+    assert trials == list(slow)
+    rig.finish_all()
+    rig.detach("r")
+    rig.assert_nothing_left()
+
+
 def test_a_store_that_hangs_holds_half_of_what_one_alone_may():
     alone = StorageLimits.of_host(12_800, 4, 64)
     each = StorageLimits.of_host(12_800, 4, 64, num_stores=2)

@@ -641,16 +641,23 @@ class StorageController:
         if is_worth_asking:
             prefetch.probed = begin // names.block_tokens
             keys = prefetch.keys[prefetch.probed :]
-            prefetch.skips = self.stores.unread
+            gains = {
+                store.place: self._advice.fetch_gain_s(store.place, begin, len(prefetch.tokens))
+                for store in self.stores
+                if store.is_read
+            }
+            slow = {place for place, gain_s in gains.items() if gain_s is not None and gain_s <= 0}
+            # Of two stores one that is slower than computing is not asked.
+            left_out = slow if len(slow) < len(gains) else ()
+            prefetch.skips = (*self.stores.unread, *left_out)
             prefetch.probe = self.ledger.begin_storage_op(PROBE, StorageAction.EXISTS, keys, skips=prefetch.skips)
             self._probes[prefetch.probe] = now
-            gains: list[float | None] = []
             for store in self.stores:
                 if store.is_read:
-                    gains.append(gain_s := self._advice.fetch_gain_s(store.place, begin, len(prefetch.tokens)))
-                    store.trial.begin_doubt(prefetch.keys[:1], is_slow=gain_s is not None and gain_s <= 0)
+                    store.trial.begin_doubt(prefetch.keys[:1], is_slow=store.place in slow)
             if config.policy == "timeout":
-                most_s = None if None in gains else max(gain_s for gain_s in gains if gain_s is not None)
+                known = [gain_s for gain_s in gains.values() if gain_s is not None]
+                most_s = max(known) if len(known) == len(gains) else None
                 prefetch.waits_for_probe = self._probe_value.is_worth_waiting(most_s)
             self._waiters[prefetch.probe] = {rid: None}
             self.counters["storage_probes"] += 1
