@@ -60,6 +60,7 @@ class AttachedStore:
         """It was attached, emptied or detached; None: nothing is attached at this place any more."""
         self.writer.open(setup)
         self.trial.num_stores = len(setup.tiers) if setup is not None else 0
+        self.is_unread = self.is_unread and setup is not None
 
     def reset(self) -> None:
         """Nothing is known of it any more."""
