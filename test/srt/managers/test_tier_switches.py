@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.frame_table import FrameState
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.page_layout import PageLayout
-from sglang.srt.mem_cache.storage.tiered_store import TieredStore
+from sglang.srt.mem_cache.storage.tiered_store import FallbackReads, TieredStore
 from sglang.srt.mem_cache.transfer import Tier
 from support.faults import Gate
 from support.memory_store import MemoryStore
@@ -166,3 +166,7 @@ def test_one_of_two_stores_is_left_out():
     assert both.locate(keys) == (0, 2, 2) and both.locate(keys, (1,)) == (0, 0, 0)
     near.set(keys[:1], frames[:1])
     assert both.locate(keys) == (1, 1, 2) and both.locate(keys, (0,)) == (0, 2, 2)
+    far.clear()
+    far.set(keys[:1], frames[:1])
+    near.set(keys, frames)
+    assert far.get(keys, frames) == 1 and FallbackReads(both).get(keys, frames) == 2

@@ -12,6 +12,7 @@ from sglang.srt.managers.storage_breaker import FAILURES_IN_A_ROW
 from sglang.srt.managers.storage_setup import StorageLimits
 from sglang.srt.managers.tier_switches import TierSwitches
 from sglang.srt.mem_cache.block_names import NOT_STORED, STORED
+from sglang.srt.mem_cache.storage.guarded_store import LONGEST_LIMIT_S
 from sglang.srt.mem_cache.transfer import (
     FETCH,
     FETCH_FAR,
@@ -140,6 +141,32 @@ def test_what_the_near_store_has_lost_is_asked_for_again():
 
 
 @pytest.mark.parametrize("why", ["fails", "switched off"])
+def test_without_the_near_store_what_comes_from_the_far_one_comes(why: str):
+    switches = TierSwitches()
+    rig = rig_of(blocks_per_op=8, switches=switches)
+    rig.finish(rig.begin("far", TEXT)[0], 5, far_count=5)
+    rig.finish(rig.begin("near", OTHER)[0], 4, far_count=0)
+    if why == "fails":
+        for _ in range(FAILURES_IN_A_ROW):
+            rig.storage.stores.near.reads.end(FETCH, succeeded=False)
+        rig.storage.watch()
+    else:
+        switches.turn(Tier.DISK, reads=False, writes=None)
+        rig.storage.obey_switches()
+    rig.collect()
+    assert rig.over("far", "near") == [False, True] and rig.cancelled == [Ticket(FETCH, 0)]
+    # What it was to read there may be on the far store, too.
+    assert rig.storage.ask_again("near", 0, Seconds(0.0))
+    (probe,) = (t for t in rig.collect() if t.link == PROBE)
+    assert [t.link for t in rig.finish(probe, 4, far_count=4)] == [FETCH_FAR]
+    rig.finish_all()
+    assert rig.found("far") == (0, 20) and rig.found("near") == (0, 16)
+    for rid in ("far", "near"):
+        rig.detach(rid)
+    rig.assert_nothing_left()
+
+
+@pytest.mark.parametrize("why", ["fails", "switched off"])
 def test_without_the_far_store_requests_get_what_the_near_one_has(why: str):
     switches = TierSwitches()
     rig = rig_of(blocks_per_op=1, fetch_window_ops=2, switches=switches)
@@ -194,6 +221,25 @@ def test_of_two_stores_one_that_is_slower_than_computing_is_not_asked(slow: tupl
     # Its first block is read now and then, which shows when it has become faster.
     trials = [store.place for store in rig.storage.stores if store.trial.ticket is not None]
     assert trials == list(slow)
+    rig.finish_all()
+    rig.detach("r")
+    rig.assert_nothing_left()
+
+
+def test_a_probe_that_waits_for_the_far_store_is_no_sign_of_a_near_one_that_hangs():
+    rig = rig_of(policy="timeout", timeout_base_s=0.2)
+    assert rig.storage.stores.near.reads.hang_s > LONGEST_LIMIT_S
+    assert rig.storage.stores.far.reads.hang_s == 0.2
+    assert StorageRig(TEXT, policy="timeout", timeout_base_s=0.2).storage.stores.near.reads.hang_s == 0.2
+
+
+def test_what_ranks_have_on_different_stores_is_read_from_the_far_one():
+    """And where that lacks it, from the near one, which may have more on one rank than on another."""
+    rig = rig_of(blocks_per_op=8)
+    (probe,) = rig.begin("r", TEXT)
+    (fetch,) = rig.finish(probe, 5, far_count=5)
+    op = rig.ops[fetch]
+    assert isinstance(op, StorageOp) and op.skips == (0,) and op.falls_back
     rig.finish_all()
     rig.detach("r")
     rig.assert_nothing_left()

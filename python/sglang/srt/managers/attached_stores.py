@@ -19,6 +19,9 @@ from sglang.srt.mem_cache.node import Node
 from sglang.srt.mem_cache.transfer import FETCH_LINKS, STORE_LINKS, StorageOp, Ticket
 from sglang.srt.utils.time_units import Seconds
 
+# More than what a `GuardedStore` may take to answer.
+_PROBE_S = 1.5
+
 
 class AttachedStores:
     """counters, read_hang_s, expected_s: see `AttachedStore`."""
@@ -70,8 +73,9 @@ class AttachedStores:
 
     def set_read_hang(self, seconds: float) -> None:
         """The least time after which a read hangs."""
-        for store in (self.near, self.far):
-            store.reads.hang_s = seconds
+        self.far.reads.hang_s = seconds
+        # A probe asks both, and may wait for the second one.
+        self.near.reads.hang_s = max(seconds, _PROBE_S) if len(self) > 1 else seconds
 
     # -- whether they are used ----------------------------------------------------------------------------------
 

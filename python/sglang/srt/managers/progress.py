@@ -57,7 +57,8 @@ class _Columns:
     done: completed launches and operations, in the order of COUNTED.
     first_failed: the earliest failure of each, or the largest int64.
     counts: COUNTS_PER_STEP results per storage link; unused ones are 0.
-    far_counts, part_counts: COUNTS_PER_STEP results of the probe link each; unused ones are 0.
+    near_counts, part_counts: COUNTS_PER_STEP results of the probe link each; unused ones are 0. near_counts: without
+    the far counts, so that the first store has on all ranks what is read there.
     mapped_slabs: 1 for each slab that the rank may use, else 0.
     readable_slabs: 1 for each slab from which the rank can copy, else 0.
     num_borrowable_slabs, num_lendable_slabs, value_us, lent_value_us: one number each, of `SlabReport`.
@@ -74,7 +75,7 @@ class _Columns:
             "done": len(COUNTED),
             "first_failed": len(COUNTED),
             "counts": len(STORAGE_LINKS) * COUNTS_PER_STEP,
-            "far_counts": COUNTS_PER_STEP,
+            "near_counts": COUNTS_PER_STEP,
             "part_counts": COUNTS_PER_STEP,
             "mapped_slabs": len(report.mapped),
             "readable_slabs": len(report.mapped),
@@ -113,7 +114,8 @@ def pack_progress(progress: Progress) -> np.ndarray:
     for row, name in zip(columns.counts(values), STORAGE_LINKS):
         of_link = progress.counts.get(name, ())
         row[: len(of_link)] = of_link
-    columns.of(values, "far_counts")[: len(progress.far_counts)] = progress.far_counts
+    near_counts = [count - far for count, far in zip(progress.counts.get(PROBE, ()), progress.far_counts)]
+    columns.of(values, "near_counts")[: len(near_counts)] = near_counts
     columns.of(values, "part_counts")[: len(progress.part_counts)] = progress.part_counts
     columns.of(values, "mapped_slabs")[:] = np.frombuffer(report.mapped, np.uint8)
     columns.of(values, "readable_slabs")[:] = np.frombuffer(report.readable, np.uint8) if report.readable else 1
@@ -139,16 +141,16 @@ def unpack_progress(least: np.ndarray, rank_0: Progress) -> Progress:
     first_failed = zip(COUNTED, columns.of(least, "first_failed").tolist())
     num_new = {name: done[name] - rank_0.consumed.get(name, 0) for name in STORAGE_LINKS}
     end = done[EXEC]
+    counts = {name: tuple(row[: num_new[name]].tolist()) for name, row in zip(STORAGE_LINKS, columns.counts(least))}
+    near_counts = columns.of(least, "near_counts")[: num_new[PROBE]].tolist()
     return Progress(
         done=done,
         # A failure that some rank has not reached yet is reported once all ranks have.
         failed={name: first for name, first in first_failed if first < done[name]},
         results={seq: tokens for seq, tokens in rank_0.results.items() if seq < end},
         findings={seq: found for seq, found in rank_0.findings.items() if seq < end},
-        counts={
-            name: tuple(row[: num_new[name]].tolist()) for name, row in zip(STORAGE_LINKS, columns.counts(least))
-        },
-        far_counts=tuple(columns.of(least, "far_counts")[: num_new[PROBE]].tolist()),
+        counts=counts,
+        far_counts=tuple(count - near for count, near in zip(counts[PROBE], near_counts)),
         part_counts=tuple(columns.of(least, "part_counts")[: num_new[PROBE]].tolist()),
         consumed=rank_0.consumed,
         cost={

@@ -181,6 +181,7 @@ class StorageController:
         self._probe_value = ProbeValue()
         self.stores.open(setup)
         self.controller.feeds_storage = self.is_open
+        self._set_patience()
         self.note_room((True,) * MAX_STORES)
 
     @property
@@ -385,7 +386,7 @@ class StorageController:
             # To erase a tenant's blocks may take long.
             breaker.watch(op for op in oldest if isinstance(op, StorageOp) and op.action in OPS_OF_BLOCKS)
         if self.stores.near.take_opened():
-            self._let_all_go()
+            self._give_up_near()
         if self.stores.far.take_opened():
             self._give_up_far()
         for store in self.stores:
@@ -409,6 +410,8 @@ class StorageController:
         self.is_unread = bool(through_host) or (bool(self.stores) and all(s.is_unread for s in self.stores))
         if self.is_unread:
             self._let_all_go()
+        elif self.stores.near.is_unread:
+            self._give_up_near()
         elif self.stores.far.is_unread:
             self._give_up_far()
 
@@ -417,6 +420,18 @@ class StorageController:
             # An answer that is not waited for would begin fetches, too.
             if not prefetch.is_over or prefetch.probe is not None:
                 self._let_go(rid, prefetch)
+
+    def _give_up_near(self) -> None:
+        """No request waits for the first store. One that waits for the second one alone goes on; the others may ask
+        that when they could start."""
+        for rid, prefetch in self._prefetches.items():
+            is_far = all(ticket.link == self.stores.far.fetch_link for ticket in prefetch.asked)
+            if is_far and (not prefetch.end or self._next_store(prefetch) is self.stores.far):
+                continue
+            num_asked, wanted_end = prefetch.num_asked, max(prefetch.end, prefetch.begun_end)
+            self._let_go(rid, prefetch)
+            if self.stores.far.is_read and len(self.stores) > 1:
+                prefetch.num_asked, prefetch.reach = num_asked, max(prefetch.reach, wanted_end)
 
     def _give_up_far(self) -> None:
         """No request waits for the second store; what the first one has is still fetched."""
@@ -561,7 +576,10 @@ class StorageController:
         if (pool := self.ledger.windowed.get(Tier.HOST)) is not None:
             pool.give(frames[num_partial:])
         store, skips = self.stores.of_link(FETCH_LINKS[place]), others_than(place, len(self.stores))
-        ticket = self.ledger.begin_storage_op(store.fetch_link, StorageAction.GET, keys, frames, skips=skips)
+        falls_back = bool(lacking) and self.stores.near.is_read
+        ticket = self.ledger.begin_storage_op(
+            store.fetch_link, StorageAction.GET, keys, frames, skips=skips, falls_back=falls_back
+        )
         store.fetches[ticket] = match.total_len // names.block_tokens
         first = match.total_len % names.block_tokens // page
         last = first + len(tokens) // page

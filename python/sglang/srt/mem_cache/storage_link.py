@@ -32,7 +32,7 @@ from sglang.srt.mem_cache.block_store import (
     has_room,
 )
 from sglang.srt.mem_cache.rate_limit import RateLimit
-from sglang.srt.mem_cache.storage.tiered_store import AnyStore, TieredStore, parts_of
+from sglang.srt.mem_cache.storage.tiered_store import AnyStore, FallbackReads, TieredStore, parts_of
 from sglang.srt.mem_cache.storage.windowed_store import find
 from sglang.srt.mem_cache.transfer import (
     PROBE_FAILED,
@@ -176,13 +176,13 @@ class StorageLink:
             self._end(begun, 0, error="cancelled")
             return
         begun.at = self._clock()
-        store = self._store_for(op)
+        reader = self._reader_for(op)
         try:
             is_read = op.action == StorageAction.GET
-            if not is_read or self._is_synchronous or not isinstance(store, OverlappingStore):
+            if not is_read or self._is_synchronous or not isinstance(reader, OverlappingStore):
                 self._end(begun, *self._carry_out(op))
                 return
-            give_up = store.start_get(to_bytes(op.keys), op.frames, partial(self._end, begun))
+            give_up = reader.start_get(to_bytes(op.keys), op.frames, partial(self._end, begun))
         except Exception as raised:
             logger.warning("%s of %d blocks failed: %r", op.action.name, len(op.keys), raised)
             self._end(begun, 0, error=str(raised) or type(raised).__name__)
@@ -192,6 +192,10 @@ class StorageLink:
             is_unwanted = begun.is_unwanted
         if is_unwanted:
             give_up()
+
+    def _reader_for(self, op: StorageOp) -> AnyStore | FallbackReads | None:
+        store = self.slot.store
+        return FallbackReads(store) if op.falls_back and isinstance(store, TieredStore) else self._store_for(op)
 
     def _store_for(self, op: StorageOp) -> AnyStore | None:
         """Of two stores the one that an operation reads, writes or tells."""
@@ -257,5 +261,7 @@ class StorageLink:
         assert not isinstance(store, TieredStore)
         with self.rate_limit.transfer(op.size_bytes) if self.rate_limit is not None else nullcontext():
             if op.action == StorageAction.GET:
-                return store.get(to_bytes(op.keys), op.frames), 0
+                reader = self._reader_for(op)
+                assert reader is not None and not isinstance(reader, TieredStore)
+                return reader.get(to_bytes(op.keys), op.frames), 0
             return store.set(to_bytes(op.keys), op.frames, op.tenant), 0

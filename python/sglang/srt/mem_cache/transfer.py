@@ -146,6 +146,9 @@ class StorageOp:
     setup: str = ""
     # Of two stores, the places of those that are left out.
     skips: tuple[int, ...] = ()
+    # For GET from the second of two stores: what it lacks is read from the first one. Ranks agree on what all have in
+    # the first one, of which some may have more there.
+    falls_back: bool = False
     # Whose blocks these are, see `BlockKeys.tenant`; for SET, ERASE and LIMIT.
     tenant: bytes = b""
     # For LIMIT: the most blocks, below 0 for no limit, and where: DISK or REMOTE.

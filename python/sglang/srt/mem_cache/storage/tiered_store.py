@@ -7,9 +7,11 @@ is a `GuardedStore`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
-from sglang.srt.mem_cache.block_store import BlockStore, ExistsFailed, TenantStore
+import numpy as np
+
+from sglang.srt.mem_cache.block_store import BlockStore, ExistsFailed, OverlappingStore, TenantStore
 from sglang.srt.mem_cache.storage.windowed_store import find
 from sglang.srt.mem_cache.transfer import Tier
 
@@ -59,6 +61,30 @@ class TieredStore:
     def close(self) -> None:
         self.near.close()
         self.far.close()
+
+
+class FallbackReads:
+    """Reads of the far store, and from the near one what that lacks. It has no other method."""
+
+    def __init__(self, stores: TieredStore) -> None:
+        self._near, self._far = stores.near, stores.far
+
+    def get(self, keys: Sequence[bytes], frames: np.ndarray) -> int:
+        return self._and_near(keys, frames, self._far.get(keys, frames))
+
+    def start_get(
+        self, keys: Sequence[bytes], frames: np.ndarray, on_end: Callable[[int], None]
+    ) -> Callable[[], None]:
+        """See OverlappingStore. A store of another kind is read before this returns."""
+        if not isinstance(self._far, OverlappingStore):
+            on_end(self.get(keys, frames))
+            return lambda: None
+        return self._far.start_get(keys, frames, lambda count: on_end(self._and_near(keys, frames, count)))
+
+    def _and_near(self, keys: Sequence[bytes], frames: np.ndarray, count: int) -> int:
+        if count == len(keys):
+            return count
+        return count + self._near.get(keys[count:], frames[len(frames) // len(keys) * count :])
 
 
 # What may be attached.
