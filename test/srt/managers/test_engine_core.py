@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,7 @@ from sglang.srt.managers.schedule_batch import StepInputs
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_config import SchedulerConfig
 from sglang.srt.managers.step_record import ReplayMismatchError, StepRecorder, replay
+from sglang.srt.mem_cache.shared_host import LeftToLeader
 from sglang.srt.mem_cache.slab_ledger import SlabReport
 from sglang.srt.mem_cache.transfer import (
     D2H,
@@ -88,6 +90,11 @@ def probed(*results: tuple[int, int]) -> Progress:
 def test_of_a_probe_the_first_store_has_on_all_ranks_what_is_read_there() -> None:
     reduced = reduce_progress([probed((5, 3), (10, 0), (4, 4)), probed((6, 2), (5, 5))])
     assert reduced.counts[PROBE] == (5, 5) and reduced.far_counts == (3, 5)
+    follower = LeftToLeader(PROBE)
+    follower.submit(SimpleNamespace(ticket=Ticket(PROBE, 0)))  # type: ignore[arg-type]
+    (left,) = follower.poll()
+    reduced = reduce_progress([probed((5, 2)), probed((left.count, left.far_count))])
+    assert reduced.counts[PROBE] == (5,) and reduced.far_counts == (2,), "its leader alone counts"
     many = [(n, n - 1) for n in range(1, COUNTS_PER_STEP + 1)]
     assert reduce_progress([probed(*many)] * 2).far_counts == tuple(range(COUNTS_PER_STEP))
 

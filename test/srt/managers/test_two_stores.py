@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from sglang.srt.managers.attached_store import AttachedStore
 from sglang.srt.managers.storage_advice import StorageAdvice
 from sglang.srt.managers.storage_breaker import FAILURES_IN_A_ROW
 from sglang.srt.managers.storage_setup import StorageLimits
@@ -46,6 +47,17 @@ def on_host(rig: StorageRig, text: str) -> list[Ticket]:
 def stored_in(rig: StorageRig, text: str, place: int) -> list[int]:
     path = rig.tree.match("", tokens(text), fetching=True).path
     return rig.tree.names.stored_in(path, place).tolist()
+
+
+def lose(rig: StorageRig, store: AttachedStore, switches: TierSwitches | None = None) -> None:
+    """Its reads fail, or are switched off."""
+    if switches is not None:
+        switches.turn(TWO[store.place], reads=False, writes=None)
+        rig.storage.obey_switches()
+        return
+    for _ in range(FAILURES_IN_A_ROW):
+        store.reads.end(store.fetch_link, succeeded=False)
+    rig.storage.watch()
 
 
 # -- writes ---------------------------------------------------------------------------------------------------------
@@ -146,13 +158,7 @@ def test_without_the_near_store_what_comes_from_the_far_one_comes(why: str):
     rig = rig_of(blocks_per_op=8, switches=switches)
     rig.finish(rig.begin("far", TEXT)[0], 5, far_count=5)
     rig.finish(rig.begin("near", OTHER)[0], 4, far_count=0)
-    if why == "fails":
-        for _ in range(FAILURES_IN_A_ROW):
-            rig.storage.stores.near.reads.end(FETCH, succeeded=False)
-        rig.storage.watch()
-    else:
-        switches.turn(Tier.DISK, reads=False, writes=None)
-        rig.storage.obey_switches()
+    lose(rig, rig.storage.stores.near, switches if why == "switched off" else None)
     rig.collect()
     assert rig.over("far", "near") == [False, True] and rig.cancelled == [Ticket(FETCH, 0)]
     # What it was to read there may be on the far store, too.
@@ -173,13 +179,7 @@ def test_without_the_far_store_requests_get_what_the_near_one_has(why: str):
     rig.finish(rig.begin("both", TEXT)[0], 5, far_count=2)
     rig.finish(rig.begin("near", OTHER)[0], 4, far_count=0)
     (probe,) = rig.begin("asking", "aaaaqqqqrrrrssss")
-    if why == "fails":
-        for _ in range(FAILURES_IN_A_ROW):
-            rig.storage.stores.far.reads.end(FETCH_FAR, succeeded=False)
-        rig.storage.watch()
-    else:
-        switches.turn(Tier.REMOTE, reads=False, writes=None)
-        rig.storage.obey_switches()
+    lose(rig, rig.storage.stores.far, switches if why == "switched off" else None)
     rig.storage.begin_fetches()
     rig.collect()
     assert rig.over("both", "near", "asking") == [False] * 3
@@ -198,9 +198,7 @@ def test_without_the_far_store_requests_get_what_the_near_one_has(why: str):
 
 def test_without_the_near_store_the_far_one_is_read():
     rig = rig_of()
-    for _ in range(FAILURES_IN_A_ROW):
-        rig.storage.stores.near.reads.end(FETCH, succeeded=False)
-    rig.storage.watch()
+    lose(rig, rig.storage.stores.near)
     probe = next(t for t in rig.begin("r", TEXT) if keys_of(rig, t) == 5)
     assert isinstance(op := rig.ops[probe], StorageOp) and op.skips == (0,)
     assert {t.link for t in rig.finish(probe, 5, far_count=5)} == {FETCH_FAR}

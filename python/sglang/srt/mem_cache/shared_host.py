@@ -44,7 +44,8 @@ class LeftToLeader:
         link, seq = op.ticket
         assert link == self.name and seq == self._next_seq, f"{op.ticket} out of order, {self._next_seq} expected"
         self._next_seq += 1
-        self._ended.append(OpResult(seq, True, count=_MOST, far_count=_MOST, part_count=_MOST))
+        # All in the first store, of which ranks agree on the least, too.
+        self._ended.append(OpResult(seq, True, count=_MOST, far_count=0, part_count=_MOST))
 
     def cancel(self, ticket: Ticket) -> None:
         """It has ended."""
